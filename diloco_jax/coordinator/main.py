@@ -271,14 +271,15 @@ class Coordinator:
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
-        placement = self._config.placement
+        placement, hosts = self._config.placement, admitted_hosts(self._config)
         self._server = Server(
             placement.bind,
             handlers,
             tls=self._tls,
             deadlines=self._deadlines,
             max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
-            max_hosts=admitted_hosts(self._config) + SPARE_ISLANDS,
+            max_hosts=sum(hosts) + SPARE_ISLANDS,
+            max_hosts_each=max(hosts),
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
             config=dataclasses.asdict(self._config),

@@ -46,11 +46,11 @@ def admitted(config: Config) -> dict[str, int | None]:
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
-def admitted_hosts(config: Config) -> int:
-    """Count the hosts of the islands that may join; an island outside the config has
+def admitted_hosts(config: Config) -> list[int]:
+    """Return the hosts of each island that may join; an island outside the config has
     one."""
     known = config.islands
-    return sum(known[n].hosts if n in known else 1 for n in admitted(config))
+    return [known[n].hosts if n in known else 1 for n in admitted(config)]
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import resource
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
 from diloco_jax.wire.errors import Busy
 
@@ -29,25 +30,49 @@ OTHER_FILES = 512
 class Places:
     """The places of one server, for transfers in both directions."""
 
-    def __init__(self, wanted: int, wait_s: float) -> None:
+    def __init__(self, wanted: int, wait_s: float, each: int | None = None) -> None:
         """wanted: transfers that all peers may begin together. wait_s: longest wait for
-        a place."""
+        a place. each: most transfers of one known peer; None = any number."""
         self.count = min(wanted, MOST_PLACES)
         self.threads = self.count + MOST_WAITING
         """Threads that hold or await a place."""
         self._free = threading.Semaphore(self.count)
         self._waiting = threading.Semaphore(MOST_WAITING)
-        self._wait_s = wait_s
+        self._wait_s, self._each = wait_s, each
+        self._own: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Hold a place; raise Busy if none is free in time."""
-        if not self._free.acquire(blocking=False):
-            self._wait()
+    def taken(self, who: Hashable = None) -> Iterator[None]:
+        """Hold a place; raise Busy if none is free in time, or if the peer has its
+        share. who: the peer; None = not known."""
+        with self._counted(who):
+            if not self._free.acquire(blocking=False):
+                self._wait()
+            try:
+                yield
+            finally:
+                self._free.release()
+
+    @contextlib.contextmanager
+    def _counted(self, who: Hashable) -> Iterator[None]:
+        if who is None or self._each is None:
+            yield
+            return
+        with self._lock:
+            if self._own[who] >= self._each:
+                raise Busy(
+                    f"{who} has {self._own[who]} transfers under way, the limit is "
+                    f"{self._each} each"
+                )
+            self._own[who] += 1
         try:
             yield
         finally:
-            self._free.release()
+            with self._lock:
+                self._own[who] -= 1
+                if not self._own[who]:
+                    del self._own[who]
 
     def _wait(self) -> None:
         if not self._waiting.acquire(blocking=False):

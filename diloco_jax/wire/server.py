@@ -27,6 +27,7 @@ from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
 from diloco_jax.wire.principal import Principal, require_island, require_operator
+from diloco_jax.wire.quota import Quota
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 SERVICE = "diloco.Coordinator"
 _SPARE_THREADS = 8
 _STREAMS_PER_CONNECTION = 64
+SESSIONS_EACH = 4
+"""Control streams of one island: a lost one may be back before its old stream is known
+to be dead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,12 +98,14 @@ class Server:
         max_islands: int,
         max_hosts: int,
         bulk_channels: int,
+        max_hosts_each: int | None = None,
         insecure: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise ConfigError if `bind` is malformed or must not go without TLS.
 
         max_hosts: hosts of all islands; each has its own streams for fragments.
+        max_hosts_each: hosts of the largest island; None = max_hosts.
         config: the run's, JSON-compatible, for islands that have none of their own.
         """
         addresses.require_tls(bind, tls=tls is not None, insecure=insecure)
@@ -111,14 +117,16 @@ class Server:
         self._max_sessions = 2 * max_islands
         # A host may send and fetch on all of its channels at once.
         wanted = 2 * bulk_channels * max_hosts
-        self._places = Places(wanted, deadlines.retry_max_s)
+        each = 2 * bulk_channels * (max_hosts_each or max_hosts)
+        self._places = Places(wanted, deadlines.retry_max_s, each)
         self._threads = self._max_sessions + self._places.threads + _SPARE_THREADS
         # Twice, as with sessions.
         self._connections = 2 * max_hosts * (1 + bulk_channels)
         self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, tuple[Principal | None, Session]] = {}
+        self._quotas: dict[Principal, Quota] = {}
         self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
         """Last status that was asked for, so that many who ask cost one encoding."""
 
@@ -155,7 +163,7 @@ class Server:
         peers come to the new handlers."""
         with self._lock:
             self._handlers = handlers
-            sessions = list(self._sessions.values())
+            sessions = [session for _, session in self._sessions.values()]
         for session in sessions:
             session.close()
 
@@ -164,7 +172,7 @@ class Server:
         runs after `grace_s`."""
         stopped = self._grpc.stop(grace_s)
         with self._lock:
-            sessions = list(self._sessions.values())
+            sessions = [session for _, session in self._sessions.values()]
         for session in sessions:
             session.close()
         stopped.wait(grace_s + 1.0)
@@ -272,22 +280,31 @@ class Server:
 
     def _register(self, context: Any) -> Session:
         identify = functools.partial(self._identify, context)
-        identify()
+        caller = identify()
         with self._lock:
             if len(self._sessions) >= self._max_sessions:
                 raise Busy(
                     f"{len(self._sessions)} control streams are open, the limit is "
                     f"{self._max_sessions}; islands that are gone free theirs soon"
                 )
-            session = Session(next(self._numbers), context, identify)
-            self._sessions[session.id] = session
+            quota = None
+            if caller is not None:
+                own = sum(c == caller for c, _ in self._sessions.values())
+                if own >= SESSIONS_EACH:
+                    raise Busy(
+                        f"{own} control streams of {caller} are open, the limit is "
+                        f"{SESSIONS_EACH} each; those of ended processes close soon"
+                    )
+                quota = self._quotas.setdefault(caller, Quota(str(caller)))
+            session = Session(next(self._numbers), context, identify, quota)
+            self._sessions[session.id] = caller, session
             return session
 
     @contextlib.contextmanager
     def _transfer(self, context: Any) -> Iterator[Guard]:
         with (
             self._answering(context),
-            self._places.taken(),
+            self._places.taken(self._identify(context)),
             self._watch.guard(self._deadlines.idle_s, context.cancel) as guard,
         ):
             yield guard

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
 from diloco_jax.wire.principal import Principal, require_island
+from diloco_jax.wire.quota import HELLO_BYTES, Quota
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
@@ -55,13 +57,17 @@ class Session:
     connected = False
     """True once a handler has accepted the hello."""
 
-    def __init__(self, number: int, context: Any, identify: Identify) -> None:
+    def __init__(
+        self, number: int, context: Any, identify: Identify, quota: Quota | None = None
+    ) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
-        once its certificate is revoked."""
+        once its certificate is revoked. quota: the peer's, over all of its streams;
+        None = one of this stream alone."""
         self.id = number
         self._identify = identify
         self.peer: str = context.peer()
         self._context = context
+        self._quota = quota or Quota(self.peer)
         self._outbox = ByteQueue(OUTBOX_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
@@ -168,8 +174,10 @@ class Session:
                 first = next(requests, None)
             if first is None:
                 return
+            self._keep_pace(max(len(first), HELLO_BYTES))
             self.take(first, handlers)
             for raw in requests:
+                self._keep_pace(len(raw))
                 self.take(raw, handlers)
         except grpc.RpcError:
             logger.info("%s: the connection is gone", self)
@@ -186,6 +194,10 @@ class Session:
             self.close()
             if self.connected:
                 handlers.disconnect(self)
+
+    def _keep_pace(self, nbytes: int) -> None:
+        if wait_s := self._quota.wait_s(nbytes):
+            time.sleep(wait_s)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:
         if len(raw) > encoding.MAX_CONTROL_BYTES:

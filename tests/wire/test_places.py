@@ -169,3 +169,19 @@ def test_a_stripe_that_finds_the_peer_busy_comes_again_alone(
     client.transfers.upload(upload_start(4 * MIB), payload)
     assert handlers.stored == payload
     assert sorted(begun) == [0, MIB, *[2 * MIB] * 3, 3 * MIB]
+
+
+def test_one_peer_cannot_take_all_places():
+    few = places.Places(4, 0.0, each=2)
+    with few.taken("b"), few.taken("a"), few.taken("a"):
+        with (
+            pytest.raises(Busy, match="a has 2 transfers under way, the limit is 2"),
+            few.taken("a"),
+        ):
+            pass
+        with few.taken("b"):
+            pass
+    with few.taken("a"), few.taken("a"):
+        assert set(few._own) == {"a"}, "who has none is forgotten"
+    with few.taken(), few.taken(), few.taken(), few.taken():
+        pass

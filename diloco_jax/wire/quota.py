@@ -1,0 +1,50 @@
+"""The quota of a peer's control messages: those that come faster wait to be read.
+
+Each of them may cost lines on tape and log, and time of the one thread that decides.
+gRPC's flow control hands the wait on to the peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_SECOND = 64 << 10
+"""Of one island, in the long run: hundreds of records, or one hello, each second."""
+BURST_BYTES = 4 << 20
+HELLO_BYTES = 64 << 10
+"""Bytes that a hello counts for: it may end one incarnation and begin another, and each
+is made durable."""
+TOLD_EVERY_S = 60.0
+
+
+class Quota:
+    """The quota of one peer, over all of its streams. Any thread may call it."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+        self._lock = threading.Lock()
+        self._left, self._at = float(BURST_BYTES), time.monotonic()
+        self._told = -TOLD_EVERY_S
+
+    def wait_s(self, nbytes: int) -> float:
+        """Return the seconds to wait before so many bytes are handled."""
+        with self._lock:
+            now = time.monotonic()
+            earned = (now - self._at) * BYTES_PER_SECOND
+            self._left = min(self._left + earned, BURST_BYTES) - nbytes
+            self._at = now
+            if self._left >= 0:
+                return 0.0
+            if now - self._told >= TOLD_EVERY_S:
+                self._told = now
+                logger.warning(
+                    "%s sends more than %d bytes of control messages a second; what it "
+                    "sends waits",
+                    self._who,
+                    BYTES_PER_SECOND,
+                )
+            return -self._left / BYTES_PER_SECOND

@@ -1,0 +1,62 @@
+"""Control messages of one peer that come too fast wait."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from wire_support import WAIT_S, hello, report
+
+from diloco_jax.wire import quota, server, session
+from diloco_jax.wire.errors import Busy
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_peer_may_send_a_burst_then_waits(monkeypatch, caplog):
+    clock = Clock()
+    monkeypatch.setattr(quota, "time", clock)
+    paced = quota.Quota("island a")
+    half = quota.BURST_BYTES // 2
+    assert [paced.wait_s(half), paced.wait_s(half)] == [0.0, 0.0]
+    waits = [paced.wait_s(quota.BYTES_PER_SECOND) for _ in range(3)]
+    assert waits == pytest.approx([1.0, 2.0, 3.0])
+    (told,) = caplog.messages
+    assert "island a sends more than 65536 bytes of control messages a second" in told
+    clock.now += 3.0
+    assert paced.wait_s(0) == 0.0
+    clock.now += 1e6
+    assert paced.wait_s(quota.BURST_BYTES) == 0.0
+    assert paced.wait_s(quota.BYTES_PER_SECOND) == pytest.approx(1.0), "no more saved"
+
+
+def test_a_session_reads_no_faster(serve, connect, handlers, monkeypatch):
+    waited = []
+    monkeypatch.setattr(quota, "BURST_BYTES", quota.HELLO_BYTES)
+    monkeypatch.setattr(
+        session, "time", SimpleNamespace(sleep=lambda s: waited.append(s))
+    )
+    _, address = serve()
+    control = connect(address).open_control(hello())
+    assert waited == [], "a hello may come at once"
+    control.send(report(1))
+    deadline = time.monotonic() + WAIT_S
+    while not waited and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert waited
+    assert 0 < waited[0] < 1
+
+
+def test_one_island_has_few_control_streams(serve, connect, tls):
+    _, address = serve(tls=tls["coordinator"], max_islands=8)
+    for number in range(server.SESSIONS_EACH):
+        said = hello(session=f"s{number}")
+        connect(address, tls=tls["island"]).open_control(said)
+    with pytest.raises(Busy, match="4 control streams of island a are open, the limit"):
+        connect(address, tls=tls["island"]).open_control(hello(session="more"))
