@@ -53,7 +53,7 @@ class Task(NamedTuple):
     items: tuple[Item, ...]
 
 
-class Row(NamedTuple):
+class ScoredText(NamedTuple):
     """A choice after its question, as tokens."""
 
     tokens: Sequence[int]
@@ -151,7 +151,9 @@ def _share(name: str, right: Sequence[bool]) -> dict[str, float | None]:
     return {name: share, f"{name}_error": error}
 
 
-def _row(speaker: Speaker, item: Item, choice: str, length: int, where: str) -> Row:
+def _row(
+    speaker: Speaker, item: Item, choice: str, length: int, where: str
+) -> ScoredText:
     apart = item.question[-1:].isspace() or choice[:1].isspace() or not item.question
     text = item.question + ("" if apart else " ") + choice
     tokens, before = speaker.encode(text), len(speaker.encode(item.question))
@@ -164,11 +166,11 @@ def _row(speaker: Speaker, item: Item, choice: str, length: int, where: str) -> 
             f"sequences have {length}; leave the item out"
         )
     kept = tokens[-length:]
-    return Row(kept, scored, cut=len(kept) < len(tokens))
+    return ScoredText(kept, scored, cut=len(kept) < len(tokens))
 
 
 def _likelihoods(
-    speaker: Speaker, rows: Sequence[Row], dtype: str, report: Report
+    speaker: Speaker, rows: Sequence[ScoredText], dtype: str, report: Report
 ) -> np.ndarray:
     """Return the log-likelihood of each row's choice, f64 [rows]."""
     likelihood = make_likelihood(speaker.model, dtype)
