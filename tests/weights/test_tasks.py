@@ -145,7 +145,7 @@ def test_a_kept_cycle_has_its_own_score_and_loss(workdir, tmp_path, capsys):
         )
         zeros = [np.zeros_like(a) for a in store.arrays(fragment)["theta"]]
         cycles.keep(keep, zeros, lambda cycle, trouble: None)
-    cycles._writer.shutdown(wait=True)
+    cycles.close(60.0)
     pairs = (["x", "y"], ["y", "x"])
     items = [{"question": "q", "choices": pair, "answer": 0} for pair in pairs]
     (tmp_path / "t.json").write_text(json.dumps(items))
