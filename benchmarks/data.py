@@ -1,7 +1,7 @@
 """The data's speed: preparing, and reading what was prepared.
 
 Question: how many tokens a second does one core read of a mixture of prepared folders,
-and does that feed a host of TPUs? How fast does `diloco data prepare` write?
+and does that feed a host of TPUs? How fast is data prepared?
 
 Read is what a run reads: leased positions of two folders with weights become batches
 with tokens, segments and weights, by the product's own stream, in a process that has

@@ -67,16 +67,27 @@ def digest_of(leaves: Iterator[np.ndarray]) -> str:
 
 def merged(run: RunConfig, adapters: Params) -> Params:
     """Return the weights with a run's adapters added, f32, stacked."""
-    plain = base_run(run)
-    shapes = models.build(plain).shapes()
-    structure = jax.tree.structure(shapes)
-    leaves = [np.asarray(leaf, np.float32) for leaf in base_leaves(run)]
+    structure = jax.tree.structure(models.build(base_run(run)).shapes())
+    leaves = [leaf for _, leaf in merged_leaves(run, adapters)]
     whole: Params = jax.tree.unflatten(structure, leaves)
-    for half, names in adapters["layers"].items():
-        for name, pair in names.items():
-            added = delta(run.model, pair)
-            whole["layers"][half][name] = whole["layers"][half][name] + added
     return whole
+
+
+def merged_leaves(
+    run: RunConfig, adapters: Params
+) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Yield `merged` by path, one array at a time."""
+    shapes = models.build(base_run(run)).shapes()
+    paths = [
+        tuple(key.key for key in keys)
+        for keys, _ in jax.tree_util.tree_leaves_with_path(shapes)
+    ]
+    for path, leaf in zip(paths, base_leaves(run), strict=True):
+        value = np.asarray(leaf, np.float32)
+        if "/".join(path[1:]) in lora.INPUT_AXES:
+            _, half, name = path
+            value = value + delta(run.model, adapters["layers"][half][name])
+        yield path, value
 
 
 def delta(model: ModelConfig, pair: dict[str, Any]) -> np.ndarray:

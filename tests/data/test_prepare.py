@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -102,6 +102,7 @@ def texts(tmp_path):
     st.lists(st.tuples(st.integers(1, 70), st.booleans()), max_size=30),
     st.integers(2, 20),
 )
+@example([(2, True)] * 3, 5)
 def test_every_learned_token_is_predicted_once(sizes, length):
     counter = itertools.count()
     documents = [

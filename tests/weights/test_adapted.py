@@ -13,7 +13,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
-from diloco_jax import emulate
+from diloco_jax import cli, emulate
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -25,13 +25,16 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve, resolve_outer
+from diloco_jax.coordinator import main
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models import lora
 from diloco_jax.models.build import build
 from diloco_jax.weights import adapted, files, names
 from diloco_jax.weights.adapter import CONFIG, TENSORS, write_adapter
+from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params, started_from
+from diloco_jax.weights.speaker import open_speaker
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
@@ -176,6 +179,53 @@ def test_the_files_are_those_of_peft(tmp_path):
         np.testing.assert_allclose(tensor.view(weight), ours, rtol=1e-5, atol=1e-6)
         found += 1
     assert found == model.num_layers * len(lora.INPUT_AXES)
+
+
+@pytest.fixture
+def begun(tmp_path) -> tuple[Config, Path]:
+    """A run of adapters that has begun, and merged nothing."""
+    text = tmp_path / "text.txt"
+    text.write_text("one line of text\n" * 2000)
+    run = run_of("smollm2")
+    run = dataclasses.replace(run, data=DataConfig(paths=(str(text),)))
+    config, workdir = resolve(Config(run=run).validate()), tmp_path / "run"
+    coordinator = main.Coordinator(config, workdir, init=True)
+    try:
+        coordinator.start()
+    finally:
+        coordinator.close()
+    return config, workdir
+
+
+def test_a_run_leaves_as_adapters_or_merged(begun, tmp_path):
+    config, workdir = begun
+    model = config.run.model
+    assert cli.main(["export", str(workdir), str(tmp_path / "adapter")]) == 0
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    assert said["base_model_name_or_path"] == str(FAMILIES / "smollm2")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    pairs = load_file(tmp_path / "adapter" / TENSORS)
+    assert len(pairs) == 2 * model.num_layers * len(lora.INPUT_AXES)
+    assert all(pairs[n].any() == ("lora_A" in n) for n in pairs)
+    assert cli.main(["export", str(workdir), str(tmp_path / "whole"), "--merged"]) == 0
+    whole = files.read_tensors(tmp_path / "whole")
+    for name, tensor in files.read_tensors(FAMILIES / "smollm2").items():
+        np.testing.assert_array_equal(whole[name], tensor)
+    assert (tmp_path / "whole" / "config.json").is_file()
+
+
+def test_what_a_run_with_adapters_says_is_what_they_are_merged_to(begun):
+    config, workdir = begun
+    speaker = open_speaker(workdir)
+    plain = adapted.base_run(config.run)
+    wanted = first_params(plain, build(plain))
+    jax.tree.map(np.testing.assert_array_equal, speaker.params, wanted)
+
+
+def test_a_run_without_adapters_has_nothing_to_merge(tmp_path):
+    run = RunConfig(model=tiny.MODEL)
+    with pytest.raises(ConfigError, match=r"--merged, .*lora_rank = 0"):
+        export(Config(run=run), tmp_path, tmp_path / "out", merged=True)
 
 
 def test_adapters_are_merged_over_islands(tmp_path):

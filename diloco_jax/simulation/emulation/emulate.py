@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from diloco_jax import compilation, run_files
+from diloco_jax import compilation, merge_route, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.config.validation import require_section
@@ -197,7 +197,9 @@ class _Emulator:
         )
         plan = build_plan(run, model)
         deadlines = placement.deadlines
-        self._store = Store(run, plan, first_pieces(run, model), deadlines.pin_s)
+        passes = merge_route.passes_of(placement.merge_route)
+        first = first_pieces(run, model)
+        self._store = Store(run, plan, first, deadlines.pin_s, passes)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
         chance = np.random.default_rng(options.chance_seed)
         merging = durations(options.merge_seconds, options.merge_spread, chance)
