@@ -38,14 +38,17 @@ class Speaker:
     """Tokens that end a text."""
 
 
-def open_speaker(source: Path, dtype: str = "float32") -> Speaker:
-    """Open a run's workdir or a folder of weights.
+def open_speaker(
+    source: Path, dtype: str = "float32", cycle: int | None = None
+) -> Speaker:
+    """Open a run's workdir, with its newest parameters or those of a kept cycle, or a
+    folder of weights.
 
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
     if workdirs.holds_run(source):
         run = workdirs.read_config(source).run
-        model, params = run.model, load_params(source)
+        model, params = run.model, load_params(source, cycle)
         beside = source / run_files.SOURCE
         if model.lora_rank:
             model, params = base_run(run).model, merged(run, params)
