@@ -16,12 +16,13 @@ from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.loading import load_data
+from diloco_jax.data.loading import Data, load_data
+from diloco_jax.data.source import Source
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluation, evaluate_all
+from diloco_jax.island.evaluate import Evaluation, evaluate_all, evaluate_parts
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
@@ -62,15 +63,27 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
 
     Raises ConfigError if the data here is not the run's.
     """
-    data = load_data(config.run)
-    validation = ValidationBatches(
-        data.validation,
-        trainer.batch_size,
-        trainer.fields,
-        config.run.sequence_length,
-        bytes_per_token=data.bytes_per_token,
-    )
-    return evaluate_all(trainer, params, validation)
+    return of_data(load_data(config.run), config.run.sequence_length, trainer, params)
+
+
+def of_data(
+    data: Data, sequence_length: int, trainer: Trainer, params: Params
+) -> Evaluation:
+    """Evaluate on all that is held out, and on each source of a mixture."""
+
+    def batches(source: Source) -> ValidationBatches:
+        return ValidationBatches(
+            source,
+            trainer.batch_size,
+            trainer.fields,
+            sequence_length,
+            bytes_per_token=data.bytes_per_token,
+        )
+
+    if not data.held_out:
+        return evaluate_all(trainer, params, batches(data.validation))
+    parts = {name: batches(source) for name, source in data.held_out.items()}
+    return evaluate_parts(trainer, params, parts)
 
 
 def newest_params(
@@ -160,7 +173,12 @@ def newest_plan(
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
     """Return the fields of `summary.json`; null where they are not finite."""
-    return {
+    found: dict[str, Any] = {
         "eval_loss": json_number(evaluation.loss),
         "eval_bits_per_byte": json_number(evaluation.bits_per_byte),
     }
+    if evaluation.by_source is not None:
+        found["eval_loss_by_source"] = {
+            name: json_number(loss) for name, loss in evaluation.by_source.items()
+        }
+    return found

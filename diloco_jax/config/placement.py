@@ -4,6 +4,7 @@ inject."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from diloco_jax.config.fields import (
     AT_LEAST_1,
@@ -13,6 +14,8 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.deadlines import Deadlines
+
+MergeRoute = Literal["auto", "native", "xla"]
 
 DEADLINES = "deadline"
 CHECKPOINTS = "checkpoint"
@@ -159,6 +162,14 @@ class Placement:
         help="Bytes of memory for encoded deltas that wait for their merge. The rest "
         "waits on the disk of the workdir: at most two deltas of everything per "
         "island.",
+    )
+    merge_route: MergeRoute = setting(
+        "auto",
+        group=PROCESSES,
+        help='How the coordinator computes merges: "native" = functions in C, which '
+        'are compiled at first use and need a C compiler, "xla" = compiled by XLA, '
+        'about three times the CPU; "auto" = native where there is a compiler. The '
+        "bits are the same.",
     )
     restarts: int = setting(
         5,

@@ -80,8 +80,7 @@ class CoordinatorPlan:
     since."""
     replayed_bytes: float
     replay_core_seconds: float
-    """Core seconds per 1e9 parameters that recovery decodes and adds: as those of a
-    merge without deltas, which is the most that it can be."""
+    """Core seconds per 1e9 parameters that recovery decodes and adds."""
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -184,7 +183,7 @@ def plan_coordinator(
         disk=disk,
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sum(down),
-        replay_core_seconds=merging_rate,
+        replay_core_seconds=rates.replaying(run.sync.codec_down),
     )
 
 

@@ -39,6 +39,10 @@ class ExportOptions:
         help="Cycle whose parameters are written: one that is kept; 0 = the newest "
         "snapshot of a workdir, or the present cycle of a run that goes on.",
     )
+    merged: bool = setting(
+        False,
+        help="Of a run with adapters: the weights with them added, not the adapters.",
+    )
     certificates: str = setting("", help="Folder made by diloco certs.")
     insecure: bool = setting(
         False, help="Ask an address that is not loopback without TLS."
@@ -97,7 +101,13 @@ def _write(
     config = read_config(workdir)
     with bar(console, "writing") as report:
         return export(
-            config, workdir, target, cycle=cycle, dtype=options.dtype, report=report
+            config,
+            workdir,
+            target,
+            cycle=cycle,
+            merged=options.merged,
+            dtype=options.dtype,
+            report=report,
         )
 
 
@@ -140,6 +150,7 @@ def _export_live(
                     Path(made),
                     target,
                     cycle=cycle,
+                    merged=options.merged,
                     dtype=options.dtype,
                     report=report,
                 )

@@ -24,10 +24,10 @@ from diloco_jax.wire import addresses, encoding, errors, frames
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadDone, UploadStart
 from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
-from diloco_jax.wire.pace import Pace
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
 from diloco_jax.wire.principal import Principal, require_island, require_operator
+from diloco_jax.wire.quota import Quota
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -126,7 +126,7 @@ class Server:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
-        self._paces: dict[Principal, Pace] = {}
+        self._quotas: dict[Principal, Quota] = {}
         self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
         """Last status that was asked for, so that many who ask cost one encoding."""
 
@@ -287,7 +287,7 @@ class Server:
                     f"{len(self._sessions)} control streams are open, the limit is "
                     f"{self._max_sessions}; islands that are gone free theirs soon"
                 )
-            pace = None
+            quota = None
             if caller is not None:
                 own = sum(c == caller for c, _ in self._sessions.values())
                 if own >= SESSIONS_EACH:
@@ -295,8 +295,8 @@ class Server:
                         f"{own} control streams of {caller} are open, the limit is "
                         f"{SESSIONS_EACH} each; those of ended processes close soon"
                     )
-                pace = self._paces.setdefault(caller, Pace(str(caller)))
-            session = Session(next(self._numbers), context, identify, pace)
+                quota = self._quotas.setdefault(caller, Quota(str(caller)))
+            session = Session(next(self._numbers), context, identify, quota)
             self._sessions[session.id] = caller, session
             return session
 

@@ -20,8 +20,8 @@ from diloco_jax.protocol import messages
 from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
-from diloco_jax.wire.pace import HELLO_BYTES, Pace
 from diloco_jax.wire.principal import Principal, require_island
+from diloco_jax.wire.quota import HELLO_BYTES, Quota
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
@@ -58,16 +58,16 @@ class Session:
     """True once a handler has accepted the hello."""
 
     def __init__(
-        self, number: int, context: Any, identify: Identify, pace: Pace | None = None
+        self, number: int, context: Any, identify: Identify, quota: Quota | None = None
     ) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
-        once its certificate is revoked. pace: the peer's, over all of its streams; None
-        = a pace of this stream alone."""
+        once its certificate is revoked. quota: the peer's, over all of its streams;
+        None = one of this stream alone."""
         self.id = number
         self._identify = identify
         self.peer: str = context.peer()
         self._context = context
-        self._pace = pace or Pace(self.peer)
+        self._quota = quota or Quota(self.peer)
         self._outbox = ByteQueue(OUTBOX_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
@@ -196,7 +196,7 @@ class Session:
                 handlers.disconnect(self)
 
     def _keep_pace(self, nbytes: int) -> None:
-        if wait_s := self._pace.wait_s(nbytes):
+        if wait_s := self._quota.wait_s(nbytes):
             time.sleep(wait_s)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:

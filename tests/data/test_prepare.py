@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import make_tokenizers
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -102,6 +103,7 @@ def texts(tmp_path):
     st.lists(st.tuples(st.integers(1, 70), st.booleans()), max_size=30),
     st.integers(2, 20),
 )
+@example([(2, True)] * 3, 5)
 def test_every_learned_token_is_predicted_once(sizes, length):
     counter = itertools.count()
     documents = [
@@ -122,11 +124,9 @@ def test_every_learned_token_is_predicted_once(sizes, length):
     ]
     want = [int(t) for d in documents for t in d.tokens[1:] if d.learned[0]]
     assert sorted(predicted) == want
-    smallest = [min(len(p.tokens) for p in row) for row in rows]
-    room = [length + 1 - sum(len(p.tokens) for p in row) for row in rows]
-    # No two rows could have been one: a piece lies in a row for want of another.
-    for (i, need), j in itertools.product(enumerate(smallest), range(len(rows))):
-        assert i == j or room[j] < need or length + 1 - room[i] > room[j]
+    sizes = [sum(len(piece.tokens) for piece in row) for row in rows]
+    # No two rows could have been one.
+    assert all(a + b > length + 1 for a, b in itertools.combinations(sizes, 2))
 
 
 @given(st.data(), st.integers(1, 40), st.sampled_from([256, 65536, 65537, 1 << 20]))
@@ -424,6 +424,16 @@ def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
     made(tmp_path)
 
 
+def test_an_option_that_fits_no_document_is_refused_before_the_work(
+    texts, tmp_path, monkeypatch
+):
+    write_lines(tmp_path / "in" / "z.jsonl", [{"body": "text"}] * 9)
+    work = "diloco_jax.data.prepare.work.do_parts"
+    monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
+    with pytest.raises(ConfigError, match=r"z.jsonl, offset 0: .*fields are body"):
+        made(tmp_path)
+
+
 def test_a_table_without_text_names_its_columns(tmp_path):
     (tmp_path / "in").mkdir()
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
@@ -509,6 +519,20 @@ def test_files_are_those_of_the_manifest(texts, tmp_path):
         read_manifest(folder)
 
 
+def test_a_prepared_folder_needs_no_other_manifests(
+    texts, tmp_path, monkeypatch, capsys
+):
+    made(tmp_path)
+    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", 1)
+    (tmp_path / "out" / "beside").mkdir()
+    (tmp_path / "out" / "beside" / "a.txt").write_text("text")
+    assert cli.main(["manifest", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert "a.txt: 4 tokens" in said
+    assert "3 files in prepared folders have theirs already" in said
+    assert not list((tmp_path / "out").glob("*.manifest"))
+
+
 def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
     many(tmp_path, 100)
     prepared, train, _ = made(tmp_path, part_bytes=2000)
@@ -519,5 +543,35 @@ def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
     for number in np.random.default_rng(0).permutation(len(train)):
         np.testing.assert_array_equal(few[int(number)]["tokens"], want[number])
     assert len(few._open) == 2
+    with ThreadPoolExecutor(8) as pool:
+        order = np.random.default_rng(1).permutation(len(train)).tolist()
+        for number, row in zip(order, pool.map(few.__getitem__, order), strict=True):
+            np.testing.assert_array_equal(row["tokens"], want[number])
     with pytest.raises(IndexError, match=f"row {len(train)} of {len(train)}"):
         train[len(train)]
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path):
+    many(tmp_path, 100)
+    prepared, train, _ = made(tmp_path)
+    want = [train[number]["tokens"].tobytes() for number in range(len(train))]
+    path = tmp_path / "out" / prepared.train.shards[0].name
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 3
+    data[middle : middle + 99] = bytes(byte ^ 90 for byte in data[middle : middle + 99])
+    path.write_bytes(data)
+    rows = PreparedRows(tmp_path / "out", prepared, prepared.train)
+    found = []
+
+    def read_all():
+        for number in range(len(rows)):
+            found.append(rows[number]["tokens"].tobytes())
+
+    with pytest.raises(OSError, match=rf"row \d+ of .*{path.name} cannot be read"):
+        read_all()
+    assert found
+    assert found == want[: len(found)]
+    path.unlink()
+    gone = PreparedRows(tmp_path / "out", prepared, prepared.train)
+    with pytest.raises(OSError, match=f"row 5 of .*{path.name} cannot be read"):
+        gone[5]

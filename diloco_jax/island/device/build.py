@@ -32,7 +32,9 @@ def build_trainer(
     mesh = make_mesh(island, devices)
     model = build(run, island, layout(mesh))
     inner = build_inner(run, model)
-    return model, Trainer(model, inner, island, mesh, run.data.arrays)
+    return model, Trainer(
+        model, inner, island, mesh, run.data.arrays, run.model.frozen_digest
+    )
 
 
 def build_exchange(
