@@ -121,8 +121,8 @@ class JoinedIsland:
     def __enter__(self) -> Self:
         """Join; return when the first step can be made.
 
-        Raises IslandEndedError if the coordinator refuses the island, and any error of
-        the wire.
+        Raises IslandEndedError if the coordinator refuses the island, HostsError if
+        another process of this world does not come, and any error of the wire.
         """
         try:
             self._meet()

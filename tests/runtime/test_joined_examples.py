@@ -5,40 +5,34 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
-from example_support import write_files
-from runtime_support import make_config, run_scripted
+from example_support import TIMEOUT_S, write_files
+from page_steps import FACTORY, NAME, joined_loop, step_in_replica
+from runtime_support import (
+    PATIENCE_S,
+    coordinator,
+    free_port,
+    make_config,
+    placed,
+    run_scripted,
+    with_run,
+)
 
-from diloco_jax.island.device.like import LikeLeaves
+from diloco_jax.config import IslandConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.device.replica import Replica
-from diloco_jax.models.model import named
+from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist
 
 CYCLES = 2
-FACTORY = """
-import jax
-import jax.numpy as jnp
-import {page} as page
-
-from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.models.model import Model, named, plain_axes
-
-leaves = LikeLeaves(jax.eval_shape(page.parameters, jax.random.key(0)))
-
-
-def loss(params, batch):
-    rows = batch["tokens"]
-    loss = page.loss_of(leaves.as_tree(params), rows)
-    return loss, {{"loss": loss, "tokens": jnp.float32(rows[:, 1:].size)}}
-
-
-def model(run, island, layout):
-    return Model(lambda key: named(page.parameters(key)), loss, plain_axes(leaves.like))
-"""
+PAGE_STEPS = Path(__file__).with_name("page_steps.py")
 
 
 @pytest.fixture(scope="module")
@@ -50,69 +44,67 @@ def pages(tmp_path_factory):
         yield folder
 
 
-class PageSteps:
-    """The page's steps of one island. Its rows follow from its batch and the number of
-    the step: which positions it is leased depends on when the others ask."""
-
-    def __init__(self, page, batch_size, params):
-        self._step, self._moments = jax.jit(page.step), page.optimizer.init(params)
-        self._numbers = np.random.default_rng(batch_size)
-        self._shape = (batch_size, page.LENGTH + 1)
-
-    def __call__(self, params, rate):
-        rows = self._numbers.integers(0, 256, self._shape).astype(np.int32)
-        params, self._moments, loss = self._step(params, self._moments, rows, rate)
-        return params, loss
-
-
-def joined_loop(page):
-    def train(island, config):
-        loop = island.loop
-        batch_size = config.islands[island._host.name].batch_size
-        steps = PageSteps(page, batch_size, loop.hand_over())
-        while (ending := loop.until_step()) is None:
-            rate, _ = loop.begin_step()
-            loop.stepped(*steps(loop.hand_over(), rate))
-        return ending
-
-    return train
-
-
-def step_in_replica(page):
-    """The page's step, in place of the one that the product's loop makes."""
-    leaves, made = LikeLeaves(page.parameters(jax.random.key(0))), {}
-
-    def step(self, batch, rate):
-        params = leaves.as_tree(self.params)
-        if self not in made:
-            made[self] = PageSteps(page, len(batch["tokens"]), params)
-        params, loss = made[self](params, rate)
-        self.params = named(params)
-        return {"loss": loss, "tokens": 0.0, "skipped": False}
-
-    return step
-
-
 @pytest.mark.parametrize("name", ["run", "run_equinox"])
 def test_a_step_gives_the_same_bits_in_both_loops(
     name, pages, text, tmp_path, monkeypatch
 ):
-    page, factory = importlib.import_module(name), tmp_path / "factory.py"
-    factory.write_text(FACTORY.format(page=name))
-    config = make_config(text, cycles=CYCLES)
-    model = dataclasses.replace(page.config().run.model, factory=f"{factory}:model")
-    run = dataclasses.replace(config.run, model=model)
-    config = dataclasses.replace(config, run=run).validate()
+    page = importlib.import_module(name)
+    config = config_of(page, text, tmp_path)
     own = dict.fromkeys(config.islands, joined_loop(page))
     like = page.parameters(jax.random.key(1))
-    monkeypatch.setattr(Replica, "step", step_in_replica(page))
+    monkeypatch.setattr(Replica, "step", step_in_replica(page, like))
     tapes = [
         run_scripted(config, tmp_path / "own"),
         run_scripted(config, tmp_path / "joined", own, like),
     ]
-    digests = [
+    check_same(tapes)
+
+
+def test_so_it_does_on_an_island_of_two_hosts(pages, text, tmp_path):
+    config = config_of(importlib.import_module("run"), text, tmp_path)
+    sync = dataclasses.replace(config.run.sync, quorum=1)
+    pair = IslandConfig(batch_size=4, hosts=2, mesh_data=2)
+    config = with_run(dataclasses.replace(config, islands={NAME: pair}), sync=sync)
+    config, tapes = placed(config, time_budget_s=PATIENCE_S).validate(), []
+    write_config_json(config, path := tmp_path / "config.json")
+    for how in ("own", "joined"):
+        world, folder = f"127.0.0.1:{free_port()}", tmp_path / how
+        with coordinator(config, folder) as service:
+            common = [sys.executable, PAGE_STEPS, path, service.address]
+            common += [folder / NAME, world]
+            processes = [
+                subprocess.Popen(
+                    [*map(str, (*common, n, how, pages))],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                )
+                for n in range(2)
+            ]
+            try:
+                said = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
+                assert [p.returncode for p in processes] == [0, 0], said
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+        tapes.append(list(read_tape(folder / "tape.jsonl")))
+    check_same(tapes)
+
+
+def config_of(page, text, folder):
+    """A config whose model is the page's, with its loss."""
+    factory = folder / "factory.py"
+    factory.write_text(FACTORY.format(page=page.__name__))
+    config = make_config(text, cycles=CYCLES)
+    model = dataclasses.replace(page.config().run.model, factory=f"{factory}:model")
+    return with_run(config, model=model).validate()
+
+
+def check_same(tapes):
+    own, joined = (
         [r["digest"] for r in tape if r["kind"] == "merged" and not r["final"]]
         for tape in tapes
-    ]
-    assert digests[0] == digests[1]
-    assert len(set(digests[0])) == len(digests[0]) >= CYCLES * run.sync.fragments
+    )
+    assert own == joined
+    assert len(set(own)) == len(own) >= CYCLES * 2
