@@ -20,7 +20,9 @@ def eval_command(arguments: Sequence[str]) -> int:
         "Loss of a run's newest global parameters on all validation text. It is added "
         "to summary.json if the run has ended.",
     )
-    config = read_config(options.workdir, options.paths or None)
+    config = read_config(
+        options.workdir, options.paths or None, trust_code=options.trust_code
+    )
     from diloco_jax.island.environment import fit_threads, skip_absent_tpu
 
     # Before anything imports jax.

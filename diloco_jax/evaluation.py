@@ -44,14 +44,16 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     }
 
 
-def load_params(workdir: str | Path) -> Params:
+def load_params(workdir: str | Path, *, trust_code: bool = False) -> Params:
     """Return the global parameters of a run's newest snapshot: a nested dict of f32
     arrays, as the model's `init` makes it (layers stacked on a leading axis).
 
-    Raises ConfigError if the workdir has no snapshot, or if its model cannot be built
-    or is not the one that was trained.
+    trust_code: execute code that the run's config names, whoever wrote it.
+
+    Raises ConfigError if the workdir has no snapshot, if its model cannot be built or
+    is not the one that was trained, or if it names code and another user wrote it.
     """
-    config = read_config(Path(workdir))
+    config = read_config(Path(workdir), trust_code=trust_code)
     return newest_params(config, Path(workdir), build(config.run))[0]
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from diloco_jax.config.fields import positional, setting
 from diloco_jax.exit_codes import EXIT_DONE
-from diloco_jax.options import parse
+from diloco_jax.options import TRUST_CODE, parse
 from diloco_jax.paths import absolute
 from diloco_jax.workdir import read_config
 
@@ -25,6 +25,7 @@ class ExportOptions:
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", help="Type of the weights in the files."
     )
+    trust_code: bool = setting(False, help=TRUST_CODE)
 
 
 def export_command(arguments: Sequence[str]) -> int:
@@ -37,7 +38,7 @@ def export_command(arguments: Sequence[str]) -> int:
         "safetensors, config.json, and the tokenizer of the weights that the run "
         "started from.",
     )
-    config = read_config(options.workdir)
+    config = read_config(options.workdir, trust_code=options.trust_code)
     from diloco_jax.island.environment import skip_absent_tpu
 
     # Before anything imports jax.

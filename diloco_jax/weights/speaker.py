@@ -37,25 +37,26 @@ class Speaker:
     """Tokens that end a text."""
 
 
-def open_speaker(source: Path, dtype: str = "float32") -> Speaker:
+def open_speaker(
+    source: Path, dtype: str = "float32", *, trust_code: bool = False
+) -> Speaker:
     """Open a run's workdir or a folder of weights.
+
+    trust_code: execute code that the run's config names, whoever wrote it.
 
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
     if workdirs.holds_run(source):
-        model = workdirs.read_config(source).run.model
-        params, beside = load_params(source), source / run_files.SOURCE
+        model = workdirs.read_config(source, trust_code=trust_code).run.model
+        _require_bundled(model)
+        params = load_params(source, trust_code=trust_code)
+        beside = source / run_files.SOURCE
         spells_bytes = not model.weights or model.vocab_size == VOCAB_SIZE
     else:
         found = read_json(source / CONFIG)
         model = families.read(found, str(source / CONFIG))
         params, beside = whole(read_folder(source, model)), source
         spells_bytes = model.vocab_size == VOCAB_SIZE
-    if model.factory:
-        raise ConfigError(
-            f"model.factory = {model.factory!r}: only the bundled transformer "
-            f"generates; load the parameters with diloco_jax.evaluation.load_params"
-        )
     tokenizer = _tokenizer(beside, model, spells_bytes)
     return Speaker(
         model=model,
@@ -64,6 +65,14 @@ def open_speaker(source: Path, dtype: str = "float32") -> Speaker:
         decode=tokenizer.decode,
         ends=_ends(beside) or _end(tokenizer),
     )
+
+
+def _require_bundled(model: ModelConfig) -> None:
+    if model.factory:
+        raise ConfigError(
+            f"model.factory = {model.factory!r}: only the bundled transformer "
+            f"generates; load the parameters with diloco_jax.evaluation.load_params"
+        )
 
 
 def _tokenizer(folder: Path, model: ModelConfig, spells_bytes: bool) -> Tokenizer:

@@ -24,12 +24,12 @@ from diloco_jax.wire import addresses, encoding, errors, frames
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadDone, UploadStart
 from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
-from diloco_jax.wire.pace import Pace
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
 from diloco_jax.wire.principal import Principal, require_island
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
+from diloco_jax.wire.throttle import Throttle
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Server:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
-        self._paces: dict[Principal, Pace] = {}
+        self._throttles: dict[Principal, Throttle] = {}
         self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
         """Last status that was asked for, so that many who ask cost one encoding."""
 
@@ -262,7 +262,7 @@ class Server:
                     f"{len(self._sessions)} control streams are open, the limit is "
                     f"{self._max_sessions}; islands that are gone free theirs soon"
                 )
-            pace = None
+            throttle = None
             if caller is not None:
                 own = sum(c == caller for c, _ in self._sessions.values())
                 if own >= SESSIONS_EACH:
@@ -270,8 +270,8 @@ class Server:
                         f"{own} control streams of {caller} are open, the limit is "
                         f"{SESSIONS_EACH} each; those of ended processes close soon"
                     )
-                pace = self._paces.setdefault(caller, Pace(str(caller)))
-            session = Session(next(self._numbers), context, identify, pace)
+                throttle = self._throttles.setdefault(caller, Throttle(str(caller)))
+            session = Session(next(self._numbers), context, identify, throttle)
             self._sessions[session.id] = caller, session
             return session
 
