@@ -46,10 +46,15 @@ def use_cache(folder: Path) -> None:
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
 
 
+def cache_home() -> Path:
+    """Return the folder of everything that a user's commands share on this machine."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "diloco_jax"
+
+
 def _ours() -> Path:
     """Return the cache's folder where the environment names none."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "diloco_jax" / "jax"
+    return cache_home() / "jax"
 
 
 def _tidy(folder: Path, max_bytes: int | None) -> None:

@@ -76,6 +76,6 @@ def _cpu() -> str:
     for line in lines:
         name, _, value = line.partition(":")
         facts.setdefault(name.strip().lower(), value.strip())
-    flags = facts.get("flags", facts.get("features", "")).split()
+    flags = machine.instructions().split()
     sets = [name for name in VECTOR_SETS if name in flags]
     return " ".join((facts.get("model name", platform.machine()), *sets))

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+from etils import epath
 
-from diloco_jax import checkpoint, sealed
+from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.loading import load_data
+from diloco_jax.data.loading import Data, load_data
+from diloco_jax.data.source import Source
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluation, evaluate_all
+from diloco_jax.island.evaluate import Evaluation, evaluate_all, evaluate_parts
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
@@ -62,15 +65,27 @@ def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evalua
 
     Raises ConfigError if the data here is not the run's.
     """
-    data = load_data(config.run)
-    validation = ValidationBatches(
-        data.validation,
-        trainer.batch_size,
-        trainer.fields,
-        config.run.sequence_length,
-        bytes_per_token=data.bytes_per_token,
-    )
-    return evaluate_all(trainer, params, validation)
+    return of_data(load_data(config.run), config.run.sequence_length, trainer, params)
+
+
+def of_data(
+    data: Data, sequence_length: int, trainer: Trainer, params: Params
+) -> Evaluation:
+    """Evaluate on all that is held out, and on each source of a mixture."""
+
+    def batches(source: Source) -> ValidationBatches:
+        return ValidationBatches(
+            source,
+            trainer.batch_size,
+            trainer.fields,
+            sequence_length,
+            bytes_per_token=data.bytes_per_token,
+        )
+
+    if not data.held_out:
+        return evaluate_all(trainer, params, batches(data.validation))
+    parts = {name: batches(source) for name, source in data.held_out.items()}
+    return evaluate_parts(trainer, params, parts)
 
 
 def newest_params(
@@ -102,6 +117,48 @@ def newest_pieces(
             yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
 
+def kept_pieces(
+    config: Config, workdir: Path, model: Model, cycle: int
+) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
+    """Yield the pieces of theta of a cycle that was kept in a workdir, a fragment at a
+    time.
+
+    Raises ConfigError, before the first one, if it is not kept there."""
+    plan = build_plan(config.run, model)
+    folder = kept_folder(workdir, cycle)
+    checkpoint.refuse_other_model(
+        epath.Path(folder), cycle, kept_facts(workdir, cycle), plan.digest()
+    )
+    store = Store(config.run, plan, None, pin_s=0.0)
+    for fragment, of_fragment in enumerate(plan.fragments):
+        theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
+        sealed.read(folder / kept.fragment_name(fragment), theta)
+        for piece, value in zip(of_fragment, theta, strict=True):
+            yield piece, TileGrid.of(piece.shape).from_tiles(value)
+
+
+def kept_folder(workdir: Path, cycle: int) -> Path:
+    """Return the folder of a kept cycle; raise ConfigError if it is not kept."""
+    folder = workdir / run_files.KEPT
+    if cycle not in (found := kept.numbers(folder)):
+        raise ConfigError(
+            f"--cycle {cycle}: {workdir} does not keep it; kept are "
+            f"{kept.describe(found)}. placement.export_every keeps cycles, and `diloco "
+            f"export HOST:PORT` keeps the present one of a run that goes on"
+        )
+    return kept.path_of(folder, cycle)
+
+
+def kept_facts(workdir: Path, cycle: int) -> Mapping[str, Any]:
+    """Return the facts of a kept cycle: its run and model, merges and tokens."""
+    path = kept_folder(workdir, cycle) / kept.FACTS
+    try:
+        facts: Mapping[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); copy it again") from error
+    return facts
+
+
 def newest_plan(
     config: Config, workdir: Path, model: Model
 ) -> tuple[FragmentPlan, Mapping[str, Any]]:
@@ -118,7 +175,12 @@ def newest_plan(
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
     """Return the fields of `summary.json`; null where they are not finite."""
-    return {
+    found: dict[str, Any] = {
         "eval_loss": json_number(evaluation.loss),
         "eval_bits_per_byte": json_number(evaluation.bits_per_byte),
     }
+    if evaluation.by_source is not None:
+        found["eval_loss_by_source"] = {
+            name: json_number(loss) for name, loss in evaluation.by_source.items()
+        }
+    return found

@@ -29,6 +29,16 @@ def schedulable() -> int:
     return os.cpu_count() or 1
 
 
+def instructions(root: Path = Path("/")) -> str:
+    """Return the instruction sets of the processor, as the system names them; "" if it
+    does not tell."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() in ("flags", "features"):
+            return value.strip()
+    return ""
+
+
 def _quotas(root: Path) -> Iterator[float]:
     """Yield the limits of the groups around this process, in cores; of either version
     of control groups. A container often sees its own group as the root of all."""

@@ -55,7 +55,7 @@ def outage_seconds(config: Config, parameters: int) -> float:
             machine.disk_bytes_per_s,
         ),
         replayed,
-        CONSTANTS.merging(config.run.sync.codec_down),
+        CONSTANTS.replaying(config.run.sync.codec_down),
     )
     return max(config.placement.outage_budget_s, restored_s)
 

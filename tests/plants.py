@@ -17,6 +17,7 @@ from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
+    cycles,
     decide,
     fragments,
     leases,
@@ -49,6 +50,10 @@ class Plant(NamedTuple):
     owner: Any
     name: str
     broken: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _at_once(*arguments: Any) -> bool:
+    return True
 
 
 def _always(has_space: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,6 +253,9 @@ PLANTS = {
     "recovery_reads_no_log": Plant("adopted", recovery, "recover", _reads_no_log),
     "a_publish_is_skipped": Plant(
         "anchors", Arrival, "followed_by", _loses_the_first_publish
+    ),
+    "a_cycle_is_kept_at_once": Plant(
+        "cycles", cycles, "_is_at", lambda is_at: _at_once
     ),
     "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _uses_ticks_again),
     "a_new_term_takes_any_anchor": Plant(

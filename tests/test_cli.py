@@ -201,7 +201,8 @@ def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatc
     monkeypatch.setattr("diloco_jax.island.environment.prepare_island", prepared.append)
     calls = fake("diloco_jax.island.main")
     monkeypatch.setattr(
-        "diloco_jax.island.of_run.with_model_of_run", lambda config, address: config
+        "diloco_jax.island.of_run.with_model_of_run",
+        lambda config, name, address: config,
     )
     workdir = str(tmp_path / "w")
     arguments = ["island", path, "--name", "v6e", "--coordinator", "h:1"]

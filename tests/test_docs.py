@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / "launch").rglob("*.md")),
 ]
 BY_BENCHMARKS = re.compile(
-    r"results/(calibration|checkpoints|codecs|decisions|faults|large_run|many_islands"
+    r"results/(calibration|checkpoints|codecs|data|decisions|faults|large_run|many_islands"
     r"|mixed_meshes|mutation|quality_appendix|unequal_islands|wire)\.md"
 )
 MAX_COLUMNS = 100

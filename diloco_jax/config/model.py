@@ -27,6 +27,22 @@ class ModelConfig:
         help="Where the first parameters come from, as --init gives it: hf:DIR or "
         "run:WORKDIR; empty = they are drawn.",
     )
+    lora_rank: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Rank of the adapters that are trained in place of the weights, which "
+        "stay as they are (LoRA); 0 = the weights themselves are trained.",
+    )
+    lora_alpha: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Factor of the adapters, times lora_rank; 0 = lora_rank, a factor of 1.",
+    )
+    frozen_digest: str = setting(
+        "",
+        help="Digest of the weights that stay as they are; empty = computed when the "
+        "run is created. Other ones are refused.",
+    )
     vocab_size: int = setting(256, AT_LEAST_1, help="Number of different tokens.")
     d_model: int = setting(192, AT_LEAST_1, help="Width of the residual stream.")
     num_layers: int = setting(4, AT_LEAST_1, help="Transformer layers.")

@@ -4,6 +4,7 @@ inject."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from diloco_jax.config.fields import (
     AT_LEAST_1,
@@ -13,6 +14,8 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.deadlines import Deadlines
+
+MergeRoute = Literal["auto", "native", "xla"]
 
 DEADLINES = "deadline"
 CHECKPOINTS = "checkpoint"
@@ -99,6 +102,21 @@ class Placement:
     snapshots_kept: int = setting(
         2, AT_LEAST_1, group=CHECKPOINTS, help="Newest snapshots that are kept."
     )
+    export_every: int = setting(
+        0,
+        NOT_NEGATIVE,
+        group=CHECKPOINTS,
+        help="Cycles between two whose parameters are kept in the workdir, for diloco "
+        "export --cycle; 0 = none is, unless somebody exports the running run. Keeping "
+        "one takes up to 4 bytes per parameter of the coordinator's memory, and as "
+        "many on its disk.",
+    )
+    exports_kept: int = setting(
+        2,
+        AT_LEAST_1,
+        group=CHECKPOINTS,
+        help="Newest kept cycles that stay in the workdir.",
+    )
     checkpoint_every_s: float = setting(
         600.0,
         SECONDS,
@@ -144,6 +162,14 @@ class Placement:
         help="Bytes of memory for encoded deltas that wait for their merge. The rest "
         "waits on the disk of the workdir: at most two deltas of everything per "
         "island.",
+    )
+    merge_route: MergeRoute = setting(
+        "auto",
+        group=PROCESSES,
+        help='How the coordinator computes merges: "native" = functions in C, which '
+        'are compiled at first use and need a C compiler, "xla" = compiled by XLA, '
+        'about three times the CPU; "auto" = native where there is a compiler. The '
+        "bits are the same.",
     )
     restarts: int = setting(
         5,

@@ -34,14 +34,18 @@ def preset(
     islands: int,
     keeps_length: bool,
     inner: str,
+    from_weights: bool = False,
 ) -> OuterConfig:
     """Choose the outer optimizer for such a run.
 
     Args:
+      from_weights: the run starts from trained weights, which momentum carries away.
       keeps_length: the merge rule's `keeps_length`.
       inner: name of the inner optimizer.
     """
-    if merges_per_fragment < GENTLE_FROM_MERGES_OF.get(inner, GENTLE_FROM_MERGES):
+    if from_weights or merges_per_fragment < GENTLE_FROM_MERGES_OF.get(
+        inner, GENTLE_FROM_MERGES
+    ):
         return SHORT
     if (
         keeps_length

@@ -21,8 +21,8 @@ T = TypeVar("T", bound=Any)
 def resolve(
     config: Config, *, text_is_here: bool = False, copied: bool = False
 ) -> Config:
-    """Fill in the data's digest and arrays and the outer optimizer, and make paths
-    absolute.
+    """Fill in the data's digest and arrays, the frozen weights' digest and the outer
+    optimizer, and make paths absolute.
 
     Fields that are set are left alone, so resolving twice changes nothing. Reads the
     corpus if its digest is unknown or the corpus must be on this machine. Raises
@@ -44,6 +44,12 @@ def resolve(
             weights=found.weights or run.data.weights,
         )
         run = dataclasses.replace(run, data=data)
+    if (run.model.lora_rank or run.model.factory) and not run.model.frozen_digest:
+        from diloco_jax.models.build import build
+
+        if (frozen := build(run).frozen) is not None:
+            model = dataclasses.replace(run.model, frozen_digest=frozen.digest())
+            run = dataclasses.replace(run, model=model)
     return resolve_outer(dataclasses.replace(config, run=run))
 
 
@@ -55,6 +61,7 @@ def resolve_outer(config: Config) -> Config:
     from diloco_jax.core.merge import RULES
 
     chosen = preset(
+        from_weights=bool(config.run.model.weights),
         merges_per_fragment=config.merges_per_fragment(),
         steps_per_cycle=config.run.sync.steps_per_cycle,
         islands=len(config.islands),

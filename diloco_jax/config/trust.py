@@ -61,8 +61,7 @@ def require(run: RunConfig, path: Path, *, trust_code: bool) -> None:
     """Raise ConfigError if a config at `path` names code and is foreign. trust_code:
     the user says that the code may be executed; from now on the folder has the user's
     seal."""
-    code = named_code(run)
-    if trust_code or not code:
+    if trust_code or not named_code(run):
         seal(run, path)
         return
     with contextlib.suppress(OSError, ValueError):
@@ -70,10 +69,19 @@ def require(run: RunConfig, path: Path, *, trust_code: bool) -> None:
         found = path.with_suffix(SEAL).read_bytes()
         if hmac.compare_digest(found, wanted.encode()):
             return
+    require_flag(run, f"{path}", trust_code=False)
+
+
+def require_flag(run: RunConfig, whose: str, *, trust_code: bool) -> None:
+    """Raise ConfigError if a config from elsewhere names code, unless the user says
+    that it may be executed. whose: for the message."""
+    code = named_code(run)
+    if trust_code or not code:
+        return
     named = ", ".join(f"{field} = {value!r}" for field, value in code.items())
     raise ConfigError(
-        f"{path} names code ({named}), and was not written by this user on this "
-        f"machine: opening it executes that code; read it, then give --trust-code once"
+        f"{whose} names code ({named}), and was not written by this user on this "
+        f"machine: opening it executes that code; read it, then give --trust-code"
     )
 
 

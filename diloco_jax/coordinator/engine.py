@@ -17,6 +17,7 @@ from diloco_jax.protocol.coordinator.events import (
     Effect,
     Forget,
     Ignored,
+    KeepFragment,
     Merge,
     Note,
     Persist,
@@ -72,6 +73,9 @@ class Holder(Protocol):
 
     def commit(self, commit: Commit) -> None:
         """Make a computed merge the fragment's version."""
+
+    def keep(self, keep: KeepFragment) -> None:
+        """Keep a fragment as it is now; a `CycleKept` follows the last one."""
 
     def drop(self, drop: Drop) -> None:
         """Free a delta; unknown deltas are ignored."""
@@ -145,7 +149,7 @@ class Engine(Generic[S, E]):
                 self._sender.postpone(session, reason)
             case Persist() | Note() | Ignored() | Alert():
                 self._write(effect)
-            case Merge() | Commit() | Drop() | Forget():
+            case Merge() | Commit() | KeepFragment() | Drop() | Forget():
                 self._hold(effect)
             case Discard() | Open() | GiveUp():
                 self._gather(effect)
@@ -162,13 +166,15 @@ class Engine(Generic[S, E]):
             case Alert(text=text):
                 self._log.alert(text)
 
-    def _hold(self, effect: Merge | Commit | Drop | Forget) -> None:
+    def _hold(self, effect: Merge | Commit | KeepFragment | Drop | Forget) -> None:
         assert self._holder is not None
         match effect:
             case Merge():
                 self._holder.merge(effect)
             case Commit():
                 self._holder.commit(effect)
+            case KeepFragment():
+                self._holder.keep(effect)
             case Drop():
                 self._holder.drop(effect)
             case Forget():

@@ -169,6 +169,14 @@ class Gatherer:
         """Answer Busy: there is nothing to fetch yet."""
         raise Busy(f"{NO_STATE}; come again")
 
+    def keep(self, cycle: int) -> dict[str, Any]:
+        """Answer Busy: there is nothing to keep yet."""
+        raise Busy(f"{NO_STATE}; come again")
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Answer Busy: nothing is kept."""
+        raise Busy(f"{NO_STATE}; come again")
+
     def status(self) -> dict[str, Any]:
         """Return what `diloco status` shows."""
         state = self._thread.state

@@ -22,6 +22,7 @@ from diloco_jax import machine
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares
@@ -30,8 +31,10 @@ from diloco_jax.memory import give_back
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol.coordinator.events import (
     Commit,
+    CycleKept,
     Drop,
     Forget,
+    KeepFragment,
     Merge,
     MergePrepared,
 )
@@ -62,7 +65,8 @@ class StoreHolder:
         inbox: Inbox,
         publishes: Publishes,
         metrics: Metrics,
-        post: Callable[[MergePrepared | None, Callable[[], None]], None],
+        kept: KeptCycles,
+        post: Callable[[MergePrepared | CycleKept | None, Callable[[], None]], None],
         failed: Callable[[BaseException], None],
         note: Callable[[notes.Note], None],
         alert: Callable[[str], None],
@@ -70,7 +74,7 @@ class StoreHolder:
         write_within_s: float,
     ) -> None:
         self._store, self._inbox, self._metrics = store, inbox, metrics
-        self._publishes = publishes
+        self._publishes, self._kept = publishes, kept
         self._post, self._failed = post, failed
         self._note, self._alert = note, alert
         self._write_within_s = write_within_s
@@ -115,11 +119,22 @@ class StoreHolder:
         )
         self._submit(lambda: self._follow_up(commit.fragment, merged))
 
+    def keep(self, keep: KeepFragment) -> None:
+        theta = self._store.arrays(keep.fragment)["theta"]
+        self._kept.keep(keep, theta, self._cycle_kept)
+
     def drop(self, drop: Drop) -> None:
         self._inbox.drop(drop.delta)
 
     def forget(self, forget: Forget) -> None:
         self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
+
+    def _cycle_kept(self, cycle: int, trouble: str) -> None:
+        def tell() -> None:
+            if trouble:
+                self._alert(trouble)
+
+        self._post(CycleKept(cycle=cycle), tell)
 
     def _prepare(
         self,

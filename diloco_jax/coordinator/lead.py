@@ -17,6 +17,7 @@ from diloco_jax.coordinator.engine import E, Engine, S
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.journal import Journal
+from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.sessions import Sessions
@@ -178,6 +179,7 @@ class Lead(EngineThread[State, Event]):
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
+        kept: KeptCycles,
         sessions: Sessions,
         faults: Faults,
         slow_s: float,
@@ -194,6 +196,7 @@ class Lead(EngineThread[State, Event]):
             inbox,
             publishes,
             metrics,
+            kept,
             self.post,
             self.fail,
             lambda note: self.journal.note(note),

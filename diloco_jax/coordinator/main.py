@@ -27,6 +27,7 @@ from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.roster import Roster
@@ -164,6 +165,9 @@ class Coordinator:
         spared = SPARED_BYTES * self.policy_config.parameters
         rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
         inbox, sessions = Inbox(self.store.layouts_up, rooms), Sessions()
+        keep, sizes = placement.exports_kept, self._plan.sizes
+        kept = KeptCycles(workdir, keep, whose, sizes)
+        self._open.callback(kept.close)
         self.lead = Lead(
             self.policy_config,
             state,
@@ -173,6 +177,7 @@ class Coordinator:
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
+            kept=kept,
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
             slow_s=self._deadlines.report_s,
@@ -197,6 +202,7 @@ class Coordinator:
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
+            kept=kept,
             status=self._shown,
         )
         if gathered is not None:

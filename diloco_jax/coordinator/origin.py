@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from etils.epath import Path as Folder
 
-from diloco_jax import environment
+from diloco_jax import merge_route
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import log as durable
@@ -54,7 +54,8 @@ def initialise(
     pin_s = config.placement.deadlines.reunion_s
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()
-    store = Store(run, plan, first_pieces(run, model, workdir), pin_s)
+    passes = merge_route.passes_of(config.placement.merge_route)
+    store = Store(run, plan, first_pieces(run, model, workdir), pin_s, passes)
     if run.model.weights:
         logger.info(
             "%d parameters of %s, read in %.1f s",
@@ -72,7 +73,7 @@ def initialise(
                 fingerprint=policy.fingerprint,
                 plan=plan.digest(),
                 total_tokens=run.total_tokens,
-                environment=environment.describe(),
+                environment=store.describe(),
             )
         )
     )
@@ -106,7 +107,9 @@ def recover(
         for record in log_records
         if isinstance(record, records.Merged)
     }
-    store = Store(config.run, plan, None, config.placement.deadlines.reunion_s)
+    placement = config.placement
+    passes = merge_route.passes_of(placement.merge_route)
+    store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
     begins, behind = [], False
     for fragment in state.fragments:
         begin, replayed = _restore(
@@ -140,7 +143,7 @@ def recover(
                 discarded=discarded,
                 versions=tuple(f.version for f in state.fragments),
                 parameters_digest=digest,
-                environment=environment.describe(),
+                environment=store.describe(),
                 momentum_untouched=untouched,
             )
         )

@@ -16,6 +16,7 @@ from typing import Any
 from diloco_jax.coordinator import door, notes
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
@@ -24,8 +25,13 @@ from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import takes
-from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
+from diloco_jax.protocol.coordinator import cycles, takes
+from diloco_jax.protocol.coordinator.events import (
+    DeltaArrived,
+    Disconnected,
+    KeepAsked,
+    Said,
+)
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
@@ -36,6 +42,8 @@ from diloco_jax.wire.session import Session
 logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
+DECIDED_WITHIN_S = 10.0
+"""Longest wait for the thread of decisions by who asks for a cycle."""
 CHECKS_AT_ONCE = 2
 """Deltas that are checked at a time; others wait for their turn."""
 
@@ -53,12 +61,13 @@ class Service:
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,
+        kept: KeptCycles,
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._likeness = likeness
         self._lead, self._store, self._inbox = lead, store, inbox
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
-        self._status = status
+        self._status, self._kept = status, kept
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self._written: dict[str, float] = {}
         """Time of the last line of metrics, by admitted island."""
@@ -196,6 +205,43 @@ class Service:
     def status(self) -> dict[str, Any]:
         """Return what `diloco status` shows."""
         return self._status()
+
+    def keep(self, cycle: int) -> dict[str, Any]:
+        """Return the cycle that is, or is being kept: this one or, for 0, the next one
+        that can be; and the names of its files once it is kept."""
+        now = cycles.present(self._lead.config, self._lead.state)
+        if not cycle and now in self._kept.numbers():
+            cycle = now
+        if not cycle:
+            decided = threading.Event()
+            self._lead.post(KeepAsked())
+            self._lead.post(None, decided.set)
+            if not decided.wait(DECIDED_WITHIN_S):
+                raise Busy("the coordinator is held up; come again")
+        state, kept = self._lead.state, self._kept.numbers()
+        cycle = cycle or state.kept_cycle
+        if cycle in kept:
+            return {"cycle": cycle, "files": self._kept.files(cycle)}
+        if not (state.keeping and state.kept_cycle == cycle):
+            raise Refused(
+                "cycle",
+                f"cycle {cycle} is not kept, and no other than the run's present one, "
+                f"{now}, can be any more; kept are {describe(kept)}. Leave --cycle "
+                f"out, or set placement.export_every (see `diloco status` for alerts)",
+            )
+        lacking = len(state.unkept) / self._lead.config.fragments
+        return {"cycle": cycle, "files": [], "share": 1 - lacking}
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Return the bytes of a file of a kept cycle, where they lie."""
+        path = self._kept.path(cycle, name)
+        if path is None:
+            raise Refused(
+                "cycle",
+                f"cycle {cycle} has no file {name!r}, or is not kept any more; kept "
+                f"are {describe(self._kept.numbers())}; raise placement.exports_kept",
+            )
+        return mapped(path)
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         config, state = self._lead.config, self._lead.state

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax import environment, merge_route
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.pins import Pins, watch
 from diloco_jax.coordinator.settings import outer_settings
@@ -36,9 +37,11 @@ from diloco_jax.core.fragments import (
     from_pieces,
     get_piece,
 )
+from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.deltas import Encoded
 from diloco_jax.core.merge.measures import MergeMeasures, Sample, sampled
-from diloco_jax.core.merge.merging import Encoded, rule_for
+from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
@@ -90,11 +93,21 @@ class Store:
     time."""
 
     def __init__(
-        self, run: RunConfig, plan: FragmentPlan, params: Params | None, pin_s: float
+        self,
+        run: RunConfig,
+        plan: FragmentPlan,
+        params: Params | None,
+        pin_s: float,
+        passes: Passes | None = None,
     ) -> None:
-        """Start every fragment at version (1, 0) with A = Theta = `params`. None: each
-        fragment is loaded before it is used. pin_s: seconds for which an anchor is kept
-        once nobody fetches it, for a stripe that broke and for other hosts."""
+        """Start every fragment at version (1, 0).
+
+        Args:
+          params: A = Theta; None: each fragment is loaded before it is used.
+          pin_s: seconds for which an anchor is kept once nobody fetches it, for a
+            stripe that broke and for other hosts.
+          passes: see `use_passes`.
+        """
         self.plan = plan
         self._weighting = WEIGHTINGS.find(run.sync.weighting)
         self._spares = Spares()
@@ -106,6 +119,7 @@ class Store:
                 rule=RULES.find(run.sync.merge),
                 settings=outer_settings(run),
                 empty=self._spares.array,
+                passes=passes,
             )
             for pieces in plan.fragments
         ]
@@ -130,6 +144,15 @@ class Store:
                     pins=Pins(pin_s),
                 )
             )
+
+    def use_passes(self, passes: Passes | None) -> None:
+        """Compute later merges by the merge route "native"; None: by "xla"."""
+        self._merges = [dataclasses.replace(m, passes=passes) for m in self._merges]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts on which the bits of merges depend, for the tape."""
+        route = merge_route.route_of(self._merges[0].passes)
+        return {**environment.describe(), "merge_route": route}
 
     @property
     def layouts_up(self) -> Sequence[PayloadLayout]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax import environment
+from diloco_jax import merge_route
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
@@ -60,8 +60,10 @@ def begin(
     """Make the state that the new term begins with: Theta = A, without momentum. The
     tape says so."""
     opened = gathered.opened
-    pin_s = config.placement.deadlines.reunion_s
-    store = Store(config.run, plan, gathered.params, pin_s)
+    placement = config.placement
+    passes = merge_route.passes_of(placement.merge_route)
+    pin_s = placement.deadlines.reunion_s
+    store = Store(config.run, plan, gathered.params, pin_s, passes)
     for fragment, version in enumerate(opened.versions):
         store.load(fragment, store.arrays(fragment), version)
     tape.append(
@@ -77,7 +79,7 @@ def begin(
                 fingerprint=policy.fingerprint,
                 plan=plan.digest(),
                 parameters_digest=store.digest(),
-                environment=environment.describe(),
+                environment=store.describe(),
             )
         )
     )

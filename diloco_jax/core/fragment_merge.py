@@ -23,9 +23,13 @@ from diloco_jax.core.blocks import blocks
 from diloco_jax.core.changes import apply_to_tiles, publish_tiles
 from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
+from diloco_jax.core.kernels.library import Step
+from diloco_jax.core.kernels.passes import Passes
+from diloco_jax.core.kernels.stepping import PieceStep, piece_step
 from diloco_jax.core.merge import merging
+from diloco_jax.core.merge.deltas import Encoded
 from diloco_jax.core.merge.measures import Measuring, MergeMeasures, Sample, sample
-from diloco_jax.core.merge.merging import Encoded, MergedPiece, rule_for
+from diloco_jax.core.merge.merging import MergedPiece, rule_for
 from diloco_jax.core.merge.rule import MergeRule
 from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.outer.optimizer import OuterSettings
@@ -76,6 +80,9 @@ class FragmentMerge:
     settings: OuterSettings
     empty: Empty = np.empty
     """Makes the arrays that a merge fills."""
+    passes: Passes | None = None
+    """The merge route "native", where codec, rule and optimizer allow it; None: "xla".
+    """
 
     @functools.cached_property
     def layout_up(self) -> PayloadLayout:
@@ -90,7 +97,9 @@ class FragmentMerge:
     def begin(self, values: Sequence[ArrayLike]) -> FragmentState:
         """Return the first state: Theta = A = the pieces' values, f32[shape] each."""
         theta = tuple(
-            np.array(TileGrid.of(p.shape).to_tiles(np.asarray(v)), np.float32)
+            np.array(
+                TileGrid.of(p.shape).to_tiles(np.asarray(v)), np.float32, order="C"
+            )
             for p, v in zip(self.pieces, values, strict=True)
         )
         first = jax.tree.map(np.asarray, self._first(theta))
@@ -111,7 +120,7 @@ class FragmentMerge:
         """Decode a delta once, tile by tile; return the sums of its squares. Unless
         they are finite, the delta is not."""
         return tuple(
-            Encoded(self.up, placed.piece.shape, [array]).squares[0]
+            Encoded(self.up, placed.piece.shape, [array], (), self.passes).squares[0]
             for placed, array in zip(
                 self.layout_up.placed, self.layout_up.unpack(payload), strict=True
             )
@@ -147,6 +156,7 @@ class FragmentMerge:
                 piece.shape,
                 [arrays[index] for arrays in encoded],
                 [own[index] for own in squares],
+                self.passes,
             )
             rule = rule_for(piece, self.rule, final=final)
             merged.append(
@@ -260,6 +270,21 @@ class FragmentMerge:
             after.anchor[index],
         )
         encoded = self.layout_down.unpack(payload)[index].reshape(len(theta), -1)
+        if self.passes is not None and self.passes.knows(self.down.name):
+            native = self._native_step(before.outer, index, merged, norm, final)
+            if native is not None:
+                self.passes.finish(
+                    self.down.name,
+                    native.step,
+                    old=old,
+                    trace=native.trace,
+                    anchor=before.anchor[index],
+                    theta=theta,
+                    new_trace=native.new_trace,
+                    new_anchor=anchor,
+                    encoded=encoded,
+                )
+                return native.after
         parts = (
             _Parts(before.outer[index], theta.shape, self.empty)
             if self._by_block
@@ -284,6 +309,23 @@ class FragmentMerge:
                 self.down, theta[rows], before.anchor[index][rows]
             )
         return None if parts is None else parts.whole()
+
+    def _native_step(
+        self,
+        state: Any,
+        index: int,
+        merged: MergedPiece | None,
+        norm: np.float32,
+        final: bool,
+    ) -> PieceStep | None:
+        """Return the step of a piece by the route "native", if that has it. state: of
+        the outer optimizer."""
+        if merged is None:
+            return PieceStep(Step(kind="keep"), None, None, None)
+        factor = float(np.float32(merged.factor))
+        if final:
+            return PieceStep(Step(kind="flush", factor=factor), None, None, None)
+        return piece_step(self.settings, state[index], factor, norm, self.empty)
 
     def _whole_step(
         self, state: FragmentState, merged: Sequence[MergedPiece], theta: Arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
@@ -33,6 +34,8 @@ class Data:
     """The sources that `train` has one after the other, if each has its own share."""
     weights: tuple[float, ...] = ()
     """Shares of `mixed`, in any scale."""
+    held_out: Mapping[str, Source] = dataclasses.field(default_factory=dict)
+    """Parts of `validation` by name, each with a loss of its own; none: it is one."""
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -89,6 +92,9 @@ def _prepared(run: RunConfig) -> Data:
         largest=found.vocab_size - 1,
         bytes_per_token=found.bytes_per_token,
         mixed=found.train if found.weights else (),
+        held_out=dict(zip(run.data.paths, found.validation, strict=True))
+        if found.weights
+        else {},
         weights=found.weights,
     )
 

@@ -33,11 +33,15 @@ def manifest_command(arguments: Sequence[str]) -> int:
     )
     from diloco_jax.data import manifest
     from diloco_jax.data.documents import find_documents
+    from diloco_jax.data.prepared.contents import is_prepared
     from diloco_jax.data.text import make_text_manifest
     from diloco_jax.data.tokens import SUFFIX, make_token_manifest
 
-    small = 0
+    small = prepared = 0
     for _, file in find_documents((str(options.path),)):
+        if is_prepared(file.parent):
+            prepared += 1
+            continue
         if not manifest.is_large(file):
             small += 1
             continue
@@ -54,6 +58,11 @@ def manifest_command(arguments: Sequence[str]) -> int:
         print(
             f"{small:,} files below {manifest.MAPPED_FROM >> 20} MB need none: "
             f"every start reads them",
+            file=sys.stderr,
+        )
+    if prepared:
+        print(
+            f"{prepared:,} files in prepared folders have theirs already",
             file=sys.stderr,
         )
     return 0

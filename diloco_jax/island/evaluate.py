@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax.data.validation import ValidationBatches
@@ -16,6 +17,8 @@ class Evaluation(NamedTuple):
 
     loss: float
     bits_per_byte: float | None
+    by_source: Mapping[str, float] | None = None
+    """Losses of the sources of a mixture."""
 
 
 class Evaluator:
@@ -63,13 +66,36 @@ def evaluate_all(
 ) -> Evaluation:
     """Return the loss over the whole validation text, with each token predicted
     once."""
+    return _evaluation(_sums(trainer, params, validation), validation.bytes_per_token)
+
+
+def evaluate_parts(
+    trainer: Trainer, params: Params, parts: Mapping[str, ValidationBatches]
+) -> Evaluation:
+    """Return the loss over all parts of the validation text, and that of each."""
+    found = {name: _sums(trainer, params, part) for name, part in parts.items()}
+    (per_token,) = {part.bytes_per_token for part in parts.values()}
+    whole = _evaluation([pair for sums in found.values() for pair in sums], per_token)
+    return whole._replace(by_source={name: _mean(sums) for name, sums in found.items()})
+
+
+def _sums(
+    trainer: Trainer, params: Params, validation: ValidationBatches
+) -> list[tuple[float, float]]:
+    """Return the weighted sum of losses, and of weights, of every batch."""
     sums = []
     for index in range(len(validation)):
         total, weight = trainer.eval_step(params, validation[index])
         sums.append((float(total), float(weight)))
+    return sums
+
+
+def _evaluation(
+    sums: list[tuple[float, float]], bytes_per_token: float | None
+) -> Evaluation:
     loss = _mean(sums)
-    per_token = validation.bytes_per_token
-    return Evaluation(loss, loss / math.log(2) / per_token if per_token else None)
+    per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
+    return Evaluation(loss, per_byte)
 
 
 def _mean(sums: list[tuple[float, float]]) -> float:

@@ -96,8 +96,7 @@ class Host(Parts[Loop]):
             compile_ahead(
                 trainer, self._exchange, self._zeros, self.config.run.sequence_length
             )
-            budget_s = self.config.placement.compile_budget_s
-            self._meet("compiled", budget_s, "placement.compile_budget_s")
+            self._meet_compiled()
         params, self._zeros = self._exchange.warm(self._zeros), {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
@@ -119,9 +118,9 @@ class Host(Parts[Loop]):
             self.plan, self._trainer, self._exchange, versions
         )
         # A join moves tiles between hosts, which may have read for unequal times.
-        self._meet("restored", self.join_s, "placement.outage_budget_s")
+        self._meet_to_join("restored")
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
-        self._meet("ready", self.join_s, "placement.outage_budget_s")
+        self._meet_to_join("ready")
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:
@@ -149,12 +148,6 @@ class Host(Parts[Loop]):
             checkpoints=self.checkpoints,
             faults=faults,
         )
-
-    def _meet(self, what: str, timeout_s: float, field: str) -> None:
-        """Meet the other hosts. field: setting to raise if that takes too long."""
-        if self._hosts is not None:
-            mailbox = self.mailbox
-            self._hosts.meet(what, timeout_s, lambda: mailbox.ending is not None, field)
 
     def save_due(self) -> bool:
         """Tell if a checkpoint is to be written now."""

@@ -18,7 +18,10 @@ import numpy as np
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.island.hosts.follower import Follower
+from diloco_jax.island.hosts.world import Hosts, HostsError, hosts_here
 from diloco_jax.island.joined_host import JoinedHost, JoinedLoop
+from diloco_jax.island.mailbox import NotHereError
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.island.network.link import ending_of
 from diloco_jax.island.of_run import ask_config
@@ -43,7 +46,9 @@ def join(
     every: int = 1,
     insecure: bool = False,
 ) -> JoinedIsland:
-    """Make this process an island of the run that a coordinator serves.
+    """Make this process, or all of its `jax.distributed` world, an island of the run
+    that a coordinator serves. Every process of the world calls it with the same
+    arguments, and makes the same calls of what it returns.
 
     ```
     with join("coordinator:7000", name="v6e", like=params, ...) as island:
@@ -57,7 +62,7 @@ def join(
       address: HOST:PORT of the coordinator, whose config decides everything else.
       name: of the island; the run's config names it, or `placement.admit` does.
       like: the parameters, or arrays of their shapes that lie as they will: any pytree
-        of f32 arrays on devices of this process. Their values are not used.
+        of f32 arrays on a mesh of all processes. Their values are not used.
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
       certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.
@@ -74,10 +79,13 @@ def join(
     if every < 1:
         raise ConfigError(f"every = {every}; a boundary follows one step or more")
     config = _of_coordinator(address, name, str(certificates), insecure)
-    island = _described(config, name, tokens_per_step * every)
+    hosts = hosts_here(f"diloco/{name}/{incarnation}/")
+    island = _described(
+        config, name, tokens_per_step * every, hosts.count if hosts else 1
+    )
     config = dataclasses.replace(config, islands={**config.islands, name: island})
     return JoinedIsland(
-        JoinedHost(config, name, address, like, axes), incarnation, every
+        JoinedHost(config, name, address, like, axes), incarnation, every, hosts
     )
 
 
@@ -88,13 +96,19 @@ class JoinedIsland:
     taken; an exception in the block leaves at once.
     """
 
-    def __init__(self, host: JoinedHost, incarnation: int, every: int) -> None:
-        self._host, self._every = host, every
-        self._lead = LeadingHost(host, incarnation)
+    def __init__(
+        self, host: JoinedHost, incarnation: int, every: int, hosts: Hosts | None
+    ) -> None:
+        """hosts: of this world, if it has several."""
+        self._host, self._every, self._hosts = host, every, hosts
+        self._island: LeadingHost[JoinedLoop] | Follower[JoinedLoop]
+        if hosts is not None and hosts.index > 0:
+            self._island = Follower(host, hosts)
+        else:
+            self._island = LeadingHost(host, incarnation, hosts)
         self._ending: Ending | None = None
-        self._lacking: list[int] = []
-        """Fragments whose last versions did not come, once the run is over."""
         self._calls = 0
+        self._params: Any = None
         self.restarted = incarnation > 1
         """True if an earlier attempt was part of the run: fresh moments are due."""
         self.learning_rate = 0.0
@@ -111,7 +125,8 @@ class JoinedIsland:
         the wire.
         """
         try:
-            self._lead.start()
+            self._meet()
+            self._island.start()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             refused = ending_of(error) if isinstance(error, Refused) else None
@@ -120,6 +135,7 @@ class JoinedIsland:
                 raise IslandEndedError(refused.text) from error
             raise
         self._prepare()
+        self._params = self._loop.hand_over()
         return self
 
     def __exit__(
@@ -135,8 +151,9 @@ class JoinedIsland:
 
     @property
     def params(self) -> Any:
-        """The parameters that the next step begins with, sharded as `like` is."""
-        return self._host.as_tree(self._loop.replica.params)
+        """The parameters that the first step begins with, sharded as `like` is; later
+        ones come from `boundary`."""
+        return self._params
 
     @property
     def over(self) -> bool:
@@ -150,9 +167,10 @@ class JoinedIsland:
 
         Raises IslandEndedError if the run ended while this island could not hear of it.
         """
-        if self._lacking:
+        over = self._ending is not None and self._ending.reason == "finished"
+        if over and (lacking := self._loop.lacking()):
             raise IslandEndedError(
-                f"the run is over, but its last versions of fragments {self._lacking} "
+                f"the run is over, but its last versions of fragments {lacking} "
                 f"did not come to this island; the coordinator's workdir has them, see "
                 f"`diloco export`"
             )
@@ -163,7 +181,9 @@ class JoinedIsland:
         """Number of boundaries so far."""
         return self._loop.done
 
-    def boundary(self, params: Any, loss: Any = None) -> Any:
+    def boundary(
+        self, params: Any, loss: Any = None, *, alongside: tuple[Any, ...] = ()
+    ) -> Any:
         """Return the parameters for the next step, with what has come in adopted.
 
         Call it after every step, on the thread that launches the steps. It waits until
@@ -174,6 +194,10 @@ class JoinedIsland:
           params: the step's result, as `like` in structure, shapes and sharding; it is
             consumed.
           loss: a scalar of the step, for the run's metrics; it is read one step later.
+          alongside: trees of the same structure, shapes and sharding, of any floating
+            dtype, that follow the parameters: an average, a copy in bf16. What an
+            adoption changes in the parameters it changes in them. They are consumed,
+            and returned as (params, alongside).
 
         Raises:
           ValueError: `params` differ from `like`.
@@ -184,24 +208,41 @@ class JoinedIsland:
             raise IslandEndedError(f"no step is to follow: {self._ending}")
         self._calls += 1
         if self._calls % self._every:
-            return params
-        self._loop.stepped(self._host.as_named(params), loss)
+            return (params, alongside) if alongside else params
+        self._loop.stepped(params, loss, alongside)
+        self._params = None
         self._prepare()
-        return self.params
+        params = self._loop.hand_over()
+        return (params, self._loop.hand_over_beside()) if alongside else params
+
+    def _meet(self) -> None:
+        if self._hosts is None:
+            return
+        field = "placement.hosts_budget_s"
+        budget_s = self._host.config.placement.hosts_budget_s
+        try:
+            self._hosts.meet("here", budget_s, lambda: False, field)
+        except HostsError as error:
+            raise HostsError(
+                f"{error}; does every process call join with this name and incarnation?"
+            ) from error
 
     def _prepare(self) -> None:
         """Prepare the next step, or note that there is none."""
-        self._ending = self._loop.until_step()
+        try:
+            self._ending = self._loop.until_step()
+        except (HostsError, NotHereError) as error:
+            raise IslandEndedError(str(error)) from error
         if self._ending is None:
             self.learning_rate, self.positions = self._loop.begin_step()
         elif self._ending.exit_code != EXIT_DONE:
             raise IslandEndedError(self._ending.text)
-        elif self._ending.reason == "finished":
-            self._lacking = self._loop.catch_up()
 
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""
         mailbox, deadlines = self._host.mailbox, self._host.deadlines
+        if isinstance(self._island, Follower):
+            return self._until_ending()
 
         def let_go() -> None:
             mailbox.leave()
@@ -209,18 +250,21 @@ class JoinedIsland:
             mailbox.end(EXIT_DONE, "its train loop left the run", "stopped")
 
         threading.Thread(target=let_go, name="leaving", daemon=True).start()
+        return self._until_ending()
+
+    def _until_ending(self) -> Ending:
         while (ending := self._loop.until_step()) is None:
             pass  # It has not heard yet that it is to leave.
         return ending
 
     def _close(self, ending: Ending) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._lead.close)
-            self._lead.stop(ending)
+            stack.callback(self._island.close)
+            self._island.stop(ending)
 
     @property
     def _loop(self) -> JoinedLoop:
-        return self._lead.loop
+        return self._island.loop
 
 
 def _of_coordinator(
@@ -240,7 +284,9 @@ def _of_coordinator(
     return dataclasses.replace(config, placement=placement)
 
 
-def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
+def _described(
+    config: Config, name: str, tokens_per_step: int, hosts: int
+) -> IslandConfig:
     """Return what the run says of this island; raise ConfigError where that is not
     so."""
     length = config.run.sequence_length
@@ -253,7 +299,7 @@ def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
     island = config.islands.get(name)
     if island is None:
         if name in config.placement.admit:
-            return IslandConfig(batch_size=sequences)
+            return IslandConfig(batch_size=sequences, hosts=hosts)
         known = (*config.islands, *config.placement.admit)
         raise ConfigError(
             f"no island {name!r} in the run{suggest(name, known)}; it has "
@@ -265,9 +311,9 @@ def _described(config: Config, name: str, tokens_per_step: int) -> IslandConfig:
             f"{length}, but the run's config has islands.{name}.batch_size = "
             f"{island.batch_size}; make them the same"
         )
-    if island.hosts > 1:
+    if island.hosts != hosts:
         raise ConfigError(
-            f"the run's config has islands.{name}.hosts = {island.hosts}; a loop that "
-            f"joins has one process, with all of its devices"
+            f"the run's config has islands.{name}.hosts = {island.hosts}, and this "
+            f"jax.distributed world has {hosts} processes; make them the same"
         )
     return island

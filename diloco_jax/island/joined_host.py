@@ -6,80 +6,71 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.fragments import from_pieces
 from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.faults import Faults
-from diloco_jax.island.device.build import at_anchors
+from diloco_jax.island.device.alongside import LentBeside
+from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.placing import zeros
-from diloco_jax.island.device.replica import LentParams
+from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
-from diloco_jax.island.stepping import DATA_POLL_S, Stepping
+from diloco_jax.island.stepping import Stepping
 from diloco_jax.island.timing import Timing
-from diloco_jax.models.model import Axes, Model, Params, named, plain_axes
+from diloco_jax.models.model import Axes, Model, plain_axes
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.wire.bulk import Identity
 
-AXIS = "devices"
-"""Mesh axis for arrays that lie on one device, and name no mesh."""
-
 
 class JoinedHost(Parts["JoinedLoop"]):
     """Everything of the island but its steps."""
+
+    awaits_last = True
 
     def __init__(
         self, config: Config, name: str, address: str, like: Any, axes: Axes | None
     ) -> None:
         """like, axes: as for `join`. Raise ConfigError if the parameters are not f32,
         or cannot be cut as the run cuts them; SecurityError."""
-        self._structure: Any = jax.tree.structure(like)
-        leaves = jax.tree.leaves(like)
-        self._like: Params = jax.tree.map(_abstract, _named(like))
-        self._shapes = [leaf.shape for leaf in leaves]
-        numbers = named(jax.tree.unflatten(self._structure, range(len(leaves))))
-        paths = {
-            number: tuple(key.key for key in path)
-            for path, number in jax.tree_util.tree_leaves_with_path(numbers)
-        }
-        self._paths = [paths[number] for number in range(len(leaves))]
-        """Names of the leaves, in the order of `like`."""
-        self._smallest = min(self._paths, key=lambda path: _leaf(self._like, path).size)
+        self.leaves = LikeLeaves(like)
+        shapes = self.leaves.like
         model = Model(
-            lambda key: self._like,
+            lambda key: shapes,
             None,
-            plain_axes(self._like) if axes is None else axes,
+            plain_axes(shapes) if axes is None else axes,
         )
         super().__init__(config, name, address, build_plan(config.run, model))
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build takes and adoptions."""
-        self._zeros: Params = jax.tree.map(
-            lambda x: zeros(x.shape, np.float32, x.sharding), self._like
-        )
+        self._hosts = hosts
+        self._zeros = self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
         self._connect(identity, exchange)
 
     def compile(self) -> None:
-        """Run every take and adoption once."""
+        """Run every take and adoption once. No host runs any before all have compiled
+        them, as for the product's own loop."""
         began = time.monotonic()
+        if self._hosts is not None:
+            compile_programs(self._exchange.lower_all(self._zeros))
+            self._meet_compiled()
         self._zeros = self._exchange.warm(self._zeros)
-        _first(_leaf(self._zeros, self._smallest))
+        _first(self.leaves.smallest(self._zeros))
         self.compile_seconds = time.monotonic() - began
 
     def loop(
@@ -87,9 +78,13 @@ class JoinedHost(Parts["JoinedLoop"]):
     ) -> JoinedLoop:
         """Begin at the anchors of these versions."""
         run, sequences = self.config.run, self.island.batch_size
+        # A join moves tiles between hosts, which may have read for unequal times.
+        self._meet_to_join("restored")
         self._exchange.start(self._anchors(versions))
-        params, self._zeros = at_anchors(self.plan, self._exchange, self._zeros), {}
-        lent, data = LentParams(self._exchange, params), OwnData(sequences)
+        params = at_anchors(self.plan, self._exchange, self._zeros)
+        del self._zeros
+        self._meet_to_join("ready")
+        lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         goal = goal_of(run, sequences)
@@ -111,89 +106,73 @@ class JoinedHost(Parts["JoinedLoop"]):
             pace=Pace(run, goal),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
-            smallest=self._smallest,
+            leaves=self.leaves,
         )
 
-    def as_tree(self, params: Params) -> Any:
-        """Return parameters in the structure of `like`."""
-        leaves = [_leaf(params, path) for path in self._paths]
-        return jax.tree.unflatten(self._structure, leaves)
-
-    def as_named(self, tree: Any) -> Params:
-        """Return a step's result by the names of its leaves.
-
-        Raises ValueError if it differs from `like` in structure, shape or dtype.
-        """
-        leaves, structure = jax.tree.flatten(tree)
-        if structure != self._structure:
-            raise ValueError(
-                f"boundary was given {structure}, the island joined with "
-                f"{self._structure}; give it the parameters alone, in that structure"
-            )
-        params: Params = {}
-        for path, leaf, shape in zip(self._paths, leaves, self._shapes, strict=True):
-            if leaf.shape != shape or leaf.dtype != np.float32:
-                raise ValueError(
-                    f"{'/'.join(path)} is {leaf.dtype}{list(leaf.shape)} at the "
-                    f"boundary, the island joined with float32{list(shape)}; "
-                    f"parameters stay as they were"
-                )
-            node = params
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = leaf
-        return params
-
     def global_params(self) -> Any:
-        """Return the anchors in the structure of `like`."""
-        anchors = {n: jnp.copy(a) for n, a in self._exchange.anchors().items()}
-        return self.as_tree(from_pieces(self.plan, anchors))
+        """Return the anchors in the structure of `like`. All hosts call it."""
+        params = at_anchors(self.plan, self._exchange, self.leaves.zeros())
+        return self.leaves.as_tree(params)
 
 
 @dataclasses.dataclass(kw_only=True)
 class JoinedLoop(Stepping):
     """The boundaries of a loop that is the user's."""
 
-    replica: LentParams
+    replica: LentBeside
     data: OwnData
-    smallest: tuple[str, ...]
-    """Path of the smallest parameter, by which a step is known to be done."""
+    leaves: LikeLeaves
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._step = contextlib.ExitStack()
         self._loss: Any = None
         self._mark: Any = None
-        """One element of what the step under way began with."""
+        """One element of what the step under way began with, if the step before has no
+        loss to wait for."""
 
     def begin_step(self) -> tuple[float, np.ndarray]:
         """Return the learning rate and the positions of the step that begins."""
-        self._mark = _first(_leaf(self.replica.params, self.smallest))
+        if not isinstance(self._loss, jax.Array):
+            self._mark = _first(self.leaves.smallest(self.replica.params))
         self._step.enter_context(self.timing.step())
         return self.learning_rate(), self.data.draw()
 
-    def stepped(self, params: Params, loss: Any) -> None:
-        """Note the step, which need not be done on the device. Its parameters are lent
-        until the next one begins."""
-        # Adoptions are done, and with them the step before: a loop that waits for
-        # nothing stays one step ahead.
-        jax.block_until_ready(self._mark)  # type: ignore[no-untyped-call]
+    def hand_over(self) -> Any:
+        """Return the parameters, which are the loop's until `stepped`."""
+        return self.leaves.as_tree(self.replica.params)
+
+    def hand_over_beside(self) -> tuple[Any, ...]:
+        """Return the trees beside them, likewise."""
+        return tuple(map(self.leaves.as_tree, self.replica.beside))
+
+    def stepped(self, params: Any, loss: Any, alongside: Sequence[Any] = ()) -> None:
+        """Note the step, which need not be done on the device. Its parameters, and the
+        trees beside them, are lent until the next one begins.
+
+        Raises ValueError if they are not like those that were handed over.
+        """
+        listed = self.leaves.as_listed(params)
+        beside = [self.leaves.as_beside(tree) for tree in alongside]
+        # The step before is done: a loop that waits for nothing stays one step ahead.
         self._read_metrics()
+        if self._mark is not None:
+            jax.block_until_ready(self._mark)  # type: ignore[no-untyped-call]
+            self._mark = None
         self._step.close()
         self.done += 1
-        self.replica.params, self._loss = params, loss
+        self.replica.params, self._loss = listed, loss
+        new = len(beside) != len(self.replica.beside)
+        self.replica.beside = beside
+        if new:
+            self.replica.warm()
 
-    def catch_up(self) -> list[int]:
-        """Adopt what was published until the run's end; return the fragments of which
-        it did not come while a coordinator that is done waits for its islands; all, if
-        the island heard too late that the run is over."""
-        if not self._seen.finished:
-            return list(range(len(self.boundary.books.versions())))
-        deadline = self.clock() + self._deadlines.stop_s
-        while self.mailbox.lacking() and self.clock() < deadline:
-            self.decisions.wait(DATA_POLL_S)
-        self._at_boundary()
-        return self.mailbox.lacking()
+    def lacking(self) -> list[int]:
+        """Return the fragments whose last versions did not come before the run was
+        over; all, if the island heard too late that it is."""
+        if self._seen.finished:
+            return list(self._seen.lacking)
+        return list(range(len(self.boundary.books.versions())))
 
     def _read_metrics(self) -> None:
         if self._loss is not None:
@@ -226,41 +205,6 @@ class OwnData:
         drawn = self._positions.draw(self._per_step)
         assert drawn is not None
         return drawn
-
-
-def _named(like: Any) -> Params:
-    try:
-        return named(like)
-    except ValueError as error:
-        raise ConfigError(f"like: {error}") from error
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and sharding of a parameter; raise ConfigError if it cannot be
-    one."""
-    if leaf.dtype != np.float32:
-        raise ConfigError(
-            f"like has an array of {leaf.dtype}{list(leaf.shape)}; the parameters that "
-            f"islands share are float32, and a loop casts them for its step"
-        )
-    lies = getattr(leaf, "sharding", None)
-    if not isinstance(lies, NamedSharding):
-        device = next(iter(lies.device_set)) if lies else jax.devices()[0]
-        mesh = Mesh(np.array([device]), (AXIS,))
-        lies = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-    if not lies.is_fully_addressable:
-        raise ConfigError(
-            "like lies on devices of other processes; a loop that joins has one "
-            "process, with all of its devices"
-        )
-    return jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=lies)  # type: ignore[no-untyped-call]
-
-
-def _leaf(params: Params, path: tuple[str, ...]) -> Any:
-    node: Any = params
-    for key in path:
-        node = node[key]
-    return node
 
 
 @jax.jit

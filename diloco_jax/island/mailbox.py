@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -28,14 +29,17 @@ from diloco_jax.protocol.values import Record, Version
 
 
 class Mailbox:
-    """Link one train loop and its network threads. All methods are thread-safe."""
+    """Link one train loop and its network threads. All methods are thread-safe.
 
-    def __init__(self) -> None:
+    awaits_last: as for `Conversation`.
+    """
+
+    def __init__(self, *, awaits_last: bool = False) -> None:
         self.arrivals = Arrivals()
         """Arrays that decisions name."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._conversation = Conversation()
+        self._conversation = Conversation(awaits_last=awaits_last)
         self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
         self._traffic_of: dict[int, dict[str, int]] = {}
 
@@ -74,9 +78,15 @@ class Mailbox:
                 lambda: told.may_leave or told.ending is not None, timeout_s
             )
 
+    def give_up(self) -> None:
+        """End without the publishes that precede the run's end and have not come."""
+        with self._lock:
+            self._conversation.give_up()
+            self._changed.notify_all()
+
     @property
     def finished(self) -> bool:
-        """True once the run is over."""
+        """True once the coordinator has said that the run is over."""
         with self._lock:
             return self._conversation.finished
 
@@ -111,11 +121,6 @@ class Mailbox:
             told.arrived(fragment, arrival.version, chain)
             self._changed.notify_all()
             return True
-
-    def lacking(self) -> list[int]:
-        """Return the fragments of which a version was published that has not come."""
-        with self._lock:
-            return self._conversation.lacking()
 
     def forget_records(self) -> None:
         """Drop the records: another host of the island reports them."""
@@ -195,14 +200,31 @@ class Decisions(Protocol):
 
 
 class LiveDecisions:
-    """Decide on what has come in by now; `at` never waits. save_due: asked if it is
-    time for a checkpoint."""
+    """Decide on what has come in by now; `at` never waits.
 
-    def __init__(self, mailbox: Mailbox, save_due: Callable[[], bool]) -> None:
+    save_due: asked if it is time for a checkpoint. last_s: seconds after the run's end
+    in which its last publishes may come, while a coordinator that is done waits for its
+    islands.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        save_due: Callable[[], bool],
+        last_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._mailbox, self._save_due = mailbox, save_due
+        self._last_s, self._clock = last_s, clock
+        self._over_at: float | None = None
 
     def at(self, step: int, *, stepping: bool) -> Decision:
         decision = self._mailbox.decide()
+        if self._mailbox.finished and not decision.finished:
+            now = self._clock()
+            self._over_at = now if self._over_at is None else self._over_at
+            if now - self._over_at >= self._last_s:
+                self._mailbox.give_up()
         if stepping and self._save_due():
             decision = replace(decision, save=True)
         return decision

@@ -78,7 +78,7 @@ def run(
       incarnation: number of the attempt of this island, from 1; that of host 0 counts.
       where: address at which the hosts of the island meet, if it has several.
     """
-    island: LeadingHost[Loop] | Follower
+    island: LeadingHost[Loop] | Follower[Loop]
     try:
         hosts = _meet(config, name, where or WorldAddress())
         host = Host(config, name, coordinator_address, workdir)
@@ -281,7 +281,8 @@ class LeadingHost(Generic[L]):
     # ---- the other hosts ----------------------------------------------------------
 
     def _live(self) -> Decisions:
-        return LiveDecisions(self.mailbox, self._host.save_due)
+        host = self._host
+        return LiveDecisions(self.mailbox, host.save_due, self._deadlines.stop_s)
 
     def _led(self, source: Decisions, lead: int) -> Decisions:
         if self._hosts is None:
@@ -366,7 +367,7 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
 
 
 @contextlib.contextmanager
-def _ended_by_signals(island: LeadingHost[Loop] | Follower) -> Iterator[None]:
+def _ended_by_signals(island: LeadingHost[Loop] | Follower[Loop]) -> Iterator[None]:
     """End the island at its next step boundary on SIGTERM or Ctrl-C, with a goodbye; a
     second Ctrl-C ends it at once. A signal that was ignored before still is, as in a
     script's background processes."""

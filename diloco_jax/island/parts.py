@@ -30,6 +30,8 @@ class Parts(abc.ABC, Generic[L]):
     """Make it, `build`, `compile`, `loop`, at the end `close`."""
 
     compile_seconds = 0.0
+    awaits_last = False
+    """True if it is to have the run's result, as for `Conversation`."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
@@ -39,7 +41,8 @@ class Parts(abc.ABC, Generic[L]):
         placement = config.placement
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
-        self.mailbox = Mailbox()
+        self._hosts: Hosts | None = None
+        self.mailbox = Mailbox(awaits_last=self.awaits_last)
         self.client = Client(
             coordinator_address,
             tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
@@ -77,6 +80,19 @@ class Parts(abc.ABC, Generic[L]):
     def close(self) -> None:
         """Free sockets and threads."""
         self.client.close()
+
+    def _meet(self, what: str, timeout_s: float, field: str) -> None:
+        """Meet the other hosts. field: setting to raise if that takes too long."""
+        if self._hosts is not None:
+            mailbox = self.mailbox
+            self._hosts.meet(what, timeout_s, lambda: mailbox.ending is not None, field)
+
+    def _meet_to_join(self, what: str) -> None:
+        self._meet(what, self.join_s, "placement.outage_budget_s")
+
+    def _meet_compiled(self) -> None:
+        budget_s = self.config.placement.compile_budget_s
+        self._meet("compiled", budget_s, "placement.compile_budget_s")
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
         self._exchange = exchange

@@ -7,6 +7,7 @@ nor validation: decisions, dispatch of takes and adoptions, waiting for data.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import math
 import statistics
@@ -30,7 +31,9 @@ class Timing:
         self._compile_seconds = compile_seconds
         self._boundary = clock()
         self._evaluated_in_gap = 0.0
-        self._gaps: collections.deque[float] = collections.deque(maxlen=MEDIAN_STEPS)
+        self._gaps: collections.deque[float] = collections.deque()
+        self._sorted: list[float] = []
+        """The gaps, sorted: every boundary asks for their median."""
         self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
         self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
         self._predicted = 0.0
@@ -60,6 +63,10 @@ class Timing:
         self._stalled += gap - (now - began)
         self._max_gap = max(self._max_gap, gap)
         self._gaps.append(gap)
+        bisect.insort(self._sorted, gap)
+        if len(self._gaps) > MEDIAN_STEPS:
+            oldest = self._gaps.popleft()
+            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
         self._boundary, self._evaluated_in_gap = now, 0.0
         self._steps += 1
         self._last_unix = time.time()
@@ -85,7 +92,7 @@ class Timing:
             steps=self._steps,
             skipped_steps=self._skipped,
             tokens_predicted=round(self._predicted),
-            median_step_seconds=statistics.median(self._gaps) if self._gaps else 0.0,
+            median_step_seconds=self._median(),
             max_step_gap_seconds=self._max_gap,
             step_seconds_total=self._stepped,
             stalled_seconds=self._stalled,
@@ -97,3 +104,10 @@ class Timing:
             first_step_unix=self._first_unix,
             last_step_unix=self._last_unix,
         )
+
+    def _median(self) -> float:
+        half, odd = divmod(len(self._sorted), 2)
+        if not self._sorted:
+            return 0.0
+        low, high = self._sorted[half + odd - 1], self._sorted[half]
+        return (low + high) / 2

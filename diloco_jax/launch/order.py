@@ -15,6 +15,7 @@ from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
+    DataConfig,
     IslandConfig,
     LaunchConfig,
     Placement,
@@ -153,7 +154,13 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
             f"launch.data = 'gs://BUCKET/FOLDER'"
         )
-    for section in ("model", "sync", "outer"):
+    if config.run.data.tokenizer and not settings.data:
+        raise ConfigError(
+            f"data.tokenizer = {config.run.data.tokenizer!r} is on this machine only; "
+            f"copy it to a bucket beside the data, and name that as launch.data = "
+            f"'gs://BUCKET/FOLDER'"
+        )
+    for section in ("model", "data", "sync", "outer"):
         for name, value in own_code(getattr(config.run, section)).items():
             if Path(value.rpartition(":")[0]).exists():
                 raise ConfigError(
@@ -310,6 +317,19 @@ def _resource(name: str, part: str) -> str:
     return made
 
 
+def _copied(config: Config) -> DataConfig:
+    """Return the data as machines find it, which have a copy of `launch.data`: that is
+    all of the data, or has the folders of a mixture by their names; and the tokenizer
+    by its name."""
+    data, paths = config.run.data, tuple[str, ...]()
+    if config.launch.data:
+        names = [Path(path).name for path in data.paths]
+        mixed = len(data.weights) > 1
+        paths = tuple(f"{DATA}/{name}" for name in names) if mixed else (DATA,)
+    tokenizer = f"{DATA}/{Path(data.tokenizer).name}" if data.tokenizer else ""
+    return dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
+
+
 def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, Any]:
     """Return the config for the machines: with the slices' numbers of hosts, without
     the settings of this machine, which command lines give instead."""
@@ -322,9 +342,7 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
         certificates=here.certificates,
         insecure=here.insecure,
     )
-    paths = (DATA,) if config.launch.data else ()
-    data = dataclasses.replace(config.run.data, paths=paths)
-    run = dataclasses.replace(config.run, data=data)
+    run = dataclasses.replace(config.run, data=_copied(config))
     islands = {
         island.name: dataclasses.replace(
             config.islands[island.name], hosts=island.slice.hosts

@@ -19,6 +19,9 @@ from diloco_jax.models.model import Model, abstract_batch
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
+ADAPTED = "diloco_jax.weights.adapted:factory"
+"""The factory of models with adapters: it reads the weights that they adapt, of which
+nothing here knows."""
 
 
 def build(
@@ -38,6 +41,14 @@ def build(
     island, layout = island or IslandConfig(), layout or Layout.of_one_device()
     if run.model.factory:
         return _own(run, island, layout)
+    if run.model.lora_rank:
+        adapted: Model = load(ADAPTED)(run, island, layout)
+        return adapted
+    return bundled(run, island, layout)
+
+
+def bundled(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
+    """Return the bundled transformer; see `build`."""
     return transformer.build(
         run.model,
         compute_dtype=island.compute_dtype,
@@ -104,12 +115,13 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
         raise ConfigError(f"axes do not name those of init: {error}") from error
     if model.loss is None:
         return
+    frozen = {} if model.frozen is None else model.frozen.shapes
     rows, length = island.batch_size // island.accumulation, run.sequence_length
     fields = model.fields(run.data.arrays)
     for taken in (fields, {**fields, "weights": WEIGHTS}):
         batch = abstract_batch(taken, rows, length)
         with jax.set_mesh(layout.mesh):
-            result: Any = jax.eval_shape(model.loss, shapes, batch)
+            result: Any = jax.eval_shape(model.require_loss(), shapes, batch, frozen)
         _check_loss(result)
 
 

@@ -6,7 +6,7 @@ of the same structure. Shapes: `B` sequences, `T` tokens predicted of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +20,27 @@ Params = dict[str, Any]
 Axes = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+
+def _nothing() -> Iterator[Any]:
+    raise ConfigError(
+        "the weights that the model leaves as they are were not given: they are read "
+        "where a run starts or goes on"
+    )
+
+
+class Frozen(NamedTuple):
+    """Parameters that a run uses and leaves as they are: they make no pieces, gradients
+    or moments. Every island has them, of one digest."""
+
+    shapes: Params
+    """Nested dict of `jax.ShapeDtypeStruct`, in the dtype in which they rest."""
+    axes: Axes
+    """As `Model.axes`."""
+    leaves: Callable[[], Iterator[Any]] = _nothing
+    """Returns the arrays in the order of `jax.tree.leaves(shapes)`, one at a time."""
+    digest: Callable[[], str] = str
+    """Returns 16 hex digits over all of them."""
 
 
 class Model(NamedTuple):
@@ -37,12 +58,14 @@ class Model(NamedTuple):
     """
 
     init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Batch], tuple[jax.Array, Metrics]] | None
+    loss: Callable[..., tuple[jax.Array, Metrics]] | None
     """None: only a train loop of the user's own knows it (`loop_model`)."""
     axes: Axes
     batch: Fields = MappingProxyType({"tokens": TOKENS})
     """Arrays of a row by name. Data with "segments" is for models that have them here,
     and let nothing cross from one document to another."""
+    frozen: Frozen | None = None
+    """Parameters that are not trained; `loss` takes them as a third argument."""
 
     def fields(self, arrays: Collection[str]) -> dict[str, Field]:
         """Return the arrays of a training batch by name. arrays: names of those that
@@ -54,8 +77,11 @@ class Model(NamedTuple):
         shapes: Params = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return shapes
 
-    def require_loss(self) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
-        """Return the loss; raise ConfigError if only a train loop knows it."""
+    def require_loss(
+        self,
+    ) -> Callable[[Params, Batch, Params], tuple[jax.Array, Metrics]]:
+        """Return the loss of parameters, a batch and the frozen parameters, {} if there
+        are none; raise ConfigError if only a train loop knows it."""
         if self.loss is None:
             raise ConfigError(
                 "the function of model.factory gives no loss, so only train loops that "
@@ -63,7 +89,10 @@ class Model(NamedTuple):
                 "product's own, to evaluate, emulate, replay or plan, have it return a "
                 "Model with a loss (docs/models.md)"
             )
-        return self.loss
+        loss = self.loss
+        if self.frozen is not None:
+            return loss
+        return lambda params, batch, frozen: loss(params, batch)
 
 
 def loop_model(init: Callable[[jax.Array], Any], axes: Axes | None = None) -> Model:

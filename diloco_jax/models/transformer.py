@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,14 @@ from flax import nnx
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
+from diloco_jax.models import lora
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import Layer, first_scale, rms_norm
 from diloco_jax.models.layout import Layout
 from diloco_jax.models.loss import positions_at_a_time, token_losses
 from diloco_jax.models.model import (
     Batch,
+    Frozen,
     Metrics,
     Model,
     Params,
@@ -37,6 +39,7 @@ from diloco_jax.models.model import (
 from diloco_jax.models.noise import normal
 from diloco_jax.models.rotary import frequencies, restarted, rotations
 from diloco_jax.models.stack import run_layers
+from diloco_jax.models.tensors import Tensor
 
 EMBEDDING_STD = 0.02
 UNROLLED_LAYERS = 8
@@ -60,7 +63,8 @@ def build(
     loss_chunk: int | None = None,
     layout: Layout | None = None,
 ) -> Model:
-    """Return the transformer of this config.
+    """Return the transformer of this config. With `lora_rank` its parameters are the
+    adapters, and its weights are frozen, whose values somebody else has to give.
 
     Args:
       config: sizes.
@@ -90,21 +94,28 @@ def build(
     tensors = _tensors(config)
     axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
 
+    adapters = lora.tensors(config, tensors["layers"]) if config.lora_rank else {}
+    adapters_axes = jax.tree.map(lambda t: t.axes, adapters, is_leaf=_is_tensor)
+
     def of_layer(weights: Any, names: Any) -> Any:
         """Gather one layer's weights, except along the axes that the layout cuts."""
         return jax.tree.map(lambda w, n: layout.gather(w, n[1:]), weights, names)
 
-    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+    def loss(
+        params: Params, batch: Batch, added: Params | None = None
+    ) -> tuple[jax.Array, Metrics]:
+        """added: adapters of the layers."""
         inputs, targets, weights = split_batch(batch)
         segments = batch["segments"][:, :-1] if "segments" in batch else None
         # The gradient of a row is a sum over its tokens, in the dtype of the lookup: in
         # bf16 it would stop growing at some hundreds of them.
         rows = layout.constrain(params["embedding"], axes["embedding"])[inputs]
         x = layout.constrain(embedded(config, rows, dtype), STREAM)
-        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        params, added = jax.tree.map(lambda p: p.astype(dtype), (params, added))
         # `gather` would sum the gradient of the table once for each chunk of logits.
         embedding = layout.constrain(params["embedding"], axes["embedding"])
-        x = apply_layers(params["layers"], x, segments)
+        stacked = params["layers"] if added is None else (params["layers"], added)
+        x = apply_layers(stacked, x, segments)
         x = rms_norm(config, x, params["norm"])
         if config.tied_embeddings:
             table = embedding.T
@@ -113,8 +124,18 @@ def build(
         losses = token_losses(x, table, targets, loss_chunk, layout)
         return weighted_loss(losses, weights)
 
+    def of_kind(weights: Any) -> Params:
+        """Gather a layer's weights, with its adapters added if there are any."""
+        if not adapters:
+            found: Params = of_layer(weights, axes["layers"])
+            return found
+        base, own = weights
+        whole = of_layer(base, axes["layers"])
+        summed: Params = lora.merged(config, whole, of_layer(own, adapters_axes))
+        return summed
+
     def apply_layers(
-        stacked: Params, x: jax.Array, segments: jax.Array | None
+        stacked: Any, x: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
         turns, kinds = {}, {}
         for windowed in (False, True):
@@ -126,16 +147,27 @@ def build(
                 attend, window=config.window * windowed, segments=segments
             )
 
-        def layer(
-            x: jax.Array, weights: Params, windowed: bool
-        ) -> tuple[jax.Array, None]:
-            module = layer_of(config, of_layer(weights, axes["layers"]))
+        def layer(x: jax.Array, weights: Any, windowed: bool) -> tuple[jax.Array, None]:
+            module = layer_of(config, of_kind(weights))
             x = module(x, turns[windowed], kinds[windowed], layout.constrain)
             return layout.constrain(x, STREAM), None
 
         return run_layers(config, x, stacked, wrap(layer), per_iteration)[0]
 
-    return Model(lambda key: _init(tensors, key), loss, axes, BATCH)
+    if not adapters:
+        return Model(lambda key: _init(tensors, key), loss, axes, BATCH)
+    shapes = jax.tree.map(
+        lambda t: jax.ShapeDtypeStruct(t.shape, dtype),  # type: ignore[no-untyped-call]
+        tensors,
+        is_leaf=_is_tensor,
+    )
+    return Model(
+        lambda key: {"layers": _init(adapters, key)},
+        lambda params, batch, frozen: loss(frozen, batch, params["layers"]),
+        {"layers": adapters_axes},
+        BATCH,
+        Frozen(shapes=shapes, axes=axes),
+    )
 
 
 def embedded(config: ModelConfig, rows: jax.Array, dtype: Any) -> jax.Array:
@@ -150,16 +182,6 @@ def layer_of(config: ModelConfig, weights: Params) -> Layer:
     """Return the module of a layer with these parameters."""
     module: Layer = nnx.merge(_layer_graph(config)[0], nnx.State(weights))
     return module
-
-
-class Tensor(NamedTuple):
-    """A parameter: its shape, its axes' names, and mean and standard deviation at the
-    start."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    std: float
-    start: float = 0.0
 
 
 def layers_per_iteration(num_layers: int, layout: Layout) -> int:

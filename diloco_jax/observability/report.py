@@ -65,7 +65,12 @@ def loss_line(found: Mapping[str, Any]) -> str:
         return "validation loss not finite: the parameters have diverged"
     bits = found.get("eval_bits_per_byte")
     per_byte = "" if bits is None else f", {bits:.4f} bits per byte"
-    return f"validation loss {found['eval_loss']:.4f} nats per token{per_byte}"
+    sources = found.get("eval_loss_by_source") or {}
+    parts = (f"{name} {loss:.4f}" for name, loss in sources.items() if loss is not None)
+    by_source = f" ({', '.join(parts)})" if sources else ""
+    return (
+        f"validation loss {found['eval_loss']:.4f} nats per token{per_byte}{by_source}"
+    )
 
 
 def _result(summary: Mapping[str, Any]) -> str:

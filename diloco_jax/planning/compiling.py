@@ -35,7 +35,7 @@ from diloco_jax.planning.memory import Hbm
 from diloco_jax.planning.roofline import Roofline, ici_seconds, roofline
 from diloco_jax.planning.workers import tell
 
-FUNCTIONS = ("take", "gather", "advance", "adopt")
+FUNCTIONS = ("take", "gather", "arrive")
 """Functions of `Kind` that every tick runs; "gather" where hosts fetch parts."""
 Report = Callable[[str, int, int], None]
 """Callback (current work, parts done, parts in all)."""

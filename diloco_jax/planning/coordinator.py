@@ -51,6 +51,9 @@ class CoordinatorPlan:
     """State of the merge rule, and the measured tiles of the last merged deltas."""
     snapshots: int
     """Fragments that a snapshot still holds after merges replaced them."""
+    kept_cycle: int
+    """Fragments of a kept cycle that merges replace before they are on disk: all of
+    them if the disk is slow; 0 without `placement.export_every`."""
     merging: int
     """Spare buffers of the merges under way, and the memory of the rule."""
     publishes: int
@@ -77,8 +80,7 @@ class CoordinatorPlan:
     since."""
     replayed_bytes: float
     replay_core_seconds: float
-    """Core seconds per 1e9 parameters that recovery decodes and adds: as those of a
-    merge without deltas, which is the most that it can be."""
+    """Core seconds per 1e9 parameters that recovery decodes and adds."""
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -142,6 +144,7 @@ def plan_coordinator(
             for kind, count in kinds.items()
         ),
         "snapshots": SNAPSHOT_COPIES * held,
+        "kept_cycle": params if placement.export_every else 0,
         "merging": at_once * (held + rule_bytes),
         "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
@@ -180,7 +183,7 @@ def plan_coordinator(
         disk=disk,
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sum(down),
-        replay_core_seconds=merging_rate,
+        replay_core_seconds=rates.replaying(run.sync.codec_down),
     )
 
 

@@ -44,6 +44,8 @@ class DiskPlan:
     lines: int
     """Tape, metrics and curves of the whole run, in all their files: none is deleted.
     """
+    exports: int
+    """Kept cycles and one that is being written, with `placement.export_every`."""
     expected: int
     """Sum of the fields above, without snapshots that go to a bucket."""
     late_log: int
@@ -60,6 +62,7 @@ class DiskPlan:
     """Bytes that must have room: `expected` and `reserve`."""
     log_bytes_per_s: float
     snapshot_bytes_per_s: float
+    export_bytes_per_s: float
     round_seconds: float
     """Seconds in which every fragment is written once: `placement.snapshot_every_s`, or
     longer where the disk is slow.
@@ -71,7 +74,7 @@ class DiskPlan:
     def bytes_per_s(self) -> float:
         """Bytes per second that are written to the disk."""
         snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
-        return self.log_bytes_per_s + snapshots
+        return self.log_bytes_per_s + self.export_bytes_per_s + snapshots
 
 
 def plan_disk(
@@ -104,7 +107,9 @@ def plan_disk(
     log = math.ceil((kept - 0.5) * rounds * publish)
     lines = _line_bytes(cycles * fragments, islands, cycles * cycle_seconds)
     snapshots = kept * state + largest
-    expected = log + lines + (0 if in_bucket else snapshots)
+    every, theta = placement.export_every, 4 * params
+    exports = (placement.exports_kept + 1) * theta if every else 0
+    expected = log + lines + exports + (0 if in_bucket else snapshots)
     late_log = math.ceil((0.5 * rounds + 1) * publish)
     # A delta is put on the disk only where this stays free.
     spared = max(SPARED_BYTES, inbox.SPARED_BYTES * params if deltas else 0)
@@ -113,6 +118,7 @@ def plan_disk(
         snapshots=snapshots,
         log=log,
         lines=lines,
+        exports=exports,
         expected=expected,
         late_log=late_log,
         deltas=deltas,
@@ -121,6 +127,7 @@ def plan_disk(
         bytes=expected + reserve,
         log_bytes_per_s=publish / cycle_seconds,
         snapshot_bytes_per_s=state / round_s,
+        export_bytes_per_s=theta / (every * cycle_seconds) if every else 0.0,
         round_seconds=round_s,
         in_bucket=in_bucket,
     )

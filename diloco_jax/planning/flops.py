@@ -69,4 +69,6 @@ def _products(run: RunConfig, island: IslandConfig) -> float:
     model = build(run, island)
     batch = abstract_batch(model.fields(run.data.arrays), 1, run.sequence_length)
     differentiate = jax.value_and_grad(model.require_loss(), has_aux=True)
-    return product_flops(jax.make_jaxpr(differentiate)(model.shapes(), batch).jaxpr)
+    frozen = {} if model.frozen is None else model.frozen.shapes
+    made = jax.make_jaxpr(differentiate)(model.shapes(), batch, frozen)
+    return product_flops(made.jaxpr)

@@ -22,12 +22,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from diloco_jax import files, sealed
+from diloco_jax import files, merge_route, sealed
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.config.loading import read_config, write_config_json
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.machine import cores
 from diloco_jax.planning import wire_rate
 from diloco_jax.planning.merge_rate import ELEMENTS, time_merges
@@ -73,21 +74,26 @@ def measure(config: Config, folder: str, progress: Progress) -> MachineRates:
     return msgspec.convert(result, MachineRates)
 
 
-def measure_here(run: RunConfig, folder: Path, report: Report) -> MachineRates:
-    """Measure in this process. run: with a resolved outer optimizer."""
+def measure_here(
+    run: RunConfig, folder: Path, report: Report, passes: Passes | None
+) -> MachineRates:
+    """Measure in this process. run: with a resolved outer optimizer; passes: the merge
+    route."""
     codecs = list(CODECS.table)
     parts = len(codecs) + 2
-    merging, per_delta, copies = {}, {}, []
+    merging, per_delta, replaying, copies = {}, {}, {}, []
     for done, codec in enumerate(codecs):
         report(f"merges, {codec}", done, parts)
         few, many = (
-            time_merges(run, codec, islands, REPETITIONS) for islands in (FEW, MANY)
+            time_merges(run, codec, islands, REPETITIONS, passes)
+            for islands in (FEW, MANY)
         )
         copies += [few.copy, many.copy]
         slope = max(0.0, (many.merge - few.merge) / (MANY - FEW))
         each = 1e9 / ELEMENTS
         merging[codec] = (few.merge - FEW * slope) * each
         per_delta[codec] = (slope + min(few.check, many.check)) * each
+        replaying[codec] = min(few.replay, many.replay) * each
     report("wire", len(codecs), parts)
     up, down = wire_rate.core_seconds(WIRE_BYTES, WIRE_REPETITIONS)
     report("disk", len(codecs) + 1, parts)
@@ -96,6 +102,8 @@ def measure_here(run: RunConfig, folder: Path, report: Report) -> MachineRates:
     return MachineRates(
         merge_core_seconds=merging,
         delta_core_seconds=per_delta,
+        replay_core_seconds=replaying,
+        merge_route=merge_route.route_of(passes),
         upload_core_seconds=up,
         fetch_core_seconds=down,
         copy_bytes_per_s=4 * ELEMENTS / min(copies),
@@ -172,8 +180,11 @@ def main(arguments: list[str]) -> None:
         tell({"doing": doing, "done": done, "parts": parts})
 
     try:
-        run = resolve_outer(read_config(path)).run
-        rates: Any = msgspec.to_builtins(measure_here(run, Path(folder), report))
+        config = resolve_outer(read_config(path))
+        passes = merge_route.passes_of(config.placement.merge_route)
+        rates: Any = msgspec.to_builtins(
+            measure_here(config.run, Path(folder), report, passes)
+        )
         tell({"result": rates})
     except ConfigError as error:
         tell({"config_error": str(error)})

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES, ComputedMerge, Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Contribution, Version
 
@@ -32,14 +33,20 @@ class MergeTimes(NamedTuple):
     """The pass over one delta on its arrival."""
     merge: float
     """All that follows, with all deltas."""
+    replay: float
+    """Recovery's pass over one publish."""
 
 
 def time_merges(
-    run: RunConfig, codec: str, islands: int, repetitions: int
+    run: RunConfig,
+    codec: str,
+    islands: int,
+    repetitions: int,
+    passes: Passes | None,
 ) -> MergeTimes:
     """Merge so many deltas of `ELEMENTS` elements, with the rule and the outer
-    optimizer of `run` (resolved), one codec both ways."""
-    store = store_of(run, codec, {"w": (SIDE, SIDE)}, 1)
+    optimizer of `run` (resolved), one codec both ways. passes: the merge route."""
+    store = store_of(run, codec, {"w": (SIDE, SIDE)}, 1, passes)
     payload = encoded_delta(store, codec, 0, 0)
     # Each its own memory, as deltas of islands have.
     payloads = [payload, *(payload.copy() for _ in range(islands - 1))]
@@ -54,22 +61,29 @@ def time_merges(
         work()
         best[what] = min(best.get(what, np.inf), time.process_time() - began)
 
-    def merge() -> None:
+    def merge() -> ComputedMerge:
         merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
         store.commit(0, merged)
+        return merged
 
     for _ in range(RETAINED_PUBLISHES + 1):  # Until memory is that of older versions.
-        merge()
+        published = merge().payload
+    store.replay(0, Version(1, 1), published, final=False)
     for _ in range(repetitions):
         note("copy", lambda: np.copyto(target, source))
         note("check", lambda: store.squares(0, payload))
         note("copy", lambda: np.copyto(target, source))
         note("merge", merge)
+        note("replay", lambda: store.replay(0, Version(), published, final=False))
     return MergeTimes(**best)
 
 
 def store_of(
-    run: RunConfig, codec: str, shapes: Mapping[str, tuple[int, ...]], fragments: int
+    run: RunConfig,
+    codec: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    fragments: int,
+    passes: Passes | None,
 ) -> Store:
     """Return a store of matrices with random values, one codec both ways."""
     sync = dataclasses.replace(
@@ -82,7 +96,7 @@ def store_of(
     plan = plan_fragments(
         dict(shapes), dict.fromkeys(shapes, ("embed", "mlp")), fragments
     )
-    return Store(dataclasses.replace(run, sync=sync), plan, params, PIN_S)
+    return Store(dataclasses.replace(run, sync=sync), plan, params, PIN_S, passes)
 
 
 def encoded_delta(

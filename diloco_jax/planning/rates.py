@@ -33,6 +33,11 @@ class MachineRates(
     delta_core_seconds: dict[str, float]
     """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
     codec of the deltas."""
+    replay_core_seconds: dict[str, float]
+    """Core seconds per 1e9 parameters of a publish that recovery decodes and adds, on
+    any route. By codec of the publish."""
+    merge_route: str
+    """Route of the measured merges: "native" or "xla"."""
     upload_core_seconds: float
     """Core seconds of the coordinator per GB that arrives, with mutual TLS."""
     fetch_core_seconds: float
@@ -61,12 +66,17 @@ class MachineRates(
         """Return `delta_core_seconds`; the dearest if this codec was not measured."""
         return _or_dearest(self.delta_core_seconds, codec)
 
+    def replaying(self, codec: str) -> float:
+        """Return `replay_core_seconds`; the dearest if this codec was not measured."""
+        return _or_dearest(self.replay_core_seconds, codec)
+
     def told(self) -> list[str]:
         """Return lines for people: each rate, and where it is from."""
         merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
         deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
         lines = [
-            f"merges, core seconds per 1e9 parameters ({self.merge}, {self.outer}): "
+            f"merges, core seconds per 1e9 parameters ({self.merge}, {self.outer}, "
+            f"route {self.merge_route}): "
             f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
             f" [{self.merges_from}]",
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
@@ -85,6 +95,8 @@ class MachineRates(
 CONSTANTS = MachineRates(
     merge_core_seconds={"f32": 4.5, "int8": 5.7},
     delta_core_seconds={"f32": 0.9, "int8": 0.44},
+    replay_core_seconds={"f32": 4.5, "int8": 5.7},
+    merge_route="xla",
     upload_core_seconds=1.62,
     fetch_core_seconds=1.27,
     copy_bytes_per_s=20.3e9,

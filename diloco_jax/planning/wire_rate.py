@@ -141,6 +141,12 @@ class _Places:
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         return start.offset + start.length == start.total
 
+    def keep(self, cycle: int) -> dict[str, Any]:
+        raise Busy(BULK_ALONE)
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        raise Busy(BULK_ALONE)
+
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         return FetchSource(
             version=VERSION,

@@ -110,8 +110,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: Count = 0
     """Steps that changed nothing because their loss or gradient was not finite."""
     tokens_predicted: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
-    """Sum of the weights of all predictions; 0 if nobody counted them. What is decided
-    goes by the positions of steps, which are known beforehand."""
+    """Sum of the weights of all predictions; 0 if nobody counted them. Decisions
+    go by the tokens of a step, B x T, which are known beforehand."""
     median_step_seconds: Seconds = 0.0
     max_step_gap_seconds: Seconds = 0.0
     step_seconds_total: Seconds = 0.0

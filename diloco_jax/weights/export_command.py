@@ -1,61 +1,162 @@
-"""`diloco export WORKDIR DIR`."""
+"""`diloco export WORKDIR or HOST:PORT DIR`."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from diloco_jax.config.fields import positional, setting
+from diloco_jax.config import ConfigError, Placement, trust
+from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.options import TRUST_CODE, parse
-from diloco_jax.paths import absolute
+from diloco_jax.paths import absolute, expand
 from diloco_jax.workdir import read_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """The options of `diloco export`."""
 
-    workdir: Path = positional(metavar="WORKDIR", help="Workdir of the run.")
+    run: str = positional(
+        metavar="WORKDIR or HOST:PORT",
+        help="Workdir of the run, or the coordinator of a run that goes on.",
+    )
     target: Path = positional(metavar="DIR", help="A folder that does not exist yet.")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", help="Type of the weights in the files."
+    )
+    cycle: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Cycle whose parameters are written: one that is kept; 0 = the newest "
+        "snapshot of a workdir, or the present cycle of a run that goes on.",
+    )
+    merged: bool = setting(
+        False,
+        help="Of a run with adapters: the weights with them added, not the adapters.",
+    )
+    certificates: str = setting("", help="Folder made by diloco certs.")
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
     )
     trust_code: bool = setting(False, help=TRUST_CODE)
 
 
 def export_command(arguments: Sequence[str]) -> int:
-    """Write a run's newest global parameters as safetensors with config.json."""
+    """Write a run's global parameters as safetensors with config.json."""
     (options,) = parse(
         [ExportOptions],
         arguments,
         "diloco export",
-        "Write a run's newest global parameters as a folder that other tools read: "
+        "Write a run's global parameters as a folder that other tools read: "
         "safetensors, config.json, and the tokenizer of the weights that the run "
-        "started from.",
+        "started from. Of a run that goes on, all of them are of one cycle.",
     )
-    config = read_config(options.workdir, trust_code=options.trust_code)
+    workdir, target = expand(options.run), Path(absolute(str(options.target)))
+    if not workdir.is_dir() and ":" not in options.run:
+        raise ConfigError(
+            f"{options.run!r} is neither a folder nor HOST:PORT; give a run's workdir, "
+            f"or its coordinator's address"
+        )
+    if workdir.is_dir():
+        read_config(workdir, trust_code=options.trust_code)
     from diloco_jax.island.environment import skip_absent_tpu
 
     # Before anything imports jax.
     skip_absent_tpu()
     from rich.console import Console
 
-    from diloco_jax.observability.bar import bar
-    from diloco_jax.weights.export import export
-
-    began, target = time.monotonic(), Path(absolute(str(options.target)))
-    with bar(Console(stderr=True), "writing") as report:
-        count = export(
-            config, options.workdir, target, dtype=options.dtype, report=report
-        )
+    began, console = time.monotonic(), Console(stderr=True)
+    if workdir.is_dir():
+        cycle = options.cycle or None
+        count = _write(options, console, workdir, target, cycle)
+    else:
+        count, cycle = _export_live(options, console, target)
+    of_cycle = "" if cycle is None else f" of cycle {cycle}"
     print(
-        f"{target}: {count:,} parameters in {options.dtype}, in "
+        f"{target}: {count:,} parameters{of_cycle} in {options.dtype}, in "
         f"{time.monotonic() - began:.1f} s",
         file=sys.stderr,
     )
     return EXIT_DONE
+
+
+def _write(
+    options: ExportOptions,
+    console: Console,
+    workdir: Path,
+    target: Path,
+    cycle: int | None,
+) -> int:
+    from diloco_jax.observability.bar import bar
+    from diloco_jax.weights.export import export
+
+    config = read_config(workdir, trust_code=options.trust_code)
+    with bar(console, "writing") as report:
+        return export(
+            config,
+            workdir,
+            target,
+            cycle=cycle,
+            merged=options.merged,
+            dtype=options.dtype,
+            report=report,
+        )
+
+
+def _export_live(
+    options: ExportOptions, console: Console, target: Path
+) -> tuple[int, int]:
+    """Return the number of parameters, and of their cycle."""
+    from diloco_jax.observability.bar import bar
+    from diloco_jax.weights.export import require_target
+    from diloco_jax.weights.live import LiveRun
+    from diloco_jax.wire.client import Client
+    from diloco_jax.wire.principal import OPERATOR
+    from diloco_jax.wire.tls import TlsFiles
+
+    require_target(target)
+    placement = Placement(certificates=options.certificates, insecure=options.insecure)
+    client = Client(
+        options.run,
+        tls=TlsFiles.load_given(options.certificates, OPERATOR),
+        deadlines=placement.deadlines,
+        bulk_channels=0,
+        insecure=options.insecure,
+    )
+    try:
+        run = LiveRun(client, placement.deadlines.budget_s)
+        config = run.config()
+        whose = f"the config of {options.run}"
+        trust.require_flag(config.run, whose, trust_code=options.trust_code)
+        # Beside the export: a disk that has room for one has room for the other.
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.name}.", suffix=".tmp", dir=target.parent
+        ) as made:
+            with bar(console, "gathering") as report:
+                cycle = run.gather(
+                    options.cycle, Path(made), lambda what, share: report(share)
+                )
+            from diloco_jax.weights.export import export
+
+            with bar(console, "writing") as report:
+                count = export(
+                    config,
+                    Path(made),
+                    target,
+                    cycle=cycle,
+                    merged=options.merged,
+                    dtype=options.dtype,
+                    report=report,
+                )
+    finally:
+        client.close()
+    return count, cycle

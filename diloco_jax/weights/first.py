@@ -55,14 +55,21 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
             from diloco_jax.workdir import read_config
 
             model = read_config(here, trust_code=trust_code).run.model
-    model = dataclasses.replace(model, weights=f"{kind}:{folder}")
+    own = config.run.model
+    model = dataclasses.replace(
+        model,
+        weights=f"{kind}:{folder}",
+        lora_rank=own.lora_rank,
+        lora_alpha=own.lora_alpha,
+        frozen_digest="",
+    )
     require_source(model)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, model=model))
 
 
 def first_params(run: RunConfig, model: Model) -> Params:
     """Return the first parameters, f32, layers stacked."""
-    if not run.model.weights:
+    if not run.model.weights or run.model.lora_rank:
         drawn: Params = jax.jit(model.init)(jax.random.key(run.seed))
         return drawn
     return whole(first_pieces(run, model))
@@ -78,7 +85,7 @@ def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> P
 
     Raises ConfigError, naming the tensor, if the files are not those of the model.
     """
-    if not run.model.weights:
+    if not run.model.weights or run.model.lora_rank:
         return first_params(run, model)
     kind, folder = source_of(run.model.weights)
     with at_hand(kind, folder, arrays=True, scratch=scratch) as here:

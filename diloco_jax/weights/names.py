@@ -6,6 +6,7 @@ serves both directions and no value changes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -79,7 +80,8 @@ def tensors(model: ModelConfig) -> list[FileTensor]:
     """List all tensors of the bundled transformer, the layers in their order."""
     names = IN_A_LAYER | (WITH_POST_NORMS if model.post_norms else {})
     found = []
-    leaves = jax.tree_util.tree_leaves_with_path(transformer.build(model).shapes())
+    whole = dataclasses.replace(model, lora_rank=0)
+    leaves = jax.tree_util.tree_leaves_with_path(transformer.build(whole).shapes())
     for keys, leaf in leaves:
         path = tuple(key.key for key in keys)
         if path[0] != "layers":

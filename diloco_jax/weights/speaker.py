@@ -21,6 +21,7 @@ from diloco_jax.data.tokenizers.tokenizer import Tokenizer
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.model import Params
 from diloco_jax.weights import families
+from diloco_jax.weights.adapted import base_run, merged
 from diloco_jax.weights.files import CONFIG, read_json
 from diloco_jax.weights.first import read_folder, whole
 
@@ -47,10 +48,13 @@ def open_speaker(
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
     if workdirs.holds_run(source):
-        model = workdirs.read_config(source, trust_code=trust_code).run.model
+        run = workdirs.read_config(source, trust_code=trust_code).run
+        model = run.model
         _require_bundled(model)
         params = load_params(source, trust_code=trust_code)
         beside = source / run_files.SOURCE
+        if model.lora_rank:
+            model, params = base_run(run).model, merged(run, params)
         spells_bytes = not model.weights or model.vocab_size == VOCAB_SIZE
     else:
         found = read_json(source / CONFIG)

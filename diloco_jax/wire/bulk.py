@@ -75,6 +75,14 @@ class FetchStart(Message, frozen=True, kw_only=True, tag=True):
     length: int
 
 
+class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Ask for a cycle to be kept, or for a file of a kept one."""
+
+    cycle: Count
+    """0: the next one that can be kept."""
+    name: Identifier = ""
+
+
 class UploadDone(Message, frozen=True, kw_only=True, tag=True):
     """Answer to an upload: the stripe is stored; `complete` if it was the delta's last
     one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -16,7 +17,9 @@ import grpc
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import addresses, errors, frames
+from diloco_jax.wire.bulk import CycleRequest
 from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.encoding import encode
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.reachability import explain
 from diloco_jax.wire.server import SERVICE
@@ -75,10 +78,39 @@ class Client:
         """Return the run's config, as builtins."""
         return self._ask("Config", timeout_s)
 
-    def _ask(self, what: str, timeout_s: float) -> dict[str, Any]:
+    def keep(self, cycle: int, timeout_s: float) -> dict[str, Any]:
+        """Have a cycle kept, 0 = the next one that can be; return its number (`cycle`),
+        the names of its files (`files`) and, until it has any, the share that is kept
+        (`share`). Raises Refused for a cycle that is not kept and cannot be any more.
+        """
+        return self._ask("Keep", timeout_s, encode(CycleRequest(cycle=cycle)))
+
+    def kept(self, cycle: int, name: str) -> Iterator[memoryview]:
+        """Yield the checked bytes of a file of a kept cycle.
+
+        Raises Refused if it is not kept any more; ConnectionLost."""
+        method = self._control_channel.unary_stream(f"/{SERVICE}/Kept")
+        call = method(encode(CycleRequest(cycle=cycle, name=name)))
+        position = 0
+        with self._watch.guard(self._deadlines.idle_s, call.cancel) as guard:
+            try:
+                for frame in call:
+                    part = frames.check(
+                        frame,
+                        offset=position,
+                        room=frames.CHUNK_BYTES,
+                        peer=self.address,
+                    )
+                    position += len(part)
+                    guard.touch()
+                    yield part
+            except grpc.RpcError as error:
+                raise errors.from_rpc(error, self.address) from error
+
+    def _ask(self, what: str, timeout_s: float, request: bytes = b"") -> dict[str, Any]:
         method = self._control_channel.unary_unary(f"/{SERVICE}/{what}")
         try:
-            raw = method(b"", timeout=timeout_s)
+            raw = method(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._explained(errors.from_rpc(error, self.address)) from error
         try:

@@ -26,6 +26,7 @@ from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
 upload_start = msgspec.msgpack.Decoder(bulk.UploadStart).decode
 upload_done = msgspec.msgpack.Decoder(bulk.UploadDone).decode
 fetch_request = msgspec.msgpack.Decoder(bulk.FetchRequest).decode
+cycle_request = msgspec.msgpack.Decoder(bulk.CycleRequest).decode
 fetch_start = msgspec.msgpack.Decoder(bulk.FetchStart).decode
 
 

@@ -86,3 +86,14 @@ def require_island(caller: Principal | None, name: str) -> None:
         f"start island {name!r} with its own {island(name).stem}.pem and .key "
         f"(`diloco certs DIR --add --islands {name}` makes them)",
     )
+
+
+def require_operator(caller: Principal | None) -> None:
+    """Raise Refused unless the caller is the operator; see `require_island`."""
+    if caller is None or caller == OPERATOR:
+        return
+    raise Refused(
+        "identity",
+        f"this is for the operator, and the caller's certificate is that of {caller}; "
+        f"use the {OPERATOR.stem}.pem and .key that `diloco certs` made",
+    )

@@ -26,10 +26,10 @@ from diloco_jax.wire.encoding import decoded, encode
 from diloco_jax.wire.errors import Busy, RemoteProtocolError, WireError
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
-from diloco_jax.wire.principal import Principal, require_island
+from diloco_jax.wire.principal import Principal, require_island, require_operator
+from diloco_jax.wire.quota import Quota
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
-from diloco_jax.wire.throttle import Throttle
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,14 @@ class Handlers(ControlHandlers, Protocol):
         """Return JSON-compatible state for `diloco status`; a new object if it has
         changed."""
 
+    def keep(self, cycle: int) -> dict[str, Any]:
+        """Keep a cycle, 0 = the next one that can be; return its number, the names of
+        its files and, until it has any, the share that is kept. May raise Refused or
+        Busy."""
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
+
 
 class Server:
     """The coordinator's gRPC server. It listens and serves from `start` to `stop`."""
@@ -118,7 +126,7 @@ class Server:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
-        self._throttles: dict[Principal, Throttle] = {}
+        self._quotas: dict[Principal, Quota] = {}
         self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
         """Last status that was asked for, so that many who ask cost one encoding."""
 
@@ -177,6 +185,8 @@ class Server:
             "Upload": grpc.stream_unary_rpc_method_handler(self._upload),
             "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
+            "Kept": grpc.unary_stream_rpc_method_handler(self._kept),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
 
@@ -244,6 +254,21 @@ class Server:
                 self._encoded = current, encoded
             return encoded
 
+    def _keep(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            require_operator(self._identify(context))
+            wanted = decoded(encoding.cycle_request, request, context.peer())
+            return json.dumps(self._handlers.keep(wanted.cycle)).encode()
+
+    def _kept(self, request: bytes, context: Any) -> Iterator[bytes]:
+        with self._transfer(context) as guard:
+            require_operator(self._identify(context))
+            wanted = decoded(encoding.cycle_request, request, context.peer())
+            view = self._handlers.kept(wanted.cycle, wanted.name)
+            for frame in frames.chunks(view):
+                guard.touch()
+                yield frame
+
     def _give_config(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
             self._identify(context)
@@ -262,7 +287,7 @@ class Server:
                     f"{len(self._sessions)} control streams are open, the limit is "
                     f"{self._max_sessions}; islands that are gone free theirs soon"
                 )
-            throttle = None
+            quota = None
             if caller is not None:
                 own = sum(c == caller for c, _ in self._sessions.values())
                 if own >= SESSIONS_EACH:
@@ -270,8 +295,8 @@ class Server:
                         f"{own} control streams of {caller} are open, the limit is "
                         f"{SESSIONS_EACH} each; those of ended processes close soon"
                     )
-                throttle = self._throttles.setdefault(caller, Throttle(str(caller)))
-            session = Session(next(self._numbers), context, identify, throttle)
+                quota = self._quotas.setdefault(caller, Quota(str(caller)))
+            session = Session(next(self._numbers), context, identify, quota)
             self._sessions[session.id] = caller, session
             return session
 

@@ -21,8 +21,8 @@ from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
 from diloco_jax.wire.principal import Principal, require_island
+from diloco_jax.wire.quota import HELLO_BYTES, Quota
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
-from diloco_jax.wire.throttle import HELLO_BYTES, Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +58,16 @@ class Session:
     """True once a handler has accepted the hello."""
 
     def __init__(
-        self,
-        number: int,
-        context: Any,
-        identify: Identify,
-        throttle: Throttle | None = None,
+        self, number: int, context: Any, identify: Identify, quota: Quota | None = None
     ) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
-        once its certificate is revoked. throttle: the peer's, over all of its streams;
+        once its certificate is revoked. quota: the peer's, over all of its streams;
         None = one of this stream alone."""
         self.id = number
         self._identify = identify
         self.peer: str = context.peer()
         self._context = context
-        self._throttle = throttle or Throttle(self.peer)
+        self._quota = quota or Quota(self.peer)
         self._outbox = ByteQueue(OUTBOX_BYTES)
 
     def send(self, message: messages.FromCoordinator) -> None:
@@ -178,10 +174,10 @@ class Session:
                 first = next(requests, None)
             if first is None:
                 return
-            self._wait_for_turn(max(len(first), HELLO_BYTES))
+            self._keep_pace(max(len(first), HELLO_BYTES))
             self.take(first, handlers)
             for raw in requests:
-                self._wait_for_turn(len(raw))
+                self._keep_pace(len(raw))
                 self.take(raw, handlers)
         except grpc.RpcError:
             logger.info("%s: the connection is gone", self)
@@ -199,8 +195,8 @@ class Session:
             if self.connected:
                 handlers.disconnect(self)
 
-    def _wait_for_turn(self, nbytes: int) -> None:
-        if wait_s := self._throttle.wait_s(nbytes):
+    def _keep_pace(self, nbytes: int) -> None:
+        if wait_s := self._quota.wait_s(nbytes):
             time.sleep(wait_s)
 
     def _decode(self, raw: bytes) -> messages.FromIsland:

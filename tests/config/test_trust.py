@@ -13,6 +13,7 @@ from diloco_jax.cluster.resume import with_config
 from diloco_jax.config import Config, ConfigError, ModelConfig, RunConfig, trust
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.evaluation import load_params
+from diloco_jax.simulation.replay.recording import environment_like
 from diloco_jax.workdir import RunFacts, read_config
 
 CODE = """
@@ -117,3 +118,17 @@ def test_a_workdir_without_code_needs_no_seal(tmp_path: Path) -> None:
     write_config_json(Config(), tmp_path / "config.json")
     assert not (tmp_path / "config.seal").exists()
     assert read_config(tmp_path) == Config()
+
+
+def test_a_config_from_a_coordinator_is_foreign(code: Path) -> None:
+    run = RunConfig(model=ModelConfig(factory=f"{code}:make"))
+    with pytest.raises(ConfigError, match="the config of host:7077 names code"):
+        trust.require_flag(run, "the config of host:7077", trust_code=False)
+    trust.require_flag(run, "the config of host:7077", trust_code=True)
+    trust.require_flag(RunConfig(), "the config of host:7077", trust_code=False)
+
+
+def test_a_recorded_flag_with_a_path_is_not_set() -> None:
+    flags = "--xla_cpu_use_x=true --xla_dump_to=/tmp/x --xla_dump_hlo_as_text"
+    recorded = {"platform": "cpu", "threads": 2, "xla_flags": flags}
+    assert environment_like(recorded)["XLA_FLAGS"] == "--xla_cpu_use_x=true"

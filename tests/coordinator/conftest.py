@@ -12,6 +12,7 @@ from engine_support import WAIT_S, Island, hello, report
 
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.coordinator.inbox import Inbox, Rooms
+from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import Publishes
@@ -95,6 +96,7 @@ def make_engine(tmp_path, store, island):
             log=log,
             tape=files[-2],
             metrics=files[-1],
+            kept=KeptCycles(tmp_path, 2, {}, store.plan.sizes),
             sessions=island,
             faults=Faults(tuple(faults)),
             slow_s=slow_s,

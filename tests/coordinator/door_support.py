@@ -151,6 +151,7 @@ class Coordinator:
             log=log,
             tape=self.tape,
             metrics=cast(Metrics, metrics),
+            kept=cast(Any, None),
             sessions=self.sessions,
             faults=Faults(()),
             slow_s=math.inf,
@@ -166,6 +167,7 @@ class Coordinator:
             sessions=self.sessions,
             roster=self.roster,
             metrics=cast(Metrics, metrics),
+            kept=cast(Any, None),
             status=dict,
         )
 

@@ -39,6 +39,7 @@ def serve(posted: list[Any]) -> Service:
         sessions=cast(Any, sessions),
         roster=nothing,
         metrics=nothing,
+        kept=nothing,
         status=nothing,
     )
 

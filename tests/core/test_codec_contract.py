@@ -19,7 +19,7 @@ from diloco_jax.core.codecs.codec import (
     Codec,
     encode_with_feedback,
 )
-from diloco_jax.core.merge.merging import Encoded
+from diloco_jax.core.merge.deltas import Encoded
 from diloco_jax.core.tiles import TileGrid
 
 NAMES = names(CODECS, "codecs")

@@ -16,10 +16,9 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import RULES, merging
 from diloco_jax.core.merge.checking import merges_bands_alike
+from diloco_jax.core.merge.deltas import Encoded, Plain
 from diloco_jax.core.merge.mean import MEAN
 from diloco_jax.core.merge.merging import (
-    Encoded,
-    Plain,
     merge_deltas,
     merge_piece,
     rule_for,

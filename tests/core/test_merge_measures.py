@@ -8,6 +8,7 @@ import pytest
 
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.deltas import Encoded, Plain
 from diloco_jax.core.merge.measures import (
     SAMPLED,
     Measuring,
@@ -15,7 +16,7 @@ from diloco_jax.core.merge.measures import (
     sample,
     sample_bytes,
 )
-from diloco_jax.core.merge.merging import Encoded, Plain, merge_piece
+from diloco_jax.core.merge.merging import merge_piece
 from diloco_jax.core.tiles import TileGrid
 
 SHAPES = [(6, 5), (7,)]

@@ -26,6 +26,7 @@ from diloco_jax.data.loading import load_data
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.work import prepare
 from diloco_jax.data.prepare.writing import Recipe
+from diloco_jax.data.prepared.contents import read_manifest
 from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.opening import open_tokenizer
 from diloco_jax.data.validation import ValidationBatches
@@ -139,6 +140,11 @@ def test_it_trains_and_counts_rows_by_folder(folders):
     assert abs(first - 3 * second) <= 4
     assert (first + second) * LENGTH == summary["tokens_computed"]
     assert summary["eval_loss"] < 5.4
+    by_source = summary["eval_loss_by_source"]
+    counts = [read_manifest(Path(f)).validation.counts.predicted for f in folders]
+    mean = sum(by_source[f] * n for f, n in zip(folders, counts, strict=True))
+    assert mean / sum(counts) == pytest.approx(summary["eval_loss"], rel=1e-5)
+    assert by_source[folders[0]] != by_source[folders[1]]
     bits = summary["eval_loss"] / math.log(2)
     assert summary["eval_bits_per_byte"] == pytest.approx(bits, rel=0.2)
     assert summary["eval_bits_per_byte"] > bits

@@ -52,7 +52,7 @@ def test_the_whole_text_counts_once(trainer):
     params = trainer.place_params({"scale": np.float32(0.5)})
     for length in (5, 51, 200):
         validation = batches(length)
-        loss, bits = evaluate_all(trainer, params, validation)
+        loss, bits, _ = evaluate_all(trainer, params, validation)
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert bits == pytest.approx(loss / math.log(2))
 
@@ -71,7 +71,7 @@ def test_a_batch_that_trains_in_rounds_is_evaluated_in_rounds():
     params = trainer.place_params({"scale": np.float32(0.5)})
     for length in (51, 200):  # the latter has a round of padding only
         validation = batches(length)
-        loss, _ = evaluate_all(trainer, params, validation)
+        loss, *_ = evaluate_all(trainer, params, validation)
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert set(seen) == {(1, length)}
         seen.clear()
@@ -97,7 +97,7 @@ def test_packed_rows_are_validated_within_their_documents(accumulation):
     params = trainer.place_params({"scale": np.float32(1.0)})
     packed = Packed()
     validation = ValidationBatches(packed, 2, packed.fields, 4, bytes_per_token=4.0)
-    loss, bits = evaluate_all(trainer, params, validation)
+    loss, bits, _ = evaluate_all(trainer, params, validation)
     assert loss == pytest.approx(np.mean([1, 2, 4, 11, 22, 23]))
     assert bits == pytest.approx(loss / math.log(2) / 4)
 

@@ -158,3 +158,16 @@ def test_hosts_that_got_an_anchor_and_publishes_fetch_again(other, fits):
     with contextlib.nullcontext() if fits else pytest.raises(VersionGone):
         orders.await_answers(number, here(0, want))
     thread.close(PATIENCE_S)
+
+
+def test_hosts_of_another_folder_are_not_heard():
+    """A world that its island did not make has other keys, and other islands' keys."""
+    store = Store()
+    here, again = Hosts(store, 0, 1, "diloco/a/1/"), Hosts(store, 0, 1, "diloco/a/2/")
+    here.tell("begin", b"first")
+    assert again.hear("begin", 0.01) is None
+    again.tell("begin", b"second")
+    assert here.hear("begin", 0.01) == b"first"
+    here.meet("ready", 1.0, never, FIELD)
+    here.forget("begin")
+    assert store.keys() == ["diloco/a/1/ready/0", "diloco/a/2/begin"]

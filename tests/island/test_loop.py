@@ -123,7 +123,7 @@ def loop(built):
         ),
         data=data,
         mailbox=mailbox,
-        decisions=LiveDecisions(mailbox, lambda: False),
+        decisions=LiveDecisions(mailbox, lambda: False, last_s=1.0),
         pace=Pace(config.run, goal),
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),

@@ -5,9 +5,16 @@ import threading
 import coordinator_says as says
 import pytest
 
-from diloco_jax.island.mailbox import Arrival, Arrivals, Mailbox, NotHereError
+from diloco_jax.island.mailbox import (
+    Arrival,
+    Arrivals,
+    LiveDecisions,
+    Mailbox,
+    NotHereError,
+)
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.reporting import Status
+from diloco_jax.protocol.messages import Finished, Published
 from diloco_jax.protocol.values import Version
 
 WAIT_S = 60.0
@@ -92,3 +99,16 @@ def test_traffic_is_in_the_measures():
     measures = mailbox.status().measures
     assert (measures.bytes_up, measures.bytes_down, measures.bytes_join) == (16, 6, 2)
     assert mailbox.traffic() == {"bytes_up": 7, "bytes_down": 5, "bytes_join": 0}
+
+
+def test_the_last_versions_are_awaited_for_a_time():
+    now, mailbox = 0.0, Mailbox(awaits_last=True)
+    decisions = LiveDecisions(mailbox, lambda: False, 3.0, lambda: now)
+    mailbox.post(Status(phase="stopped", versions=(Version(1, 1),)))
+    mailbox.receive(Published(fragment=0, version=Version(1, 2)))
+    mailbox.receive(Finished())
+    found = []
+    for now in (5.0, 7.9, 8.0, 8.1):  # noqa: B007
+        decision = decisions.at(0, stepping=False)
+        found.append((decision.finished, decision.lacking))
+    assert found == [(False, ()), (False, ()), (False, ()), (True, (0,))]

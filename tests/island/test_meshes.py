@@ -12,7 +12,7 @@ import pytest
 from diloco_jax.island.environment import prepare_environment
 
 SCRIPT = Path(__file__).with_name("sharded_island.py")
-FUNCTIONS = ("take", "advance", "adopt", "move", "reset")
+FUNCTIONS = ("take", "arrive", "advance", "adopt", "move", "reset")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_pieces_cut_inside_tiles_are_gathered(found):
     unaligned = [p for p in pieces.values() if p["cut"] != p["octets_cut"]]
     assert unaligned
     for piece in unaligned:
-        assert piece["take"] == piece["advance"] == ["all-gather"]
+        assert piece["take"] == piece["arrive"] == piece["advance"] == ["all-gather"]
         assert piece["adopt"] == piece["move"] == piece["reset"] == []
 
 

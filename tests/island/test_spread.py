@@ -142,7 +142,7 @@ def test_a_band_is_taken_and_adopted_where_it_lies(model, topology, data, fsdp):
     shard = 4 * math.prod(leaf.sharding.shard_shape(leaf.shape))
     own = 4 * math.prod(kind.piece.shard_shape(band.shape))
     lowered = kind.lower(SYNC, band, leaf)
-    for name in ("take", "adopt", "reset"):
+    for name in ("take", "arrive", "adopt", "reset"):
         assert collectives(lowered[name]) == [], name
         memory = lowered[name].compile().memory_analysis()
         assert memory.temp_size_in_bytes <= 1.1 * shard + 8 * own, name

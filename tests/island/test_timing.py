@@ -1,6 +1,8 @@
 """Time that counts as a step, as validation, and as neither."""
 
-from diloco_jax.island.timing import Timing
+import statistics
+
+from diloco_jax.island.timing import MEDIAN_STEPS, Timing
 
 
 def test_validation_is_neither_a_stall_nor_part_of_a_gap():
@@ -16,3 +18,17 @@ def test_validation_is_neither_a_stall_nor_part_of_a_gap():
     assert (measures.eval_seconds, measures.step_seconds_total) == (60.0, 4.0)
     assert measures.stalled_seconds == 2.0
     assert measures.max_step_gap_seconds == measures.median_step_seconds == 3.0
+
+
+def test_the_median_is_that_of_the_last_gaps():
+    now, gaps = 0.0, []
+    timing = Timing(0.0, lambda: now)
+    assert timing.measures().median_step_seconds == 0.0
+    for number in range(MEDIAN_STEPS + 300):
+        with timing.step():
+            gap = float(number * 7919 % 613)
+            now += gap
+        gaps.append(gap)
+        if number % 37 == 0:
+            expected = statistics.median(gaps[-MEDIAN_STEPS:])
+            assert timing.measures().median_step_seconds == expected

@@ -152,6 +152,22 @@ def test_text_of_this_machine_must_be_in_a_bucket(config):
     assert json.loads(order.config_json)["run"]["data"]["digest"] == "d"
 
 
+def test_machines_find_a_mixture_and_a_tokenizer_in_the_bucket(config):
+    def with_data(**fields):
+        data = DataConfig(digest="d", **fields)
+        run = dataclasses.replace(config.run, data=data)
+        return dataclasses.replace(config, run=run)
+
+    paths, tokenizer = ("/me/code", "/me/prose"), "/me/words/tokenizer.json"
+    mixed = with_data(paths=paths, weights=(3.0, 1.0), tokenizer=tokenizer)
+    order = make_order(changed(mixed, data="gs://b/all"), "two.py", "tpu_vm")
+    data = json.loads(order.config_json)["run"]["data"]
+    assert data["paths"] == [f"{DATA}/code", f"{DATA}/prose"]
+    assert data["weights"] == [3.0, 1.0]
+    assert data["tokenizer"] == f"{DATA}/tokenizer.json"
+    assert "data.tokenizer = " in refusal(with_data(tokenizer=tokenizer))
+
+
 def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
     file = tmp_path / "mine.py"
 

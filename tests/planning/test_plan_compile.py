@@ -244,3 +244,44 @@ def test_parts_that_hosts_fetch_are_put_in_place_within_the_cycle(tmp_path):
     step = island["compiled"]["roofline"]["step_seconds"]
     share = seconds / found["run"]["cycle_seconds"]
     assert island["step_seconds"] == pytest.approx(step / (1 - share), rel=1e-3)
+
+
+PACKED = """
+import dataclasses, json, os, sys
+from diloco_jax.config import DataConfig, IslandConfig, ModelConfig, RunConfig
+from diloco_jax.planning.processes import environment_of
+island = IslandConfig(
+    topology="v6e:2x2", batch_size=4, mesh_fsdp=2, mesh_tensor=2, remat="attention"
+)
+os.environ.update(environment_of(island))
+from diloco_jax.island.device.build import build_trainer
+from diloco_jax.launch.order import slice_of
+from diloco_jax.planning.compiling import _devices
+model = ModelConfig(
+    d_model=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=128, mlp_dim=128,
+    window=128, window_pattern=2,
+)
+run = RunConfig(
+    model=model, sequence_length=384, data=DataConfig(arrays=("segments", "tokens"))
+)
+_, trainer = build_trainer(run, island, _devices(slice_of("a", island)))
+print(trainer.lower(run.sequence_length).compile().as_text())
+"""
+
+
+def test_packed_rows_are_masked_by_the_kernel_and_by_no_square_of_positions():
+    done = subprocess.run(
+        [sys.executable, "-c", PACKED],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = re.findall(
+        r"%(splash_mha_\w+?)_(?:residuals|no_residuals|\d|\.)", done.stdout
+    )
+    assert kernels
+    assert all("segmented" in kernel for kernel in kernels), kernels
+    assert not re.search(r"\[[\d,]*384,384\]", done.stdout)

@@ -13,6 +13,7 @@ from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import CODECS
 from diloco_jax.launch.order import slice_of
+from diloco_jax.merge_route import passes_of
 from diloco_jax.planning import measuring, merge_rate, wire_rate
 from diloco_jax.planning.checks import Terms, needs_of, refusals
 from diloco_jax.planning.merge_rate import ELEMENTS, MergeTimes
@@ -56,6 +57,7 @@ def test_measured_rates_stand_in_for_the_constants(terms):
         terms,
         merge_core_seconds={"int8": 2 * CONSTANTS.merging("int8")},
         delta_core_seconds={"int4": 2 * CONSTANTS.per_delta("int4")},
+        replay_core_seconds={"int8": 2 * CONSTANTS.replaying("int8")},
         upload_core_seconds=3 * CONSTANTS.upload_core_seconds,
         fetch_core_seconds=3 * CONSTANTS.fetch_core_seconds,
     )
@@ -96,18 +98,21 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
 ):
     each = ELEMENTS / 1e9
 
-    def time_merges(run, codec, islands, repetitions):
-        return MergeTimes(copy=0.01, check=0.2 * each, merge=(5 + 0.5 * islands) * each)
+    def time_merges(run, codec, islands, repetitions, passes):
+        merge = (5 + 0.5 * islands) * each
+        return MergeTimes(copy=0.01, check=0.2 * each, merge=merge, replay=3 * each)
 
     disk = DiskRates(write_bytes_per_s=1.0, read_bytes_per_s=2.0)
     monkeypatch.setattr(measuring, "time_merges", time_merges)
     monkeypatch.setattr(wire_rate, "core_seconds", lambda size, times: (1.5, 1.25))
     monkeypatch.setattr(measuring, "disk_rates", lambda folder: disk)
     told = []
-    found = measuring.measure_here(RUN, tmp_path, lambda *line: told.append(line))
+    found = measuring.measure_here(RUN, tmp_path, lambda *line: told.append(line), None)
     assert set(found.merge_core_seconds) == set(CODECS.table)
     assert found.merging("int4") == pytest.approx(5.0)
     assert found.per_delta("int4") == pytest.approx(0.7)
+    assert found.replaying("int4") == pytest.approx(3.0)
+    assert found.merge_route == "xla"
     assert (found.upload_core_seconds, found.fetch_core_seconds) == (1.5, 1.25)
     assert found.copy_bytes_per_s == pytest.approx(4 * ELEMENTS / 0.01)
     assert (found.disk, found.merge, found.outer) == (disk, "rda", "nesterov")
@@ -116,11 +121,12 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
     assert {parts for *_, parts in told} == {6}
 
 
-@pytest.mark.parametrize("codec", ["f32", "int4"])
-def test_merges_are_those_of_the_coordinators_store(monkeypatch, codec):
+@pytest.mark.parametrize(("codec", "route"), [("f32", "xla"), ("int4", "native")])
+def test_merges_are_those_of_the_coordinators_store(monkeypatch, codec, route):
     monkeypatch.setattr(merge_rate, "SIDE", 256)
-    found = merge_rate.time_merges(RUN, codec, 3, 1)
+    found = merge_rate.time_merges(RUN, codec, 3, 1, passes_of(route))
     assert 0 < found.merge < 10
+    assert 0 < found.replay < 10
     assert 0 <= found.check < 10
 
 

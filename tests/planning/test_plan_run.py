@@ -145,6 +145,15 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     ):
         del parts[name]
     assert heavy.memory == sum(parts.values())
+    # A slow disk may hold all of a kept cycle back.
+    keeping = dataclasses.replace(bounded, export_every=10, exports_kept=3)
+    keeps = plan_coordinator(run, keeping, fragments, 2, 20.0, 16, 280e6, cycles=9.0)
+    assert (heavy.kept_cycle, keeps.kept_cycle) == (0, params)
+    assert keeps.memory - heavy.memory == params
+    assert keeps.disk.bytes - heavy.disk.bytes == keeps.disk.exports == 4 * params
+    assert keeps.disk.bytes_per_s - heavy.disk.bytes_per_s == pytest.approx(
+        params / 200
+    )
     # Twice as fast, twice the work.
     fast = plan_coordinator(run, bounded, fragments, 2, 10.0, 16, 280e6, cycles=9.0)
     assert fast.wire_cores == pytest.approx(2 * heavy.wire_cores)

@@ -111,9 +111,11 @@ def run_scripted(
     config: Config,
     workdir: Path,
     own: Mapping[str, Callable[[LeadingHost, Config], Ending]] | None = None,
+    like: Any = None,
 ) -> list[dict]:
     """The whole run with every island on the oracle's script; returns the tape. own:
-    loops of islands that join, by name."""
+    loops of islands that join, by name; like: their parameters, if they have another
+    structure than the config's own model."""
     # A lease that runs out begins the schedule anew, which no script follows.
     config = placed(config, time_budget_s=PATIENCE_S)
     sync = config.run.sync
@@ -123,7 +125,7 @@ def run_scripted(
         own = own or {}
         islands = [
             LeadingHost(
-                joined_host(config, name, service.address)
+                joined_host(config, name, service.address, like)
                 if name in own
                 else Host(config, name, service.address, workdir / name),
                 1,
@@ -164,8 +166,13 @@ def run_scripted(
     return list(read_tape(workdir / "tape.jsonl"))
 
 
-def joined_host(config: Config, name: str, address: str) -> JoinedHost:
-    """An island whose steps are a test's, of the config's own model."""
+def joined_host(
+    config: Config, name: str, address: str, like: Any = None
+) -> JoinedHost:
+    """An island whose steps are a test's, of the config's own model unless `like` is
+    given."""
+    if like is not None:
+        return JoinedHost(config, name, address, like, None)
     model, trainer = build_trainer(config.run, config.islands[name])
     return JoinedHost(config, name, address, trainer.zeros(), model.axes)
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +13,11 @@ import numpy as np
 import pytest
 import support
 import tape_checks
+from example_support import TIMEOUT_S, Example, merges_of
 from oracle_support import expected_history
 from runtime_support import (
     PATIENCE_S,
     coordinator,
-    free_port,
     make_config,
     placed,
     run_scripted,
@@ -35,17 +31,13 @@ from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
+from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.models.build import build
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.workdir import read_config
 
 pytestmark = pytest.mark.dist
-
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "embed.md"
-DILOCO = (sys.executable, "-m", "diloco_jax.cli")
-TIMEOUT_S = 240.0
 
 
 # ---- the same bits as the product's own loop -----------------------------------------
@@ -57,13 +49,13 @@ def own_loop(island, config):
     _, trainer = build_trainer(run, config.islands[host.name])
     rows = load_data(run).index(run.seed)
     reader = BatchReader(rows, trainer.fields, run.sequence_length)
-    moments = trainer.init_inner(loop.replica.params)
+    moments = trainer.init_inner(loop.hand_over())
     while (ending := loop.until_step()) is None:
         rate, positions = loop.begin_step()
         batch = trainer.put_batch(reader.batch(positions))
-        state = TrainState(loop.replica.params, moments)
+        state = TrainState(loop.hand_over(), moments)
         (params, moments), metrics = trainer.step(state, batch, rate)
-        loop.stepped(host.as_named(host.as_tree(params)), metrics["loss"])
+        loop.stepped(params, metrics["loss"])
     return ending
 
 
@@ -80,60 +72,6 @@ def test_a_loop_that_joins_gives_the_oracles_bits(own, text, tmp_path):
 
 
 # ---- the example of the page ---------------------------------------------------------
-
-
-class Example:
-    """The page's files, its coordinator and its loops, as real processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.workdir = folder, folder / "run"
-        self.port = free_port()
-        for name, code in re.findall(
-            r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S
-        ):
-            (folder / name).write_text(code)
-
-    def serve(self, *options: str) -> subprocess.Popen:
-        command = [*DILOCO, "coordinator", "run.py", "--workdir", str(self.workdir)]
-        command += ["--placement.bind", f"127.0.0.1:{self.port}", *options]
-        with (self.folder / "coordinator.log").open("ab") as log:
-            served = self._start(command, log)
-        deadline = time.monotonic() + PATIENCE_S
-        while not (self.workdir / "coordinator.address").exists():
-            assert served.poll() is None, "the coordinator ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        return served
-
-    def train(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
-        address = f"127.0.0.1:{self.port}"
-        command = [sys.executable, "train.py", address, name, str(attempt)]
-        return self._start([*command, str(pause_s)], subprocess.PIPE)
-
-    def _start(self, command: list[str], output) -> subprocess.Popen:
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        )
-
-    def until(self, condition) -> None:
-        """Wait until the condition holds of the tape."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition(list(read_tape(self.workdir / "tape.jsonl"))):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-
-def merges_of(tape, island: str, incarnation: int) -> int:
-    return sum(
-        (part["island"], part["incarnation"]) == (island, incarnation)
-        for record in tape
-        if record["kind"] == "merged"
-        for part in record["contributions"]
-    )
 
 
 def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator(
@@ -275,9 +213,14 @@ def test_an_exception_in_the_block_is_told(alone, tmp_path):
     assert left["reason"] == "failed"
 
 
-def test_what_does_not_fit_is_named(alone, tmp_path):
+def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
     length = alone.run.sequence_length
     with coordinator(alone, tmp_path) as service:
+        with monkeypatch.context() as patched:
+            two = Hosts(None, 0, 2)
+            patched.setattr("diloco_jax.island.joined.hosts_here", lambda folder: two)
+            with pytest.raises(ConfigError, match=r"islands.b.hosts = 1, .* has 2 pro"):
+                joined(alone, service)
         for changes, shown in (
             ({"name": "bb"}, "no island 'bb' in the run; did you mean 'b'"),
             ({"tokens_per_step": 2 * length + 1}, "no multiple of the run's sequence"),

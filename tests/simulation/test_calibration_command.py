@@ -110,7 +110,7 @@ def test_a_tape_of_another_version_is_refused(copied, capsys):
 
 
 def test_a_config_beside_the_tape_that_is_not_its_own_is_refused(copied, capsys):
-    write_config_json(config(total_tokens=7), copied / "config.json")
+    write_config_json(config(seed=7), copied / "config.json")
     assert "bring back the run's own" in refusal(capsys, str(copied))
 
 

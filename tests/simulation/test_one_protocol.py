@@ -55,9 +55,11 @@ NEWEST = Version(1, 4)
 def trained() -> int:
     """Steps that the train loop makes before it waits for the run's end."""
     mailbox, goal = Mailbox(), goal_of(RUN, ISLAND.batch_size)
-    copy = SimpleNamespace(step=lambda batch, rate: {"loss": 0.0, "skipped": 0})
+    copy = SimpleNamespace(
+        step=lambda batch, rate: {"loss": 0.0, "tokens": 0.0, "skipped": 0}
+    )
     data = SimpleNamespace(ready=True, next_batch=lambda timeout_s: None)
-    decisions = LiveDecisions(mailbox, lambda: False)
+    decisions = LiveDecisions(mailbox, lambda: False, last_s=1.0)
     loop = Loop(
         config=Config(run=RUN, islands={"a": ISLAND}, placement=Placement()),
         name="a",

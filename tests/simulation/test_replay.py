@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco_jax import environment, load_params, sealed
+from diloco_jax import environment, load_params, merge_route, sealed
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -30,6 +30,7 @@ from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
     Recording,
+    Recovery,
     TapedRecord,
     Who,
 )
@@ -94,7 +95,7 @@ def recording(tmp_path, monkeypatch):
         workdir=tmp_path,
         config=Config(run=run),
         plan_digest=plan_fragments(model.shapes(), model.axes, 1).digest(),
-        coordinators=(here,),
+        coordinators=({**here, "merge_route": "xla"},),
         merges=(merge,),
         merges_on_tape=1,
         recoveries=(),
@@ -112,6 +113,39 @@ def test_another_coordinators_machine_is_refused(recording, fact):
     there = {**recording.coordinators[0], fact: "another"}
     recording = dataclasses.replace(recording, coordinators=(there,))
     with pytest.raises(ConfigError, match=f"coordinator had {fact} = 'another', here"):
+        replay.Replay(recording)
+
+
+@pytest.mark.parametrize("route", ["xla", "native"])
+def test_replay_merges_by_the_route_of_the_tape(recording, route):
+    there = {**recording.coordinators[0], "merge_route": route}
+    recording = dataclasses.replace(recording, coordinators=(there,))
+    with replay.Replay(recording) as repeated:
+        assert repeated._store.describe()["merge_route"] == route
+
+
+def test_each_life_of_the_coordinator_has_its_route(recording):
+    first = recording.coordinators[0]
+    recording = dataclasses.replace(
+        recording,
+        coordinators=(first, {**first, "merge_route": "native"}),
+        recoveries=(Recovery(merges=0, snapshot_versions=(Version(),)),),
+    )
+    with replay.Replay(recording) as repeated:
+        assert repeated._store.describe()["merge_route"] == "xla"
+        repeated._recover(recording.recoveries[0])
+        assert repeated._store.describe()["merge_route"] == "native"
+
+
+@pytest.mark.parametrize("route", ["native", "of tomorrow"])
+def test_a_route_that_is_not_to_be_had_is_refused(recording, route, monkeypatch):
+    def absent():
+        raise merge_route.NativeError("no C compiler")
+
+    monkeypatch.setattr(merge_route, "_passes", absent)
+    there = {**recording.coordinators[0], "merge_route": route}
+    recording = dataclasses.replace(recording, coordinators=(there,))
+    with pytest.raises(ConfigError, match=f"by the route '{route}', here it .*\"xla\""):
         replay.Replay(recording)
 
 

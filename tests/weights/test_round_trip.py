@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from diloco_jax import cli, run_files
+from diloco_jax import checkpoint, cli, run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -21,13 +22,17 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
+from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.coordinator.events import KeepFragment
+from diloco_jax.protocol.values import Version
 from diloco_jax.weights import families, files
 from diloco_jax.weights.export import export
-from diloco_jax.weights.first import fill, first_params, started_from
+from diloco_jax.weights.first import fill, first_params, first_pieces, started_from
 from diloco_jax.workdir import read_config
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
@@ -348,3 +353,40 @@ def test_a_piece_in_stripes_is_written_in_place():
     for piece in plan.pieces:
         fill({"w": array.T}, piece, get_piece({"w": values}, piece))
     np.testing.assert_array_equal(array.T, values)
+
+
+def test_a_kept_cycle_leaves_as_a_snapshot_of_the_same_versions_does(config, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FAMILIES / "gemma3", source)
+    (source / "tokenizer.json").write_text("{}")
+    workdir = begun(config, f"hf:{source}", tmp_path / "run")
+    run = read_config(workdir).run
+    plan = build_plan(run, build(run))
+    store = Store(run, plan, first_pieces(run, build(run)), 0.0)
+    ended = threading.Event()
+    cycles = KeptCycles(workdir, 2, checkpoint.whose(run, "r", plan), plan.sizes)
+    for fragment in range(len(plan.fragments)):
+        keep = KeepFragment(
+            cycle=7, fragment=fragment, version=Version(), merges=0, tokens=0
+        )
+        theta = store.arrays(fragment)["theta"]
+        cycles.keep(keep, theta, lambda cycle, trouble: ended.set())
+    assert ended.wait(60)
+    cycles.close()
+    export(read_config(workdir), workdir, tmp_path / "snapshot")
+    export(read_config(workdir), workdir, tmp_path / "kept", cycle=7)
+    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "snapshot").iterdir())
+    assert "tokenizer.json" in names
+    for name in names:
+        kept = (tmp_path / "kept" / name).read_bytes()
+        assert kept == (tmp_path / "snapshot" / name).read_bytes()
+    with pytest.raises(ConfigError, match=r"--cycle 8: .* kept are 7"):
+        export(read_config(workdir), workdir, tmp_path / "none", cycle=8)
+    other = dataclasses.replace(run, sync=SyncConfig(fragments=5))
+    with pytest.raises(ConfigError, match="does not fit"):
+        export(
+            Config(run=other, islands=config.islands), workdir, tmp_path / "o", cycle=7
+        )
+    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "o").exists()

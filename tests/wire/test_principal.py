@@ -96,6 +96,24 @@ def test_nobody_speaks_for_another_island(
     assert client.status(WAIT_S)["islands"]
 
 
+@pytest.mark.parametrize("who", [island("a"), READER, COORDINATOR])
+def test_only_the_operator_takes_parameters_out(
+    serve, connect, handlers, certificates, tls, who
+):
+    payload = bytes(range(256)) * 9000
+    handlers.keep = lambda cycle: {"cycle": cycle + 1, "files": ["a"]}
+    handlers.kept = lambda cycle, name: memoryview(payload)
+    _, address = serve(tls=tls["coordinator"])
+    client = connect(address, tls=TlsFiles.load(certificates, who))
+    for call in (lambda: client.keep(6, WAIT_S), lambda: list(client.kept(7, "a"))):
+        with pytest.raises(Refused, match=f"for the operator.* of {who}") as refused:
+            call()
+        assert refused.value.code == "identity"
+    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
+    assert operator.keep(6, WAIT_S) == {"cycle": 7, "files": ["a"]}
+    assert b"".join(operator.kept(7, "a")) == payload
+
+
 def test_without_tls_nobody_proves_anything(serve, connect):
     _, address = serve()
     assert connect(address).open_control(hello("anybody")).welcome.run_id == "r"

@@ -15,7 +15,8 @@ from diloco_jax.core.fragments import (
     get_piece,
     plan_fragments,
 )
-from diloco_jax.core.merge.merging import Plain, merge_piece, recovered, start
+from diloco_jax.core.merge.deltas import Plain
+from diloco_jax.core.merge.merging import merge_piece, recovered, start
 from diloco_jax.core.merge.rule import MergeRule
 from diloco_jax.core.rounding import equal_but_for_rounding
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.merge.merging import Deltas, MergedPiece
+from diloco_jax.core.merge.deltas import Deltas
+from diloco_jax.core.merge.merging import MergedPiece
 from diloco_jax.core.tiles import TileGrid
 
 SAMPLED = 64

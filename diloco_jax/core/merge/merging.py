@@ -6,11 +6,10 @@ arrival does not matter. The result lies in the order of the tiles.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.core.blocks import BLOCK_ELEMENTS, blocks, tile_squares
-from diloco_jax.core.codecs.codec import Codec
 from diloco_jax.core.fragments import Piece
+from diloco_jax.core.merge.deltas import Deltas, Plain
 from diloco_jax.core.merge.mean import MEAN
 from diloco_jax.core.merge.rule import (
     Elementwise,
@@ -34,82 +33,6 @@ from diloco_jax.core.tiles import ArrayLike, TileGrid
 
 MOST_SQUARES = 1e36
 """Largest sum of a delta's squares: f32 results of it are far from overflowing."""
-
-
-class Deltas(Protocol):
-    """One piece's deltas, by island. Values are computed on demand, and not kept."""
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of each delta."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, island: int) -> ArrayLike:
-        """Return the island's delta, f32[shape]."""
-
-    def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """Return these of its tiles, f32[rows, elements], in the order of the grid."""
-
-    @property
-    def squares(self) -> Sequence[float]:
-        """The sum of the squares of each delta."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoded:
-    """`Deltas` as they arrived: uint8[*grid, tile_bytes] each."""
-
-    codec: Codec
-    shape: Shape
-    encoded: Sequence[ArrayLike]
-    known: Sequence[float] = ()
-    """`squares`, if they are known already."""
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def __getitem__(self, island: int) -> ArrayLike:
-        return self.codec.decode(self.encoded[island], self.shape)
-
-    def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """Decode only these tiles."""
-        encoded = self.encoded[island]
-        chosen = encoded.reshape(-1, encoded.shape[-1])[rows]
-        return self.codec.decode_tiles(chosen, TileGrid.of(self.shape).elements)
-
-    @functools.cached_property
-    def squares(self) -> Sequence[float]:
-        """See `Deltas`."""
-        return self.known or square_sums(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """`Deltas` as arrays, f32[shape] each."""
-
-    arrays: Sequence[ArrayLike]
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of each delta."""
-        return tuple(self.arrays[0].shape)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def __getitem__(self, island: int) -> ArrayLike:
-        return self.arrays[island]
-
-    def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """Split the whole delta, and return these tiles."""
-        tiles: ArrayLike = TileGrid.of(self.shape).to_tiles(self.arrays[island])
-        return tiles[rows]
-
-    @functools.cached_property
-    def squares(self) -> Sequence[float]:
-        """See `Deltas`."""
-        return square_sums(self)
 
 
 class MergedPiece(NamedTuple):
@@ -189,20 +112,6 @@ def merge_deltas(
     return merge_piece(rule, Plain(deltas), weights, share, state).delta
 
 
-def square_sums(deltas: Deltas) -> list[float]:
-    """Return the sum of the squares of each delta; inf or NaN if a value is not
-    finite."""
-    shape = TileGrid.of(deltas.shape).in_order
-    return [
-        math.fsum(
-            square
-            for rows in blocks(*shape)
-            for square in tile_squares(deltas.tiles(island, rows))
-        )
-        for island in range(len(deltas))
-    ]
-
-
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
     """Return the rule for this piece, in the last merge of a run if `final`."""
     by_mean = piece.embedding and rule.embeddings_by_mean
@@ -255,16 +164,7 @@ def _sum(
     out: npt.NDArray[np.float32],
 ) -> MergedPiece:
     squares = deltas.squares
-    factors = rule.factors(weights, squares)
-    found: list[float] = []
-    for rows in blocks(*out.shape):
-        block = jnp.zeros(out[rows].shape, jnp.float32)
-        for island, factor in enumerate(factors):
-            block = _added(block, deltas.tiles(island, rows), np.float32(factor))
-            # Otherwise all deltas would be decoded ahead of the sum, into memory.
-            jax.block_until_ready(block)  # type: ignore[no-untyped-call]
-        out[rows] = block
-        found += tile_squares(block)
+    found = deltas.weighted_sum(rule.factors(weights, squares), out)
     square = math.fsum(found)
     scale = rule.scale(weights, squares, square)
     if scale is None:
@@ -334,11 +234,6 @@ def _whole(
         rule, stacked, jnp.asarray(weights), share, state
     )
     return merged
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _added(total: jax.Array, delta: jax.Array, factor: jax.Array) -> jax.Array:
-    return total + factor * delta
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

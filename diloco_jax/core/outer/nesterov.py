@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from diloco_jax.core.kernels.library import StepKind
 from diloco_jax.core.outer.rule import Arrays
 
 
@@ -19,6 +20,7 @@ class Nesterov:
     """See `Invertible`."""
 
     elementwise = True
+    native_step: StepKind = "nesterov"
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """Make the optimizer, whose state is b."""

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from diloco_jax.core.blocks import tile_squares
+from diloco_jax.core.kernels.library import StepKind
 from diloco_jax.core.outer import OPTIMIZERS
 from diloco_jax.core.outer.rule import Arrays
 from diloco_jax.core.tiles import ArrayLike
@@ -69,10 +70,7 @@ def make_outer(settings: OuterSettings) -> optax.GradientTransformationExtraArgs
     takes `norm`, the length of the fragment's merged delta, where it is given a part.
     """
     optimizer = OPTIMIZERS.find(settings.optimizer)
-    links = [
-        ("optimizer", optimizer(settings.momentum)),
-        ("rate", optax.scale_by_schedule(_learning_rate(settings))),
-    ]
+    links = [("optimizer", optimizer(settings.momentum)), ("rate", _rate(settings))]
     if settings.norm_guard:
         links.insert(0, ("guard", norm_guard(settings.norm_guard)))
     chain: optax.GradientTransformationExtraArgs = optax.named_chain(*links)
@@ -105,6 +103,41 @@ def outer_step(
 def flush_step(theta: Arrays, mean_delta: Arrays) -> Arrays:
     """Apply the last merge of a run: learning rate 1, no momentum."""
     return tuple(t - d for t, d in zip(theta, mean_delta, strict=True))
+
+
+class StepScalars(NamedTuple):
+    """The numbers of an outer step that are the same for all elements."""
+
+    guard: float
+    """Factor of the delta; 1 without a guard."""
+    rate: float
+    after: Any
+    """The state after the step, but for the optimizer's own part of it."""
+
+
+def step_scalars(settings: OuterSettings, state: Any, norm: np.float32) -> StepScalars:
+    """Return the numbers of the next outer step, for a step that is taken elsewhere
+    (`core/kernels/`). norm: the length of the fragment's merged delta."""
+    guard, rate, after = _scalars(
+        settings, {k: v for k, v in state.items() if k != "optimizer"}, norm
+    )
+    whole = state.copy()
+    whole.update(jax.tree.map(np.asarray, after))
+    return StepScalars(float(guard), float(rate), whole)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scalars(settings: OuterSettings, state: Any, norm: jax.Array) -> Any:
+    """Give the number one to guard and learning rate: what they make of it is their
+    factor."""
+    one = jnp.ones((), jnp.float32)
+    rate, after = _rate(settings).update(one, state["rate"])
+    found = {"rate": after}
+    guard = one
+    if settings.norm_guard:
+        guarding = norm_guard(settings.norm_guard)
+        guard, found["guard"] = guarding.update(one, state["guard"], norm=norm)
+    return guard, rate, found
 
 
 def advance_over_publish(settings: OuterSettings, state: Any, change: Arrays) -> Any:
@@ -150,6 +183,13 @@ def is_elementwise(optimizer: str) -> bool:
     """Tell whether the named optimizer treats each element by itself, so that a
     fragment can be cut as one likes."""
     return bool(getattr(OPTIMIZERS.find(optimizer), "elementwise", False))
+
+
+def native_step(optimizer: str) -> StepKind | None:
+    """Return the step of `core/kernels/` that is the named optimizer's; None if there
+    is none."""
+    kind: StepKind | None = getattr(OPTIMIZERS.find(optimizer), "native_step", None)
+    return kind
 
 
 def is_invertible(settings: OuterSettings) -> bool:
@@ -216,6 +256,10 @@ def _updated(
     settings: OuterSettings, state: Any, delta: Arrays, norm: Any = None
 ) -> Any:
     return make_outer(settings).update(delta, state, norm=norm)[1]
+
+
+def _rate(settings: OuterSettings) -> optax.GradientTransformation:
+    return optax.scale_by_schedule(_learning_rate(settings))
 
 
 def _learning_rate(settings: OuterSettings) -> optax.Schedule:

@@ -17,8 +17,9 @@ class OuterOptimizer(Protocol):
     A function will do. Where it has `elementwise = True`, it treats each element by
     itself and a fragment is updated a few tiles at a time; otherwise it is given the
     whole fragment, each piece in its own shape, which takes more time and memory. An
-    optimizer with `delta_of` keeps its state up to the last
-    merge through a crash of the coordinator.
+    optimizer with `delta_of` keeps its state up to the last merge through a crash of
+    the coordinator. Optimizers of the package may name in `native_step` the step of
+    `core/kernels/` that is theirs.
     """
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:

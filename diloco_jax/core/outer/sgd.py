@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from diloco_jax.core.kernels.library import StepKind
 from diloco_jax.core.outer.rule import Arrays
 
 
@@ -14,6 +15,7 @@ class Sgd:
     """See `Invertible`."""
 
     elementwise = True
+    native_step: StepKind = "sgd"
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:
         """Make the optimizer; the momentum is ignored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -11,6 +11,7 @@ from diloco_jax import libtpu
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import Lent
 from diloco_jax.island.device.mesh import layout, make_mesh
 from diloco_jax.island.device.replica import Replica, Restored
 from diloco_jax.island.device.step import Trainer, TrainState
@@ -31,7 +32,9 @@ def build_trainer(
     mesh = make_mesh(island, devices)
     model = build(run, island, layout(mesh))
     inner = build_inner(run, model)
-    return model, Trainer(model, inner, island, mesh, run.data.arrays)
+    return model, Trainer(
+        model, inner, island, mesh, run.data.arrays, run.model.frozen_digest
+    )
 
 
 def build_exchange(
@@ -50,9 +53,16 @@ def compile_ahead(
 
     params: arrays that lie like the local parameters.
 
+    Raises ConfigError, as `compile_programs`.
+    """
+    compile_programs((*trainer.lower_all(sequence_length), *exchange.lower_all(params)))
+
+
+def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:
+    """Compile programs, which stay compiled for their first execution.
+
     Raises ConfigError for what does not compile: another attempt would not, either.
     """
-    lowered = (*trainer.lower_all(sequence_length), *exchange.lower_all(params))
     try:
         for program in lowered:
             program.compile()
@@ -80,9 +90,9 @@ def join(
     return Replica(trainer, exchange, TrainState(params, moments))
 
 
-def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Params) -> Params:
+def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Lent) -> Lent:
     """Return parameters equal to the anchors; `params`, which lie alike, are
     donated."""
     for fragment in range(len(plan.fragments)):
-        params = exchange.reset(fragment, params)
+        params = exchange.at_anchor(fragment, params)
     return params

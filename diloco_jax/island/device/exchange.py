@@ -9,7 +9,9 @@ changes them in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,24 +23,55 @@ from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
-from diloco_jax.island.device.kinds import alike, bits_shape, index_of, kind_of
+from diloco_jax.island.device.kinds import (
+    Index,
+    Kind,
+    alike,
+    bits_shape,
+    index_of,
+    kind_of,
+    number,
+)
+from diloco_jax.island.device.leaves import Leaves, Lent, Listed, leaf_of, with_leaves
 from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
+
+
+@dataclasses.dataclass(slots=True)
+class Held:
+    """One piece on the island: its arrays, and what its programs are called with."""
+
+    fragment: int
+    piece: Piece
+    kind: Kind
+    index: Index
+    anchor: Any = None
+    base: Any = None
+    """None: the anchor."""
+    residual: Any = None
+    """None without error feedback."""
+    before: Any = None
+    """Residual before the outstanding take."""
+
+    def drop(self) -> None:
+        """Return to the residual before the outstanding take, if there is one."""
+        if self.before is not None:
+            self.residual, self.before = self.before, None
 
 
 class Exchange:
     """Anchors, bases and residuals of all fragments of one island.
 
     params: the local parameters, or arrays that lie like them: nested dict of f32 on
-    the island's mesh. memory: where anchors, bases and residuals lie.
+    the island's mesh, or `Listed` ones. memory: where anchors, bases and residuals lie.
     """
 
     def __init__(
         self,
         plan: FragmentPlan,
         sync: SyncConfig,
-        params: Params,
+        params: Params | Listed,
         memory: AnchorMemory = "device",
     ) -> None:
         self._plan = plan
@@ -46,36 +79,34 @@ class Exchange:
         self.layouts_up = _layouts(plan, sync.codec_up)
         self.layouts_down = _layouts(plan, sync.codec_down)
         self.layouts_whole = _layouts(plan, "f32")
-        self._kinds = {
-            p: kind_of(sync, p, _leaf(params, p.path), memory) for p in plan.pieces
-        }
-        self._anchors: dict[Piece, jax.Array] = {}
-        self._bases: dict[Piece, jax.Array] = {}
-        self._residuals: dict[Piece, jax.Array] = {}
-        self._residuals_before: dict[Piece, jax.Array] = {}
+
+        def hold(fragment: int, piece: Piece) -> Held:
+            kind = kind_of(sync, piece, leaf_of(params, piece.path), memory)
+            return Held(fragment, piece, kind, index_of(piece, kind))
+
+        self._held = [
+            [hold(fragment, piece) for piece in pieces]
+            for fragment, pieces in enumerate(plan.fragments)
+        ]
+        self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
         if sync.error_feedback:
-            self._residuals = {
-                p: zeros(p.shape, np.float32, kind.piece)
-                for p, kind in self._kinds.items()
-            }
+            for held in self._all():
+                held.residual = zeros(held.piece.shape, np.float32, held.kind.piece)
 
     # ---- the path of the data ---------------------------------------------------
 
-    def take(self, fragment: int, params: Params) -> tuple[jax.Array, ...]:
+    def take(self, fragment: int, params: Params | Listed) -> tuple[jax.Array, ...]:
         """Return the fragment's encoded delta by piece, on its way to the host.
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
         encoded = []
-        for piece in self._plan.fragments[fragment]:
-            leaf, anchor = _leaf(params, piece.path), self._anchors[piece]
-            before = self._residuals.get(piece)
-            sent, after, self._bases[piece] = in_turn(
-                self._kinds[piece].take(leaf, index_of(piece), anchor, before)
+        for held in self._held[fragment]:
+            leaf, before = leaf_of(params, held.piece.path), held.residual
+            sent, held.residual, held.base = in_turn(
+                held.kind.take(leaf, held.index, held.anchor, before)
             )
-            if before is not None:
-                self._residuals_before[piece] = before
-                self._residuals[piece] = after
+            held.before = before
             sent.copy_to_host_async()
             encoded.append(sent)
         return tuple(encoded)
@@ -88,8 +119,7 @@ class Exchange:
 
     def spreads(self, fragment: int) -> Spreads:
         """Return how the fragment's pieces are spread over the island's hosts."""
-        pieces = self._plan.fragments[fragment]
-        return [(self._kinds[piece].spread, piece.shape) for piece in pieces]
+        return [(held.kind.spread, held.piece.shape) for held in self._held[fragment]]
 
     def put_publish(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
         """Put this host's part of one encoded publish on its devices, by piece. Any
@@ -143,61 +173,84 @@ class Exchange:
         """Return the length in bytes that `put_anchor` takes."""
         return self.layouts_down[fragment].values_bytes(self.part_down(fragment))
 
-    def adopt(self, arrival: Arrival, params: Params, *, keep: bool = False) -> Params:
+    def adopt(self, arrival: Arrival, params: Lent, *, keep: bool = False) -> Lent:
         """Return the parameters with the arrived version adopted. `params` is donated.
 
         keep: the last take is not in that version, and stays in the parameters.
         """
         in_turn(params)
-        for i, piece in enumerate(self._plan.fragments[arrival.fragment]):
-            kind, before = self._kinds[piece], self._anchors[piece]
-            base = self._bases.pop(piece, before)
-            anchor = before
-            if arrival.anchor is not None:
-                anchor = in_turn(kind.gather_anchor(arrival.anchor[i]))
-            for publish in arrival.publishes:
-                encoded = in_turn(kind.gathered(publish[i]))
-                anchor = in_turn(kind.advance(anchor, encoded))
-            if keep:
-                self._bases[piece] = kind.move(base, before, anchor)
-                base = before
-            leaf = kind.adopt(
-                _leaf(params, piece.path), index_of(piece), base, anchor, self._alpha
-            )
-            self._anchors[piece] = anchor
-            params = _with_leaf(params, piece.path, leaf)
-        return params
+        written: Leaves = {}
+        for i, held in enumerate(self._held[arrival.fragment]):
+            before, base, path = held.anchor, held.base, held.piece.path
+            publishes = [publish[i] for publish in arrival.publishes]
+            whole = None if arrival.anchor is None else arrival.anchor[i]
+            leaf = written.get(path)
+            leaf = leaf_of(params, path) if leaf is None else leaf
+            old = before if keep or base is None else base
+            written[path], held.anchor = self._arrive(held, leaf, old, whole, publishes)
+            held.base = None
+            if keep and base is not None:
+                held.base = held.kind.move(base, before, held.anchor)
+        return with_leaves(params, written)
+
+    def _arrive(
+        self,
+        held: Held,
+        leaf: jax.Array,
+        base: jax.Array,
+        whole: jax.Array | None,
+        publishes: Sequence[jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return a leaf, which is donated, with one piece adopted, and its anchor."""
+        kind, anchor = held.kind, held.anchor
+        if whole is not None:
+            anchor = in_turn(kind.gather_anchor(whole))
+        if not publishes:
+            return kind.adopt(leaf, held.index, base, anchor, self._alpha), anchor
+        *earlier, last = publishes
+        for publish in earlier:
+            anchor = in_turn(kind.advance(anchor, in_turn(kind.gathered(publish))))
+        encoded = in_turn(kind.gathered(last))
+        arrived: tuple[jax.Array, jax.Array] = in_turn(
+            kind.arrive(leaf, held.index, base, anchor, encoded, self._alpha)
+        )
+        return arrived
 
     # ---- what becomes of a take -------------------------------------------------
 
     def settle(self, fragment: int) -> None:
         """Settle a merged take: what its encoding lost is in the residual for good."""
-        for piece in self._plan.fragments[fragment]:
-            self._residuals_before.pop(piece, None)
+        for held in self._held[fragment]:
+            held.before = None
 
     def drop(self, fragment: int) -> None:
         """Drop a lost take: the residual is what it was before."""
-        for piece in self._plan.fragments[fragment]:
-            if piece in self._residuals_before:
-                self._residuals[piece] = self._residuals_before.pop(piece)
+        for held in self._held[fragment]:
+            held.drop()
 
     def reopen(self, fragment: int) -> None:
         """Reopen the fragment as if the take had not been: the base is the old anchor
         again."""
-        self.drop(fragment)
-        for piece in self._plan.fragments[fragment]:
-            self._bases.pop(piece, None)
+        for held in self._held[fragment]:
+            held.drop()
+            held.base = None
 
-    def reset(self, fragment: int, params: Params) -> Params:
+    def reset(self, fragment: int, params: Lent) -> Lent:
         """Drop a lost take, and reset the local values to the anchor. `params` is
         donated."""
         self.reopen(fragment)
-        for piece in self._plan.fragments[fragment]:
-            anchor = self._anchors[piece]
-            leaf = _leaf(params, piece.path)
-            leaf = self._kinds[piece].reset(leaf, index_of(piece), anchor)
-            params = _with_leaf(params, piece.path, leaf)
-        return params
+        return self.at_anchor(fragment, params)
+
+    def at_anchor(self, fragment: int, params: Lent) -> Lent:
+        """Return the parameters with the fragment at its anchor. `params` is
+        donated."""
+        written: Leaves = {}
+        for held in self._held[fragment]:
+            path = held.piece.path
+            leaf = written.get(path)
+            leaf = leaf_of(params, path) if leaf is None else leaf
+            written[path] = held.kind.reset(leaf, held.index, held.anchor)
+        return with_leaves(params, written)
 
     # ---- for a coordinator that lost its state ----------------------------------
 
@@ -205,8 +258,8 @@ class Exchange:
         """Return the fragment's anchor by piece, in f32 tiles, on its way to the
         host."""
         encoded = []
-        for piece in self._plan.fragments[fragment]:
-            sent = in_turn(self._kinds[piece].whole(self._anchors[piece]))
+        for held in self._held[fragment]:
+            sent = in_turn(held.kind.whole(held.anchor))
             sent.copy_to_host_async()
             encoded.append(sent)
         return tuple(encoded)
@@ -218,10 +271,9 @@ class Exchange:
     ) -> tuple[jax.Array, ...]:
         """Return an anchor of `put_anchor` as it lies, by piece. All hosts call it, for
         fragment after fragment in one order."""
-        pieces = self._plan.fragments[fragment]
         return tuple(
-            in_turn(self._kinds[p].gather_anchor(a))
-            for p, a in zip(pieces, anchor, strict=True)
+            in_turn(held.kind.gather_anchor(landed))
+            for held, landed in zip(self._held[fragment], anchor, strict=True)
         )
 
     def start(
@@ -235,55 +287,50 @@ class Exchange:
         All hosts call it. `anchors` is emptied, so that no anchor is there twice.
         """
         for fragment in sorted(anchors):
-            self._hold(
-                self._anchors, fragment, self.gather(fragment, anchors.pop(fragment))
-            )
+            gathered = self.gather(fragment, anchors.pop(fragment))
+            for held, anchor in zip(self._held[fragment], gathered, strict=True):
+                held.anchor = anchor
         for fragment, arrays in (residuals or {}).items():
-            self._hold(self._residuals, fragment, arrays)
-
-    def _hold(
-        self, held: dict[Piece, jax.Array], fragment: int, arrays: tuple[jax.Array, ...]
-    ) -> None:
-        held.update(zip(self._plan.fragments[fragment], arrays, strict=True))
+            for held, residual in zip(self._held[fragment], arrays, strict=True):
+                held.residual = residual
 
     # ---- checkpoints ------------------------------------------------------------
 
     def trees(self) -> dict[str, list[tuple[jax.Array, ...]]]:
         """Return the anchors, and with error feedback the residuals as if no take were
         outstanding, by fragment and piece; not to be donated."""
-        fragments = self._plan.fragments
-        trees = {"anchors": [tuple(self._anchors[p] for p in f) for f in fragments]}
+        trees = {"anchors": [tuple(held.anchor for held in f) for f in self._held]}
         if self._sync.error_feedback:
-            settled = {**self._residuals, **self._residuals_before}
-            trees["residuals"] = [tuple(settled[p] for p in f) for f in fragments]
+            trees["residuals"] = [
+                tuple(h.residual if h.before is None else h.before for h in f)
+                for f in self._held
+            ]
         return trees
 
     def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
         """Return abstract arrays that lie as all residuals do."""
         return [
-            tuple(abstract(p.shape, np.float32, self._kinds[p].piece) for p in f)
-            for f in self._plan.fragments
+            tuple(abstract(h.piece.shape, np.float32, h.kind.piece) for h in f)
+            for f in self._held
         ]
 
     def anchors(self) -> dict[str, jax.Array]:
         """Return the anchors by piece name; not to be donated."""
-        return {piece.name: anchor for piece, anchor in self._anchors.items()}
+        return {held.piece.name: held.anchor for held in self._all()}
 
-    def warm(self, params: Params) -> Params:
+    def warm(self, params: Lent) -> Lent:
         """Compile everything on `params`, which is donated and comes back unchanged.
 
         It leaves no anchors behind: call `start` afterwards.
         """
         codec = get_codec(self._sync.codec_down)
-        for piece in self._one_of_each(params):
-            kind, leaf = self._kinds[piece], _leaf(params, piece.path)
-            index = index_of(piece)
+        for held in self.one_of_each(params):
+            kind, index, piece = held.kind, held.index, held.piece
+            leaf = leaf_of(params, piece.path)
             anchor = zeros(piece.shape, np.float32, kind.piece)
             shape = codec.encoded_shape(piece.shape)
             published = zeros(shape, np.uint8, kind.encoded)
-            _, _, local = in_turn(
-                kind.take(leaf, index, anchor, self._residuals.get(piece))
-            )
+            _, _, local = in_turn(kind.take(leaf, index, anchor, held.residual))
             in_turn(kind.advance(anchor, published))
             in_turn(kind.whole(anchor))
             landing, landed = kind.spread.landing, kind.spread.landed_shape
@@ -291,48 +338,40 @@ class Exchange:
             bits = zeros(landed(bits_shape(piece.shape)), np.uint32, landing)
             in_turn(kind.gather_anchor(bits))
             kind.move(anchor, anchor, anchor)
+            leaf, _ = in_turn(
+                kind.arrive(leaf, index, anchor, anchor, published, self._alpha)
+            )
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
-            params = _with_leaf(params, piece.path, kind.reset(leaf, index, local))
-        jax.block_until_ready(params)  # type: ignore[no-untyped-call]
+            leaf = kind.reset(leaf, index, local)
+            jax.block_until_ready(leaf)  # type: ignore[no-untyped-call]
+            params = with_leaves(params, {piece.path: leaf})
         return params
 
-    def lower_all(self, params: Params) -> list[jax.stages.Lowered]:
+    def lower_all(self, params: Params | Listed) -> list[jax.stages.Lowered]:
         """Lower what `warm` executes, without arrays, to be compiled; `params` stay."""
         lowered: list[jax.stages.Lowered] = []
-        for piece in self._one_of_each(params):
-            leaf = _leaf(params, piece.path)
+        for held in self.one_of_each(params):
+            leaf = leaf_of(params, held.piece.path)
             assert isinstance(leaf.sharding, NamedSharding)
             like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
-            kind = self._kinds[piece]
-            lowered += kind.lower(self._sync, piece, like).values()
-            lowered += kind.lower_whole(piece).values()
+            lowered += held.kind.lower(self._sync, held.piece, like).values()
+            lowered += held.kind.lower_whole(held.piece).values()
         return lowered
 
-    def _one_of_each(self, params: Params) -> list[Piece]:
+    def held(self, fragment: int) -> Sequence[Held]:
+        """Return the fragment's pieces, to be looked at."""
+        return self._held[fragment]
+
+    def one_of_each(self, params: Params | Listed) -> list[Held]:
         """Return one piece of each kind of tensor."""
-        found: dict[tuple[Any, ...], Piece] = {}
-        for piece in self._kinds:
-            leaf = _leaf(params, piece.path)
-            found.setdefault((leaf.shape, leaf.sharding, *alike(piece)), piece)
+        found: dict[tuple[Any, ...], Held] = {}
+        for held in self._all():
+            leaf = leaf_of(params, held.piece.path)
+            found.setdefault((leaf.shape, leaf.sharding, *alike(held.piece)), held)
         return list(found.values())
 
-    @property
-    def _alpha(self) -> np.float32:
-        return np.float32(self._sync.blend_alpha)
-
-
-def _leaf(params: Params, path: tuple[str, ...]) -> jax.Array:
-    node: Any = params
-    for key in path:
-        node = node[key]
-    leaf: jax.Array = node
-    return leaf
-
-
-def _with_leaf(params: Params, path: tuple[str, ...], leaf: jax.Array) -> Params:
-    key, *rest = path
-    value = _with_leaf(params[key], tuple(rest), leaf) if rest else leaf
-    return {**params, key: value}
+    def _all(self) -> Iterator[Held]:
+        return itertools.chain.from_iterable(self._held)
 
 
 def _layouts(plan: FragmentPlan, codec: str) -> tuple[PayloadLayout, ...]:

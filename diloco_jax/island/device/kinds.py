@@ -21,23 +21,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.adopt import RULES
 from diloco_jax.core.adopt.rule import moved
-from diloco_jax.core.bands import Bands
-from diloco_jax.core.changes import adopt, apply_publish, delta
+from diloco_jax.core.changes import delta
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
+from diloco_jax.island.device.lies import Lies, barrier, on
 from diloco_jax.island.device.mesh import tile_spec
-from diloco_jax.island.device.placing import abstract
+from diloco_jax.island.device.placing import abstract, place
 from diloco_jax.island.device.spread import Spread, spread_of
 
-Index = tuple[np.int32 | None, np.int32 | None]
-"""Layer of a stacked tensor, or None; number of a band, or None."""
+Index = tuple[Any, Any]
+"""Layer of a stacked tensor, or None; number of a band, or None. Each is an int32 on
+all devices of the mesh."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """Functions from `jax.jit`; `index` is that of `index_of`."""
 
+    lies: Lies
     piece: NamedSharding
     """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
     encoded: NamedSharding
@@ -50,10 +52,14 @@ class Kind:
     """(landed publish) -> encoded publish, if the spread is to be moved."""
     gather_anchor: Any
     """(landed anchor) -> anchor."""
+    arrive: Any
+    """(leaf, index, base, anchor, encoded publish, alpha) -> (leaf, anchor): `advance`
+    and `adopt` in one. The leaf is donated."""
     advance: Any
-    """(anchor, encoded publish) -> anchor."""
+    """(anchor, encoded publish) -> anchor; of a chain, all but the last one."""
     adopt: Any
-    """(leaf, index, base, anchor, alpha) -> leaf, which is donated."""
+    """(leaf, index, base, anchor, alpha) -> leaf, which is donated; of an anchor that
+    came in full."""
     move: Any
     """(base, anchor before, anchor) -> base."""
     reset: Any
@@ -71,12 +77,16 @@ class Kind:
     ) -> dict[str, jax.stages.Lowered]:
         """Lower what a cycle executes, by name, without arrays, as `Trainer.lower`
         does."""
-        index = index_of(piece)
+        everywhere = _everywhere(self.piece)
+        index = tuple(
+            None if n < 0 else abstract((), np.int32, everywhere)
+            for n in (piece.layer, piece.band)
+        )
         value = abstract(piece.shape, np.float32, self.piece)
         shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
         octets = abstract(shape, np.uint8, self.encoded)
         residual = value if sync.error_feedback else None
-        alpha = np.float32(sync.blend_alpha)
+        alpha = abstract((), np.float32, everywhere)
         moved = {}
         if self.spread.moved:
             landed = self.spread.landed_shape(shape)
@@ -85,6 +95,7 @@ class Kind:
         return {
             **moved,
             "take": self.take.lower(leaf, index, value, residual),
+            "arrive": self.arrive.lower(leaf, index, value, value, octets, alpha),
             "advance": self.advance.lower(value, octets),
             "adopt": self.adopt.lower(leaf, index, value, value, alpha),
             "move": self.move.lower(value, value, value),
@@ -127,15 +138,17 @@ def kind_of(
     at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
     grid = TileGrid.of(piece.shape)
     tiles = tile_spec(tuple(at_work), mesh, grid.grid)
-    lies = _Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
+    lies = Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
     spread = spread_of(lies.on_tiles, grid.grid)
     return Kind(
+        lies=lies,
         piece=lies.at_rest,
         encoded=lies.on_tiles,
         spread=spread,
         gather=_gather(lies.on_tiles),
         gather_anchor=_gather_anchor(lies, grid, spread.moved),
         take=_take(lies, sync.codec_up),
+        arrive=_arrive(lies, sync.codec_down, sync.adopt),
         advance=_advance(lies, sync.codec_down),
         adopt=_adopt(lies, sync.adopt),
         move=_move(lies),
@@ -144,10 +157,28 @@ def kind_of(
     )
 
 
-def index_of(piece: Piece) -> Index:
+def index_of(piece: Piece, kind: Kind) -> Index:
     """Return the argument `index`."""
-    layer, band = (None if n < 0 else np.int32(n) for n in (piece.layer, piece.band))
+    layer, band = (
+        None if n < 0 else number(np.int32(n), kind) for n in (piece.layer, piece.band)
+    )
     return layer, band
+
+
+def number(value: np.int32 | np.float32, kind: Kind) -> jax.Array:
+    """Return a number that is an argument of the kind's functions, on all devices: a
+    host's number would be sent to them at each call."""
+    return _placed(value, _everywhere(kind.piece))
+
+
+def _everywhere(piece: NamedSharding) -> NamedSharding:
+    return NamedSharding(piece.mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
+
+# Typed, since 1 and 1.0 are equal keys.
+@functools.lru_cache(maxsize=4096, typed=True)
+def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
+    return place(np.asarray(value), sharding)
 
 
 def alike(piece: Piece) -> tuple[Any, ...]:
@@ -155,91 +186,24 @@ def alike(piece: Piece) -> tuple[Any, ...]:
     return piece.layer < 0, piece.bands, piece.shape
 
 
-@dataclasses.dataclass(frozen=True)
-class _Lies:
-    """Shardings of a kind's arrays."""
-
-    leaf: NamedSharding
-    spec: PartitionSpec
-    """Spec of a piece."""
-    tiles: PartitionSpec
-    memory: AnchorMemory
-    bands: Bands | None
-    shape: tuple[int, ...]
-    """Shape of a piece."""
-
-    @property
-    def at_work(self) -> NamedSharding:
-        return NamedSharding(self.leaf.mesh, self.spec)
-
-    @property
-    def at_rest(self) -> NamedSharding:
-        return NamedSharding(self.leaf.mesh, self.spec, memory_kind=self.memory)
-
-    @property
-    def on_tiles(self) -> NamedSharding:
-        return NamedSharding(self.leaf.mesh, self.tiles)
-
-    def fetch(self, *arrays: Any) -> Any:
-        """Fetch the value from where it rests to the device."""
-        if self.memory == "device":
-            return arrays
-        at_work = self.at_work
-        return tuple(x if x is None else jax.device_put(x, at_work) for x in arrays)
-
-    def read(self, leaf: jax.Array, index: Any) -> jax.Array:
-        """Read a piece: a layer or a band of a tensor, or the whole of it."""
-        layer, band = index
-        if layer is not None:
-            leaf = jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False)
-        if self.bands is None:
-            return leaf
-        striped = self.bands.striped(leaf)
-        rows = self.shape[self.bands.axis] // self.bands.stripes
-        own = jax.lax.dynamic_slice_in_dim(
-            striped, band * self.bands.rows, rows, self.bands.axis
-        )
-        piece: jax.Array = self.bands.joined(own)
-        return piece
-
-    def write(self, leaf: jax.Array, index: Any, value: jax.Array) -> jax.Array:
-        """Write a piece into its leaf, in place if that is donated."""
-        layer, band = index
-        if layer is None and band is None:
-            # As in a take: the anchor itself must not become the parameter.
-            return jnp.copy(value)
-        if self.bands is None:
-            new: jax.Array = jax.lax.dynamic_update_index_in_dim(leaf, value, layer, 0)
-            return new
-        striped, own = self.bands.striped(leaf), self.bands.striped(value)
-        starts = [0] * striped.ndim
-        starts[self.bands.axis] = band * self.bands.rows
-        if layer is not None:
-            own, starts[0] = own[None], layer
-        written: jax.Array = self.bands.joined(
-            jax.lax.dynamic_update_slice(striped, own, starts)
-        )
-        return written
-
-
 # jit compiles each function once per shape; results lie like the arguments.
 _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _take(lies: _Lies, codec: str) -> Any:
+def _take(lies: Lies, codec: str) -> Any:
     up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
         anchor, residual = lies.fetch(anchor, residual)
         local = lies.read(stacked, index)
-        change = _on(delta(anchor, local), on_tiles)
+        change = on(delta(anchor, local), on_tiles)
         if residual is None:
             encoded = up.encode(change)
         else:
-            residual = _on(residual, on_tiles)
+            residual = on(residual, on_tiles)
             encoded, residual = encode_with_feedback(up, change, residual)
-            residual = _on(residual, on_tiles)
+            residual = on(residual, on_tiles)
         # A copy, whatever jit does with outputs that are inputs: the next step donates
         # the parameter's buffer.
         return encoded, residual, jnp.copy(local)
@@ -253,12 +217,12 @@ def _gather(on_tiles: NamedSharding) -> Any:
 
 
 @_kept
-def _gather_anchor(lies: _Lies, grid: TileGrid, moved: bool) -> Any:
+def _gather_anchor(lies: Lies, grid: TileGrid, moved: bool) -> Any:
     def gather_anchor(bits: Any) -> jax.Array:
         if moved:
-            bits = _on(_sum_rows(bits), lies.on_tiles)
+            bits = on(_sum_rows(bits), lies.on_tiles)
         tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return _on(grid.join(tiles), lies.on_tiles)
+        return on(grid.join(tiles), lies.on_tiles)
 
     return jax.jit(gather_anchor, out_shardings=lies.at_rest)
 
@@ -269,35 +233,44 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 
 
 @_kept
-def _advance(lies: _Lies, codec: str) -> Any:
-    down, on_tiles = get_codec(codec), lies.on_tiles
+def _arrive(lies: Lies, codec: str, name: str) -> Any:
+    down, rule = get_codec(codec), RULES.find(name)
+
+    def arrive(
+        stacked: Any, index: Any, base: Any, anchor: Any, encoded: Any, alpha: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        base, anchor = lies.fetch(base, anchor)
+        anchor = barrier(on(lies.advance(down, anchor, encoded), lies.at_work))
+        return lies.adopt(rule, stacked, index, (base, anchor), alpha), anchor
+
+    return jax.jit(arrive, donate_argnums=0, out_shardings=(lies.leaf, lies.at_rest))
+
+
+@_kept
+def _advance(lies: Lies, codec: str) -> Any:
+    down = get_codec(codec)
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
         (anchor,) = lies.fetch(anchor)
-        return _on(apply_publish(down, _on(anchor, on_tiles), encoded), on_tiles)
+        return lies.advance(down, anchor, encoded)
 
     return jax.jit(advance, out_shardings=lies.at_rest)
 
 
 @_kept
-def _adopt(lies: _Lies, name: str) -> Any:
+def _adopt(lies: Lies, name: str) -> Any:
     rule = RULES.find(name)
 
     def take_over(
         stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
     ) -> jax.Array:
-        base, anchor = lies.fetch(base, anchor)
-        # Without the barriers `blend` is fused with its surroundings, where its
-        # products and sum are contracted, and rounded differently than in core.
-        local = _barrier(lies.read(stacked, index))
-        local = adopt(rule, local, base, anchor, alpha)
-        return lies.write(stacked, index, _barrier(local))
+        return lies.adopt(rule, stacked, index, lies.fetch(base, anchor), alpha)
 
     return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
 
 
 @_kept
-def _move(lies: _Lies) -> Any:
+def _move(lies: Lies) -> Any:
     def move(base: Any, before: Any, anchor: Any) -> jax.Array:
         return moved(*lies.fetch(base, before, anchor))
 
@@ -305,7 +278,7 @@ def _move(lies: _Lies) -> Any:
 
 
 @_kept
-def _reset(lies: _Lies) -> Any:
+def _reset(lies: Lies) -> Any:
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
         return lies.write(stacked, index, *lies.fetch(value))
 
@@ -313,21 +286,11 @@ def _reset(lies: _Lies) -> Any:
 
 
 @_kept
-def _whole(lies: _Lies) -> Any:
+def _whole(lies: Lies) -> Any:
     f32, on_tiles = get_codec("f32"), lies.on_tiles
 
     def whole(anchor: Any) -> jax.Array:
         (anchor,) = lies.fetch(anchor)
-        return f32.encode(_on(anchor, on_tiles))
+        return f32.encode(on(anchor, on_tiles))
 
     return jax.jit(whole, out_shardings=on_tiles)
-
-
-def _barrier(x: jax.Array) -> jax.Array:
-    y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
-    return y
-
-
-def _on(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    y: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
-    return y

@@ -6,6 +6,7 @@ every host has the whole value, each puts its own shards on its devices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -74,9 +75,14 @@ def in_turn(arrays: T) -> T:
     its collectives. CPUs run independent programs side by side, and hosts would match
     the collective of one with that of another.
     """
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+    if _side_by_side():
         jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
     return arrays
+
+
+@functools.cache
+def _side_by_side() -> bool:
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def zeros(

@@ -7,23 +7,24 @@ the parameters for the time of a boundary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import Lent
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Metrics, Params
 from diloco_jax.protocol.island.books import Outcome
 
 
-class LentParams:
+class LentParams(Generic[Lent]):
     """`boundary.Arrays` with real arrays: parameters, and the anchors they go by."""
 
-    def __init__(self, exchange: Exchange, params: Params) -> None:
+    def __init__(self, exchange: Exchange, params: Lent) -> None:
         self._exchange = exchange
-        self.params = params
+        self.params: Lent = params
         """Local parameters, until the next step or adoption."""
 
     def trees(self) -> dict[str, Any]:
@@ -51,7 +52,7 @@ class LentParams:
                 self.params = self._exchange.reset(fragment, self.params)
 
 
-class Replica(LentParams):
+class Replica(LentParams[Params]):
     """Parameters with their moments, and the inner step between boundaries."""
 
     def __init__(self, trainer: Trainer, exchange: Exchange, state: TrainState) -> None:

@@ -14,13 +14,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.config import IslandConfig
+from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.config.validation import check_batch
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
-from diloco_jax.models.model import Metrics, Model, Params, abstract_batch
+from diloco_jax.models.model import (
+    Frozen,
+    Metrics,
+    Model,
+    Params,
+    abstract_batch,
+)
 
 Placed = Mapping[str, jax.Array]
 """Arrays of a batch by name, [B, ...], on the devices."""
@@ -44,9 +50,11 @@ class Trainer:
         island: IslandConfig,
         mesh: Mesh,
         arrays: Collection[str] = ("tokens",),
+        frozen_digest: str = "",
     ):
         """inner: its updates at learning rate 1. arrays: names of those that the data
-        has (`data.arrays`).
+        has (`data.arrays`). frozen_digest: that of the run's frozen parameters; empty:
+        they are not compared.
 
         Raises ConfigError if the batch does not divide over the mesh and accumulation
         rounds, if the model has no loss, or if it does not take such data.
@@ -58,6 +66,9 @@ class Trainer:
         self.anchor_memory = island.anchor_memory
         self.batch_size = island.batch_size
         self._loss = model.require_loss()
+        self._frozen_source = model.frozen or Frozen({}, {}, lambda: iter(()))
+        self._frozen_digest = frozen_digest
+        self._frozen_placed: Params | None = None
         self._inner = inner
         self._accumulation = island.accumulation
         shapes = model.shapes()
@@ -90,8 +101,48 @@ class Trainer:
           is as it was.
         """
         with jax.set_mesh(self.mesh):
-            new, metrics = self._step(state, batch, np.float32(learning_rate))
+            rate = np.float32(learning_rate)
+            new, metrics = self._step(state, batch, rate, self.frozen)
         return new, metrics
+
+    @property
+    def frozen(self) -> Params:
+        """The model's frozen parameters on the island's devices; {} if it has none.
+        They are read at the first use.
+
+        Raises ConfigError if they are not the run's.
+        """
+        if self._frozen_placed is None:
+            self._frozen_placed = self._place_frozen()
+        return self._frozen_placed
+
+    def _place_frozen(self) -> Params:
+        source = self._frozen_source
+        if self._frozen_digest and (here := source.digest()) != self._frozen_digest:
+            raise ConfigError(
+                f"model.frozen_digest = {self._frozen_digest} in the run's config, but "
+                f"the weights here have {here}; give the run's (--model.weights hf:DIR)"
+            )
+        shardings = param_shardings(self.mesh, source.axes, source.shapes)
+        like, structure = jax.tree.flatten(source.shapes)
+        placed = [
+            place(np.asarray(leaf).astype(shape.dtype, copy=False), sharding)
+            for leaf, shape, sharding in zip(
+                source.leaves(), like, jax.tree.leaves(shardings), strict=True
+            )
+        ]
+        made: Params = jax.tree.unflatten(structure, placed)
+        return made
+
+    def _abstract_frozen(self) -> Params:
+        source = self._frozen_source
+        shardings = param_shardings(self.mesh, source.axes, source.shapes)
+        shapes: Params = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding),
+            source.shapes,
+            shardings,
+        )
+        return shapes
 
     def eval_step(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return the sum of losses (nats) and of weights, f32 scalars, not yet waited
@@ -100,7 +151,7 @@ class Trainer:
         batch: of `ValidationBatches`, on the host.
         """
         with jax.set_mesh(self.mesh):
-            total, weight = self._eval(params, self.put_batch(batch))
+            total, weight = self._eval(params, self.put_batch(batch), self.frozen)
         return total, weight
 
     def place_params(self, params: Params) -> Params:
@@ -168,19 +219,22 @@ class Trainer:
         """
         batch = self._abstract_batch(self.fields, sequence_length)
         state, rate = self.abstract_state(), np.float32(0)
+        frozen = self._abstract_frozen()
         with jax.set_mesh(self.mesh):
             if not beside_bytes:
-                return self._step.lower(state, batch, rate)
+                return self._step.lower(state, batch, rate, frozen)
             everywhere = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))  # type: ignore[no-untyped-call]
             length = self.mesh.size * -(-beside_bytes // 4)
             beside = abstract((length,), np.float32, everywhere)
             step = jax.jit(
-                lambda state, batch, rate, beside: self._update(state, batch, rate),
+                lambda state, batch, rate, frozen, beside: self._update(
+                    state, batch, rate, frozen
+                ),
                 donate_argnums=0,
                 out_shardings=(self._lies, replicated(self.mesh)),
                 keep_unused=True,
             )
-            return step.lower(state, batch, rate, beside)
+            return step.lower(state, batch, rate, frozen, beside)
 
     def lower_all(self, sequence_length: int) -> list[jax.stages.Lowered]:
         """Lower every function, as `lower` does the step."""
@@ -188,7 +242,7 @@ class Trainer:
         fields = {**self.fields, "weights": WEIGHTS}
         batch = self._abstract_batch(fields, sequence_length)
         with jax.set_mesh(self.mesh):
-            evaluate = self._eval.lower(state.params, batch)
+            evaluate = self._eval.lower(state.params, batch, self._abstract_frozen())
             return [self._init_inner.lower(state.params), evaluate, step]
 
     def compilations(self) -> int:
@@ -203,10 +257,14 @@ class Trainer:
         }
 
     def _update(
-        self, state: TrainState, batch: Placed, learning_rate: jax.Array
+        self,
+        state: TrainState,
+        batch: Placed,
+        learning_rate: jax.Array,
+        frozen: Params,
     ) -> tuple[TrainState, Metrics]:
         params, opt_state = state
-        loss, tokens, grads = self._loss_and_grads(params, batch)
+        loss, tokens, grads = self._loss_and_grads(params, batch, frozen)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, new_opt_state = self._inner.update(grads, opt_state, params)
@@ -218,20 +276,20 @@ class Trainer:
         return new, {**metrics, "skipped": skipped}
 
     def _loss_and_grads(
-        self, params: Params, batch: Placed
+        self, params: Params, batch: Placed, frozen: Params
     ) -> tuple[jax.Array, jax.Array, Params]:
         """Return the mean over the batch, the sum of the weights that it was taken
         over, and the mean's gradient, in A rounds."""
         differentiate = jax.value_and_grad(self._loss, has_aux=True)
         rounds = self._accumulation
         if rounds == 1:
-            (loss, metrics), grads = differentiate(params, batch)
+            (loss, metrics), grads = differentiate(params, batch, frozen)
             return loss, metrics["tokens"], grads
         # Rounds of plain rows count alike, and are added as they are.
         alike = batch.keys().isdisjoint(DERIVED)
 
         def add(total: Any, part: Placed) -> tuple[Any, None]:
-            (loss, metrics), grads = differentiate(params, part)
+            (loss, metrics), grads = differentiate(params, part, frozen)
             tokens = metrics["tokens"]
             parts = (loss, grads)
             if not alike:
@@ -248,11 +306,13 @@ class Trainer:
         loss, grads = jax.tree.map(lambda x: x / counted, sums)
         return loss, tokens, grads
 
-    def _evaluate(self, params: Params, batch: Placed) -> tuple[jax.Array, jax.Array]:
+    def _evaluate(
+        self, params: Params, batch: Placed, frozen: Params
+    ) -> tuple[jax.Array, jax.Array]:
         """Return the sum in as many rounds as a step has, which bounds the memory."""
 
         def sums(batch: Placed) -> tuple[jax.Array, jax.Array]:
-            loss, metrics = self._loss(params, batch)
+            loss, metrics = self._loss(params, batch, frozen)
             weight = metrics["tokens"]
             # A round of padding only has no mean.
             return jnp.where(weight > 0, loss * weight, 0.0), weight

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from typing import Generic
 
 import msgspec
 
 from diloco_jax.config import ConfigError, differences
 from diloco_jax.faults import parse_faults
-from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.following import (
     FollowDecisions,
     HostsBegin,
@@ -22,7 +22,7 @@ from diloco_jax.island.hosts.following import (
     Refusal,
 )
 from diloco_jax.island.hosts.world import Hosts, HostsError
-from diloco_jax.island.loop import Loop
+from diloco_jax.island.parts import L, Parts
 from diloco_jax.models.plan import other_model
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import Version
@@ -32,14 +32,14 @@ from diloco_jax.wire.errors import Refused
 logger = logging.getLogger(__name__)
 
 
-class Follower:
+class Follower(Generic[L]):
     """Run one follower: start, stop and close are called once, in this order; between
     the first two, `loop` trains."""
 
-    def __init__(self, host: Host, hosts: Hosts) -> None:
+    def __init__(self, host: Parts[L], hosts: Hosts) -> None:
         self._host, self._hosts = host, hosts
         self._orders: OrderThread | None = None
-        self._loop: Loop | None = None
+        self._loop: L | None = None
         self._refused = False
         self.mailbox = self._host.mailbox
 
@@ -82,7 +82,7 @@ class Follower:
         host.sender.start()
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> L:
         """The train loop, which host 0 ends, once it has started."""
         assert self._loop is not None
         return self._loop

@@ -36,11 +36,14 @@ class HostsError(Exception):
 
 class Hosts:
     """The key-value store of an island's hosts, as one of them uses it. Values are
-    bytes; a key is set once."""
+    bytes; a key is set once.
 
-    def __init__(self, client: Any, index: int, count: int) -> None:
+    folder: begins every key, where the world is not the island's alone.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, folder: str = "") -> None:
         self.index, self.count = index, count
-        self._client = client
+        self._client, self._folder = client, folder
 
     @property
     def others(self) -> range:
@@ -49,13 +52,13 @@ class Hosts:
 
     def tell(self, key: str, value: bytes) -> None:
         """Set a key for all hosts to see."""
-        self._call("key_value_set_bytes", key, value)
+        self._call("key_value_set_bytes", self._folder + key, value)
 
     def hear(self, key: str, timeout_s: float) -> bytes | None:
         """Return the value of a key once it is set; None if that takes longer."""
         try:
             heard: bytes = self._client.blocking_key_value_get_bytes(
-                key, int(timeout_s * 1000)
+                self._folder + key, int(timeout_s * 1000)
             )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
@@ -90,7 +93,7 @@ class Hosts:
 
     def forget(self, key: str) -> None:
         """Free a key that no host needs any more."""
-        self._call("key_value_delete", key)
+        self._call("key_value_delete", self._folder + key)
 
     def _call(self, method: str, *arguments: Any) -> None:
         try:
@@ -140,10 +143,16 @@ def join_world(
             f"hosts = {count} in the island's config, but this slice has {found}; "
             f"set islands.NAME.hosts = {found}"
         )
-    # The store has no public name; multihost_utils and orbax use this one too.
-    from jax._src import distributed
+    return Hosts(_store(), jax.process_index(), count)
 
-    return Hosts(distributed.global_state.client, jax.process_index(), count)
+
+def hosts_here(folder: str) -> Hosts | None:
+    """Return the hosts of the world that this process is in already; None if it is
+    alone. folder: begins the keys that they tell each other."""
+    count = jax.process_count()
+    if count == 1:
+        return None
+    return Hosts(_store(), jax.process_index(), count, folder)
 
 
 def leave_world() -> None:
@@ -169,6 +178,13 @@ def abandon_world(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _store() -> Any:
+    # It has no public name; multihost_utils and orbax use this one too.
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def _lost(error: Exception) -> str:

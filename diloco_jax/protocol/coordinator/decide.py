@@ -19,6 +19,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
     alerts,
     claims,
+    cycles,
     ending,
     fragments,
     leases,
@@ -30,10 +31,12 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.events import (
     Commit,
+    CycleKept,
     DeltaArrived,
     Disconnected,
     Effect,
     Event,
+    KeepAsked,
     MergePrepared,
     Note,
     Persist,
@@ -85,6 +88,10 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = members.resumed(state, event)
         case RunExtended():
             state, effects = ending.extend(config, state)
+        case KeepAsked():
+            state, effects = cycles.ask(config, state), []
+        case CycleKept():
+            state, effects = cycles.kept(state, event), []
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
@@ -94,7 +101,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     state, expired = members.expire(state, now)
     effects += expired
     state, moved = _advance(config, before, state, now)
-    return state, effects + moved
+    state, keeps = cycles.advance(config, before, state)
+    return state, effects + moved + keeps
 
 
 def next_deadline(state: State, now: float) -> float | None:

@@ -75,6 +75,17 @@ class RunExtended(msgspec.Struct, frozen=True, kw_only=True):
     """The run is over, and its config now asks for more tokens than it has."""
 
 
+class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody wants the parameters of one cycle: the one that is being kept, or that
+    in which the run is."""
+
+
+class CycleKept(msgspec.Struct, frozen=True, kw_only=True):
+    """All fragments of a kept cycle are on disk, or it was given up."""
+
+    cycle: int
+
+
 Event = (
     Hello
     | Said
@@ -83,6 +94,8 @@ Event = (
     | Disconnected
     | RunResumed
     | RunExtended
+    | KeepAsked
+    | CycleKept
     | Timer
 )
 
@@ -144,6 +157,17 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
 
 
+class KeepFragment(msgspec.Struct, frozen=True, kw_only=True):
+    """Keep the fragment's parameters at its present version, which is that of the
+    cycle; `merges` led to it, with so many tokens."""
+
+    cycle: int
+    fragment: int
+    version: Version
+    merges: int
+    tokens: int
+
+
 class Ignored(msgspec.Struct, frozen=True, kw_only=True):
     """Count a message that made no move in its machine's state (`machines.py`).
     expected: this happens on a lossy wire; otherwise the two ends disagree."""
@@ -160,4 +184,15 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-Effect = Persist | Note | Tell | Drop | Forget | Merge | Commit | Ignored | Alert
+Effect = (
+    Persist
+    | Note
+    | Tell
+    | Drop
+    | Forget
+    | Merge
+    | Commit
+    | KeepFragment
+    | Ignored
+    | Alert
+)

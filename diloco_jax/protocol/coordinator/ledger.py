@@ -226,6 +226,12 @@ def merged_by_fragment(state: State, name: str = "") -> list[int]:
     return [sum(a.merged_tokens for a in f.accounts.values()) for f in state.fragments]
 
 
+def merged_into(fragment: Fragment) -> int:
+    """Return the tokens of all deltas that were merged into a fragment, those of
+    earlier terms included."""
+    return sum(a.merged_tokens + a.carried_tokens for a in fragment.accounts.values())
+
+
 def trained_tokens(config: PolicyConfig, state: State) -> int:
     """Return the tokens that the global parameters have been trained on: merged tokens
     and, in a later term, the carried ones."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol.coordinator import (
+    cycles,
     ending,
     leases,
     ledger,
@@ -88,7 +89,8 @@ def recover(
             account = account.lose_tokens(missing, "coordinator")
             fragment = with_account(fragment, island.name, account)
             state = with_fragment(state, fragment)
-    state = schedule.after_crash(config, replace(state, reunion_until=0.0))
+    state = cycles.forgotten(replace(state, reunion_until=0.0))
+    state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(
             state,

@@ -60,6 +60,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     compile_budget_s: float
     outage_budget_s: float
     flush_s: float
+    export_every: int = 0
+    """Cycles between two that are kept; 0 = none is, unless it is asked for."""
     admitted: dict[str, int | None] | None = None
     """Sequences per step of every admitted island, by name; None: as many as the island
     says. Without this dict any island is let in, with any batch."""
@@ -254,6 +256,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     islands: dict[str, Island] = msgspec.field(default_factory=dict)
     """By name: one entry for all incarnations. Only admitted names are let in."""
     fragments: tuple[Fragment, ...] = ()
+    kept_cycle: int = 0
+    """The last cycle that was kept, or is being kept."""
+    unkept: tuple[int, ...] = ()
+    """Fragments that have not reached their versions of the cycle being kept."""
+    keeping: bool = False
+    """True until the cycle being kept is on disk."""
     next_position: int = 0
     free_spans: tuple[Span, ...] = ()
     """Positions to grant again. They are granted first, so there are no more than what

@@ -65,6 +65,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The island is about to leave: write a checkpoint, and answer takes only."""
     finished: bool = False
     """The run is over."""
+    lacking: tuple[int, ...] = ()
+    """Fragments whose last versions did not come before the run was over."""
     ending: Ending | None = None
     """The loop must end."""
 

@@ -46,12 +46,18 @@ Errand = Wanted | ResendRequest
 
 
 class Conversation:
-    """The state of one incarnation's conversation. Not thread-safe."""
+    """The state of one incarnation's conversation. Not thread-safe.
 
-    def __init__(self) -> None:
+    awaits_last: the island is to have the run's result. The run is over for it once all
+    that was published before the run's end has come, or `give_up` was called.
+    """
+
+    def __init__(self, *, awaits_last: bool = False) -> None:
+        self._awaits_last = awaits_last
         self.has_news = False
         """True if a message for the loop arrived since the last decision."""
         self.stop = self.leaving = self.may_leave = self.finished = False
+        self._gave_up = False
         self.ending: Ending | None = None
         self._run_id, self._term, self._new_term = "", 0, 0
         self._takes: dict[int, TakeRequest] = {}
@@ -139,10 +145,16 @@ class Conversation:
         self.ending = self.ending or ending
         self.has_news = True
 
+    def give_up(self) -> None:
+        """Note that publishes before the run's end are not to be awaited any more."""
+        self._gave_up = self.has_news = True
+
     # ---- the loop ---------------------------------------------------------------
 
     def decide(self) -> Decision:
         """Return the decision for the next boundary, each part of it only once."""
+        lacking = self._lacking() if self.finished and self._awaits_last else ()
+        finished = self.finished and (not lacking or self._gave_up)
         decision = Decision(
             takes=tuple(self._takes.values()),
             adoptions=tuple(Adoption(f, v) for f, v in self._adoptions.items()),
@@ -154,7 +166,8 @@ class Conversation:
             heard=self._heard,
             stop=self.stop or self.leaving,
             leaving=self.leaving,
-            finished=self.finished,
+            finished=finished,
+            lacking=lacking if finished else (),
             ending=self.ending,
         )
         self._takes, self._adoptions, self._waiting = {}, {}, {}
@@ -200,14 +213,14 @@ class Conversation:
         """Return the records after that number."""
         return tuple(r for r in self._records if r.seq > sent_through)
 
-    def lacking(self) -> list[int]:
-        """Return the fragments of which a version was published that has not come."""
-        have = self.status().versions
-        return [f for f, newest in self._published.items() if have[f] < newest]
-
     def forget_records(self) -> None:
         """Drop the records: another host of the island reports them."""
         self._records = []
+
+    def _lacking(self) -> tuple[int, ...]:
+        """Return the fragments of which a version was published that has not come."""
+        have, published = self.status().versions, sorted(self._published.items())
+        return tuple(f for f, newest in published if have[f] < newest)
 
     # ---- one message ------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from diloco_jax import compilation, run_files
+from diloco_jax import compilation, merge_route, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.config.validation import require_section
@@ -37,10 +37,10 @@ from diloco_jax.data.loading import Data, load_data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import RowRange, Rows
 from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.evaluation import BATCH_SIZE, as_json
+from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
-from diloco_jax.island.evaluate import Evaluator, evaluate_all
+from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
@@ -178,14 +178,14 @@ class _Emulator:
     def __init__(self, config: Config, options: EmulationOptions, show: Show) -> None:
         run, placement = config.run, config.placement
         self._config, self._options, self._show = config, options, show
-        data = load_data(run)
+        data = self._data = load_data(run)
         model, self._judge = trainer_of(run, IslandConfig(batch_size=BATCH_SIZE))
         fields, length = self._judge.fields, run.sequence_length
         self._readers = {
             name: BatchReader(rows, fields, length)
             for name, rows in _rows(config, data, options.unlike_shards).items()
         }
-        self._validation = ValidationBatches(
+        validation = ValidationBatches(
             data.validation,
             BATCH_SIZE,
             fields,
@@ -193,11 +193,13 @@ class _Emulator:
             bytes_per_token=data.bytes_per_token,
         )
         self._evaluator = Evaluator(
-            self._judge, self._validation, 1, placement.evaluate_batches
+            self._judge, validation, 1, placement.evaluate_batches
         )
         plan = build_plan(run, model)
         deadlines = placement.deadlines
-        self._store = Store(run, plan, first_pieces(run, model), deadlines.pin_s)
+        passes = merge_route.passes_of(placement.merge_route)
+        first = first_pieces(run, model)
+        self._store = Store(run, plan, first, deadlines.pin_s, passes)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)
         chance = np.random.default_rng(options.chance_seed)
         merging = durations(options.merge_seconds, options.merge_spread, chance)
@@ -240,7 +242,8 @@ class _Emulator:
         self._show({**self._status(), "phase": "evaluating"})
         params = self._store.params()
         placed = self._judge.place_params(params)
-        evaluation = evaluate_all(self._judge, placed, self._validation)
+        length = self._config.run.sequence_length
+        evaluation = of_data(self._data, length, self._judge, placed)
         result = summary.summary(
             coordinator.config,
             coordinator.state,

@@ -27,6 +27,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_versions.VersionsGrow,
     safe_versions.AnchorsEqual,
     safe_versions.TicksOnce,
+    safe_versions.CyclesWhole,
     safe_merges.MergedOnce,
     safe_merges.KeptOnce,
     safe_merges.DeltasExact,

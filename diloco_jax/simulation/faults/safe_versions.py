@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.events import Tell
+from diloco_jax.protocol.coordinator.events import KeepFragment, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.records import Durable, Merged
@@ -165,3 +165,46 @@ class TicksOnce(Invariant):
         key = (*who, take.fragment, take.tick)
         self.hold(key not in self._takes, "taken a second time:", key)
         self._takes.add(key)
+
+
+class CyclesWhole(Invariant):
+    """A kept cycle has, of each fragment, the version of the last merge up to its turn.
+
+    That is so whatever is merged after it was kept, and in every life of a coordinator.
+    """
+
+    name = "cycles"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._versions = [Version()] * config.fragments
+        self._ticks = [0] * config.fragments
+        self._kept_to = [0] * config.fragments
+        """Last turn that was kept of each fragment."""
+
+    def persisted(self, record: Durable) -> None:
+        if isinstance(record, Merged):
+            fragment, tick = record.fragment, record.tick
+            self.hold(
+                tick > self._kept_to[fragment],
+                f"fragment {fragment} is merged at tick {tick}, and was kept for tick "
+                f"{self._kept_to[fragment]}",
+            )
+            self._versions[fragment], self._ticks[fragment] = record.version, tick
+
+    def opened(self, opened: Opened) -> None:
+        for fragment in opened.state.fragments:
+            self._versions[fragment.index] = fragment.version
+
+    def carrying_out(self, effect: AnyEffect) -> None:
+        if not isinstance(effect, KeepFragment):
+            return
+        fragment, cycle = effect.fragment, effect.cycle
+        turn = (cycle - 1) * len(self._versions) + fragment + 1
+        self.hold(
+            effect.version == self._versions[fragment]
+            and self._ticks[fragment] <= turn,
+            f"fragment {fragment} is kept for cycle {cycle} at {effect.version}, but "
+            f"it is at {self._versions[fragment]}, merged at {self._ticks[fragment]}",
+        )
+        self._kept_to[fragment] = turn

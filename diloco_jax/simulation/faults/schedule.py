@@ -27,6 +27,8 @@ SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 COMPILE_BUDGET_S = 10.0
+EXPORT_EVERY = 2
+"""Cycles between two that are kept."""
 RESTART_S = 1.0
 """Seconds from the end of a refused process to the next process."""
 RETRY_S = 0.5
@@ -118,6 +120,7 @@ class Schedule(
             time_budget_s=LEASE_S,
             outage_budget_s=self.outage_s,
             compile_budget_s=COMPILE_BUDGET_S,
+            export_every=EXPORT_EVERY,
         )
         batches: dict[str, int | None] = {
             name: plan.batch_size for name, plan in self.islands.items()

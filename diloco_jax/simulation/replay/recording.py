@@ -10,9 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_jax import merge_route
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
+from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.protocol.values import Contribution, Record, Version
@@ -219,6 +221,26 @@ def environment_like(recorded: Environment) -> dict[str, str]:
         "NPROC": str(recorded["threads"]),
         "XLA_FLAGS": " ".join(f for f in flags if not re.search("/|dump|file", f)),
     }
+
+
+def passes_like(recorded: Environment) -> Passes | None:
+    """Return the passes of the route by which a coordinator merged.
+
+    Raises ConfigError if that route is not to be had here.
+    """
+    route = recorded.get("merge_route")
+    if route == "xla":
+        return merge_route.passes_of("xla")
+    try:
+        if route == "native":
+            return merge_route.passes_of("native")
+        why = "it is not known here"
+    except ConfigError as error:
+        why = str(error)
+    raise ConfigError(
+        f'the coordinator merged by the route {route!r}, here it would be "xla" '
+        f"({why}): a comparison of bits would say nothing; replay where it is the same"
+    )
 
 
 def refuse_term(path: Path, record: Mapping[str, Any]) -> None:

@@ -26,7 +26,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from diloco_jax import checkpoint, compilation, environment, run_files, sealed
+from diloco_jax import (
+    checkpoint,
+    compilation,
+    environment,
+    run_files,
+    sealed,
+)
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.notes import Environment
@@ -51,6 +57,7 @@ from diloco_jax.simulation.replay.recording import (
     Recovery,
     Who,
     environment_like,
+    passes_like,
     refuse_other_bits,
 )
 from diloco_jax.weights.first import first_pieces
@@ -144,6 +151,9 @@ class Replay(contextlib.ExitStack):
         )
         self._reader = BatchReader(rows, fields, run.sequence_length)
         self._store = _new_store(recording)
+        # One per life of the coordinator; all, so that none is refused half-way.
+        self._passes = [passes_like(c) for c in recording.coordinators]
+        self._store.use_passes(self._passes.pop(0))
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
         first = [
             tuple(self._store.arrays(fragment)["anchor"])
@@ -300,6 +310,7 @@ class Replay(contextlib.ExitStack):
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
+        self._store.use_passes(self._passes.pop(0))
         logged: dict[int, list[RecordedMerge]] = {}
         for merge in self._recording.merges[: recovery.merges]:
             if merge.version > recovery.snapshot_versions[merge.fragment]:

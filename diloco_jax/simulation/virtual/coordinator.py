@@ -17,12 +17,14 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol.coordinator import decide, takes
 from diloco_jax.protocol.coordinator.events import (
     Commit,
+    CycleKept,
     DeltaArrived,
     Disconnected,
     Drop,
     Event,
     Forget,
     Ignored,
+    KeepFragment,
     Merge,
     MergePrepared,
     Timer,
@@ -92,6 +94,8 @@ class VirtualCoordinator(Engine[State, Event]):
         self._deltas: dict[DeltaKey, Any] = {}
         self._prepared: dict[int, Merge] = {}
         """Merges that are ordered and not committed, by fragment."""
+        self._unkept = 0
+        """Fragments that the cycle being kept lacks."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
         self._timer: Due | None = None
 
@@ -158,6 +162,13 @@ class VirtualCoordinator(Engine[State, Event]):
         self.merging.commit(commit.fragment, commit.version)
         for key in _keys(merge):
             self._deltas.pop(key, None)
+
+    def keep(self, keep: KeepFragment) -> None:
+        self._unkept = self._unkept or self.config.fragments
+        self._unkept -= 1
+        if not self._unkept:
+            kept = CycleKept(cycle=keep.cycle)
+            self.clock.after(0.0, lambda: self.hear(kept))
 
     def drop(self, drop: Drop) -> None:
         self._deltas.pop(drop.delta, None)

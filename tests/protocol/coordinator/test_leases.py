@@ -209,3 +209,25 @@ def test_leases_whose_steps_are_all_merged_are_forgotten() -> None:
     kept = d.state.islands["a"].leases
     assert lease not in kept
     assert len(kept) == 2
+
+
+def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:
+    d = Driver()
+    d.hello("a", sequences_per_step=2)
+    d.hello("b", sequences_per_step=1)
+    assert leases.trained(d.state) == []
+    (first,) = d.state.islands["a"].leases
+    (other,) = d.state.islands["b"].leases
+    d.report("a", 0)
+    d.report("a", 3)
+    d.report("b", 5)
+    begun = other.span.start
+    mine = Span(first.span.start, first.span.start + 6)
+    assert leases.trained(d.state) == [mine, Span(begun, begun + 5)]
+    d.goodbye("b")  # It is in no merge.
+    assert leases.trained(d.state) == [mine]
+    steps = (first.span.stop - first.span.start) // 2
+    d.report("a", steps)
+    d.merge(0, a=steps)
+    d.goodbye("a")
+    assert leases.trained(d.state) == [first.span]

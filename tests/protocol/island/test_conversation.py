@@ -6,7 +6,7 @@ import pytest
 from diloco_jax.protocol.island.boundary import Adoption, Ending
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import Published, ResendRequest
+from diloco_jax.protocol.messages import Finished, Published, ResendRequest
 from diloco_jax.protocol.values import Record, Span, Version
 
 
@@ -230,3 +230,36 @@ def test_the_status_says_what_a_coordinator_without_state_needs(told):
     says.progress(told, 650, next_position=50)
     status = told.status()
     assert (status.tokens, status.next_position) == (650, 56)
+
+
+def over(told):
+    """The run's end, after version 2 of fragment 1, of which version 1 is here."""
+    told.post(Status(phase="stopped", versions=(Version(1, 1), Version(1, 1))))
+    for fragment, number in ((0, 1), (1, 2)):
+        told.receive(Published(fragment=fragment, version=Version(1, number)))
+    told.receive(Finished())
+    return told.decide()
+
+
+def test_an_island_that_awaits_the_result_is_done_once_the_last_versions_are_here():
+    told = Conversation(awaits_last=True)
+    decision = over(told)
+    assert (decision.stop, decision.finished) == (True, False)
+    told.arrived(1, Version(1, 2), 1)
+    decision = told.decide()
+    assert decision.adoptions == (Adoption(1, Version(1, 2)),)
+    assert (decision.finished, decision.lacking) == (True, ())
+
+
+def test_an_island_that_gives_up_knows_what_it_lacks():
+    told = Conversation(awaits_last=True)
+    assert not over(told).finished
+    told.give_up()
+    assert told.has_news
+    decision = told.decide()
+    assert (decision.finished, decision.lacking) == (True, (1,))
+
+
+def test_other_islands_are_done_when_the_run_is(told):
+    decision = over(told)
+    assert (decision.finished, decision.lacking) == (True, ())

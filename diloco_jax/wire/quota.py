@@ -1,4 +1,4 @@
-"""A limit on the rate of a peer's control messages: those beyond it wait to be read.
+"""The quota of a peer's control messages: those that come faster wait to be read.
 
 Each of them may cost lines on tape and log, and time of the one thread that decides.
 gRPC's flow control hands the wait on to the peer.
@@ -21,8 +21,8 @@ is made durable."""
 TOLD_EVERY_S = 60.0
 
 
-class Throttle:
-    """The limit of one peer, over all of its streams. Any thread may call it."""
+class Quota:
+    """The quota of one peer, over all of its streams. Any thread may call it."""
 
     def __init__(self, who: str) -> None:
         self._who = who

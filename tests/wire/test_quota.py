@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from wire_support import WAIT_S, hello, report
 
-from diloco_jax.wire import server, session, throttle
+from diloco_jax.wire import quota, server, session
 from diloco_jax.wire.errors import Busy
 
 
@@ -21,26 +21,24 @@ class Clock:
 
 def test_a_peer_may_send_a_burst_then_waits(monkeypatch, caplog):
     clock = Clock()
-    monkeypatch.setattr(throttle, "time", clock)
-    paced = throttle.Throttle("island a")
-    half = throttle.BURST_BYTES // 2
+    monkeypatch.setattr(quota, "time", clock)
+    paced = quota.Quota("island a")
+    half = quota.BURST_BYTES // 2
     assert [paced.wait_s(half), paced.wait_s(half)] == [0.0, 0.0]
-    waits = [paced.wait_s(throttle.BYTES_PER_SECOND) for _ in range(3)]
+    waits = [paced.wait_s(quota.BYTES_PER_SECOND) for _ in range(3)]
     assert waits == pytest.approx([1.0, 2.0, 3.0])
     (told,) = caplog.messages
     assert "island a sends more than 65536 bytes of control messages a second" in told
     clock.now += 3.0
     assert paced.wait_s(0) == 0.0
     clock.now += 1e6
-    assert paced.wait_s(throttle.BURST_BYTES) == 0.0
-    assert paced.wait_s(throttle.BYTES_PER_SECOND) == pytest.approx(1.0), (
-        "no more saved"
-    )
+    assert paced.wait_s(quota.BURST_BYTES) == 0.0
+    assert paced.wait_s(quota.BYTES_PER_SECOND) == pytest.approx(1.0), "no more saved"
 
 
 def test_a_session_reads_no_faster(serve, connect, handlers, monkeypatch):
     waited = []
-    monkeypatch.setattr(throttle, "BURST_BYTES", throttle.HELLO_BYTES)
+    monkeypatch.setattr(quota, "BURST_BYTES", quota.HELLO_BYTES)
     monkeypatch.setattr(
         session, "time", SimpleNamespace(sleep=lambda s: waited.append(s))
     )

@@ -1,0 +1,171 @@
+"""The data's speed: preparing, and reading what was prepared.
+
+Question: how many tokens a second does one core read of a mixture of prepared folders,
+and does that feed a host of TPUs? How fast is data prepared?
+
+Read is what a run reads: leased positions of two folders with weights become batches
+with tokens, segments and weights, by the product's own stream, in a process that has
+one core. CPU seconds are those of all threads. The vocabulary has 262,144 words, as
+Gemma's, so that a token takes four bytes. Tokens are made of each four bytes of text,
+since no tokenizer of that size comes with this project; its own time is therefore not
+in the figures of preparing. Files lie in the page cache.
+
+Demand: a host of v6e with eight chips trains gemma3_1b. No step can be faster than its
+matrix products with weights at the chips' published peak, attention left out; a plan's
+step is at best that, and a real one slower. A bound asks for twice these tokens.
+
+Command: `python benchmarks/data.py`. Cost: a minute on one core.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import support
+
+from diloco_jax.config import DataConfig, RunConfig
+from diloco_jax.data.loading import load_data
+from diloco_jax.data.prepare.examples import Reader
+from diloco_jax.data.prepare.work import prepare
+from diloco_jax.data.prepare.writing import Recipe
+from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.stream import LeasedStream
+from diloco_jax.models.presets import preset
+from diloco_jax.planning.chips import CHIPS
+from diloco_jax.planning.flops import layer_weights
+from diloco_jax.protocol.values import Span
+
+CHIPS_OF_HOST = 8
+SPARE = 2.0
+"""The stream must read that many times what is asked of it."""
+LENGTH, BATCH, REPEATS = 2048, 64, 5
+BATCHES = 40
+"""Batches of one repeat."""
+WEIGHTS = (3.0, 1.0)
+TIMEOUT_S = 60.0
+
+
+class Quads:
+    """A tokenizer without time of its own: a token of each four bytes of text."""
+
+    name = digest = "quads"
+    vocab_size = 262_144
+    start: tuple[int, ...] = (2,)
+    end = 1
+    files: tuple[Path, ...] = ()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the tokens of each text."""
+        found = []
+        for text in texts:
+            data = text.encode()
+            whole = np.frombuffer(data + b" " * (-len(data) % 4), "<u4")
+            found.append((whole % self.vocab_size).astype(np.int32))
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Not needed here."""
+        raise NotImplementedError
+
+
+def main() -> int:
+    """Run it; return 1 if a bound is broken."""
+    parser = support.parser(__doc__)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        written = [write(Path(folder), name) for name in ("a", "b")]
+        paths = tuple(str(Path(folder, name)) for name in ("a", "b"))
+        data = DataConfig(paths=paths, weights=WEIGHTS)
+        read = [speed(data) for _ in range(REPEATS)]
+    demand = tokens_per_s_at_peak()
+    per_core = statistics.median(r["tokens_per_cpu_s"] for r in read)
+    checks = [
+        support.at_least(
+            "tokens read by one core, per second of it",
+            per_core,
+            SPARE * demand,
+            ",.0f",
+        )
+    ]
+    table = [
+        {
+            "work": f"prepare {name}",
+            "tokens": f"{w['tokens']:,}",
+            "CPU s": f"{w['cpu_s']:.2f}",
+            "tokens / CPU s": f"{w['tokens'] / w['cpu_s']:,.0f}",
+            "MB of text / CPU s": f"{w['text_bytes'] / w['cpu_s'] / 1e6:.1f}",
+        }
+        for name, w in zip("ab", written, strict=True)
+    ] + [
+        {
+            "work": f"read, {number}",
+            "tokens": f"{r['tokens']:,}",
+            "CPU s": f"{r['cpu_s']:.2f}",
+            "tokens / CPU s": f"{r['tokens_per_cpu_s']:,.0f}",
+            "MB of text / CPU s": "",
+        }
+        for number, r in enumerate(read, start=1)
+    ]
+    raw = {"written": written, "read": read, "demand_tokens_per_s": demand}
+    return support.write_results(
+        options.out, "data", __doc__, {"Work": table}, checks, raw
+    )
+
+
+def tokens_per_s_at_peak() -> float:
+    """Return the tokens that a host's chips train on at their published peak."""
+    model = preset("gemma3_1b")
+    weights = model.vocab_size * model.d_model + model.num_layers * layer_weights(model)
+    return CHIPS_OF_HOST * CHIPS["v6e"].flops_per_s / (6 * weights)
+
+
+def write(folder: Path, name: str) -> dict[str, Any]:
+    """Prepare the Python standard library's sources once."""
+    recipe = Recipe(
+        tokenizer=Quads(),
+        reader=Reader(),
+        sequence_length=LENGTH,
+        validation_fraction=0.02 if name == "a" else 0.3,
+    )
+    began = time.process_time()
+    made = prepare(folder / name, (), recipe, workers=1)
+    counts = made.train.counts + made.validation.counts
+    return {
+        "cpu_s": time.process_time() - began,
+        "tokens": counts.tokens,
+        "text_bytes": counts.text_bytes,
+        "rows": counts.rows,
+    }
+
+
+def speed(data: DataConfig) -> dict[str, Any]:
+    """Read `BATCHES` batches as an island's loop takes them."""
+    found = load_data(RunConfig(data=data, sequence_length=LENGTH))
+    reader = BatchReader(found.index(0), found.train.fields, LENGTH)
+    stream = LeasedStream(reader, BATCH)
+    began, began_cpu = time.monotonic(), time.process_time()
+    stream.grant(Span(0, BATCH * BATCHES))
+    for _ in range(BATCHES):
+        stream.next_batch(TIMEOUT_S)
+    cpu_s, wall_s = time.process_time() - began_cpu, time.monotonic() - began
+    stream.close()
+    tokens = BATCHES * BATCH * LENGTH
+    return {
+        "tokens": tokens,
+        "cpu_s": cpu_s,
+        "wall_s": wall_s,
+        "tokens_per_cpu_s": tokens / cpu_s,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""The commands that take a config: each reads it, sets the environment that jax will
+find, and hands over. Nothing heavy is imported before that."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from diloco_jax import run_files
+from diloco_jax.config import Config
+from diloco_jax.errors import ConfigError
+from diloco_jax.paths import absolute
+
+T = TypeVar("T")
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `diloco run CONFIG`: coordinator and all islands on this machine."""
+    from diloco_jax.cluster.commands import island_environment
+
+    # Before anything imports jax: the baseline trains here, on the islands' platform.
+    os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
+    from diloco_jax.island.environment import fit_threads
+
+    fit_threads()
+    from diloco_jax.cluster.options import RunOptions
+    from diloco_jax.cluster.resume import require_one_workdir, with_config
+
+    arguments = with_config(arguments)
+    path, config, options = _config_and_options("run", arguments, RunOptions())
+    require_one_workdir(arguments, config.placement.workdir, options.resume)
+    if options.init and options.resume:
+        raise ConfigError(
+            f"--init {options.init} begins a run, --resume {options.resume} goes on "
+            f"with one; leave one of them out"
+        )
+    config = _started_from(config, options.init, trust_code=options.trust_code)
+    from rich.console import Console
+
+    from diloco_jax.cluster.run import run
+
+    code, summary = run(
+        config,
+        path,
+        Console(stderr=True, markup=False),
+        baseline=options.baseline,
+        resume=options.resume,
+    )
+    if options.json:
+        print(json.dumps(summary))
+    return code
+
+
+def coordinator_command(arguments: Sequence[str]) -> int:
+    """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
+    from diloco_jax.coordinator.options import (
+        DRAWN,
+        CoordinatorOptions,
+        with_source,
+    )
+
+    _, config, options = _config_and_options(
+        "coordinator", with_source(arguments), CoordinatorOptions()
+    )
+    config = _started_from(
+        config, options.init.removeprefix(DRAWN), trust_code=options.trust_code
+    )
+    workdir = _workdir(config)
+    from diloco_jax.island.environment import fit_threads
+
+    # Before anything imports jax.
+    fit_threads()
+    from diloco_jax.config.resolving import resolve
+    from diloco_jax.coordinator import going_on
+    from diloco_jax.coordinator.main import run
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    if not options.init:
+        config = going_on.with_model_of_workdir(config, workdir)
+    config = resolve(config, copied=True)
+    code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
+    return code
+
+
+def island_command(arguments: Sequence[str]) -> int:
+    """Run `diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
+    from diloco_jax.island.options import IslandOptions
+
+    _, config, options = _config_and_options("island", arguments, IslandOptions())
+    workdir = _workdir(config)
+    options.check(config)
+    from diloco_jax.island.environment import prepare_island
+
+    # Before anything imports jax.
+    prepare_island(config.island(options.name))
+    incarnation = options.incarnation
+    if not incarnation:
+        from diloco_jax.cluster.attempts import next_attempt
+        from diloco_jax.workdir import make_workdir
+
+        make_workdir(workdir)
+        incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
+    from diloco_jax.config.resolving import resolve
+    from diloco_jax.island.hosts.meeting import WorldAddress
+    from diloco_jax.island.main import run
+    from diloco_jax.island.of_run import with_model_of_run
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    config = with_model_of_run(config, options.name, options.coordinator)
+    code: int = run(
+        resolve(config, copied=True),
+        options.name,
+        options.coordinator,
+        workdir,
+        incarnation,
+        WorldAddress(address=options.world, index=options.host_index),
+    )
+    return code
+
+
+def emulate_command(arguments: Sequence[str]) -> int:
+    """Run `diloco emulate CONFIG`: all islands in this process, in virtual time."""
+    from diloco_jax.simulation.emulation.options import CommandOptions
+
+    path, config, options = _config_and_options("emulate", arguments, CommandOptions())
+    from diloco_jax.island.environment import (
+        generation_here,
+        prepare_environment,
+        skip_absent_tpu,
+    )
+    from diloco_jax.libtpu import set_flags
+
+    # Before anything imports jax.
+    skip_absent_tpu()
+    prepare_environment(max(island.devices for island in config.islands.values()))
+    set_flags(generation_here(), os.environ)
+    from rich.console import Console
+
+    from diloco_jax.simulation.emulation.emulate import run
+
+    config = _started_from(config, options.init, trust_code=options.trust_code)
+    summary = run(config, path, Console(stderr=True, markup=False), options)
+    if options.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def launch_command(arguments: Sequence[str]) -> int:
+    """Run `diloco launch CONFIG --on tpu_vm|gke`."""
+    from diloco_jax.launch.command import LaunchOptions, run
+
+    path, config, options = _config_and_options("launch", arguments, LaunchOptions())
+    return run(config, path, options)
+
+
+def plan_command(arguments: Sequence[str]) -> int:
+    """Run `diloco plan CONFIG`."""
+    from diloco_jax.planning.command import run
+    from diloco_jax.planning.options import PlanOptions
+
+    path, config, options = _config_and_options("plan", arguments, PlanOptions())
+    return run(config, path, options)
+
+
+def _config_and_options(
+    command: str, arguments: Sequence[str], options: T
+) -> tuple[str, Config, T]:
+    """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
+    from diloco_jax.config.loading import read_config
+    from diloco_jax.options import ANY_ISLAND, parse_with_config
+
+    prog, launches = f"diloco {command} CONFIG", command == "launch"
+    if arguments and arguments[0] in ("-h", "--help"):
+        shown = Config(islands=ANY_ISLAND)
+        parse_with_config(shown, ["--help"], options, prog, launches=launches)
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError(
+            f"CONFIG comes first: {prog} [options], with the path to a configs/*.py"
+            f"{f'; found {arguments[0]!r}' if arguments else ''}"
+        )
+    path = arguments[0]
+    config, parsed = parse_with_config(
+        read_config(path),
+        arguments[1:],
+        options,
+        f"diloco {command} {path}",
+        launches=launches,
+    )
+    return path, config, parsed
+
+
+def _started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
+    """Return the config of a run that starts from these weights, if there are any."""
+    if not source:
+        return config
+    from diloco_jax.weights.first import started_from
+
+    return started_from(config, source, trust_code=trust_code).validate()
+
+
+def _workdir(config: Config) -> Path:
+    if not config.placement.workdir:
+        raise ConfigError("--workdir is missing; give the folder of this run")
+    return Path(absolute(config.placement.workdir))

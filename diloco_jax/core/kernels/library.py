@@ -1,0 +1,170 @@
+"""Binds the compiled functions of `merge.c`.
+
+Each goes over some tiles of a piece, f32[tiles, elements], in one call that holds no
+lock of the interpreter: callers may divide the tiles among threads. It makes the bits
+that the functions compiled by XLA make (`fragment_merge.py`, `merging.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("merge.c", "codec.h"))
+"""The file to compile, and what it includes."""
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+"""Flags of the compiler on which the bits depend, and the speed."""
+CODECS = ("f32", "bf16", "int8", "int4")
+"""Codecs that the functions know, as `codec.h` numbers them."""
+STEPS = ("keep", "flush", "sgd", "nesterov", "guarded_nesterov")
+"""Outer steps, as `merge.c` numbers them. "keep": none."""
+
+StepKind = Literal["keep", "flush", "sgd", "nesterov", "guarded_nesterov"]
+Values = npt.NDArray[np.float32]
+Octets = npt.NDArray[np.uint8]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """An outer step: theta' = theta - rate (g + momentum b'), b' = momentum b + g, with
+    g = guard * factor * the sum of the deltas. "sgd" has no b, and "flush" subtracts
+    factor * the sum. "guarded_nesterov" rounds as the optimizer with a norm guard."""
+
+    kind: StepKind
+    factor: float = 1.0
+    guard: float = 1.0
+    momentum: float = 0.0
+    rate: float = 1.0
+
+
+class Kernels:
+    """The functions of one compiled library. Arrays are contiguous; ValueError if not,
+    or if their shapes or dtypes do not agree."""
+
+    def __init__(self, path: Path) -> None:
+        """Load it; OSError if that is no library of this machine."""
+        library = ctypes.CDLL(str(path))
+        self._squares = library.merge_squares
+        self._sum = library.merge_sum
+        self._finish = library.merge_finish
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        self._squares.argtypes = [ctypes.c_int, number, number, *[pointer] * 2]
+        self._sum.argtypes = [ctypes.c_int, *[number] * 3, *[pointer] * 4]
+        reals = [ctypes.c_float] * 4
+        self._finish.argtypes = [
+            *[ctypes.c_int] * 2,
+            *reals,
+            *[number] * 2,
+            *[pointer] * 7,
+        ]
+
+    def squares(self, codec: str, encoded: Octets, elements: int) -> list[float]:
+        """Decode uint8[tiles, tile_bytes]; return the sum of each tile's squares."""
+        tiles = len(encoded)
+        halved = np.empty((tiles, _odd(elements)))
+        self._call(
+            self._squares,
+            *(CODECS.index(codec), tiles, elements),
+            _at(encoded, np.uint8, (tiles, tile_bytes(codec, elements))),
+            _at(halved, np.float64, halved.shape),
+        )
+        return _summed(halved)
+
+    def sum(
+        self,
+        codec: str,
+        encoded: Sequence[Octets],
+        factors: npt.NDArray[np.float32],
+        total: Values,
+    ) -> list[float]:
+        """Sum deltas, uint8[tiles, tile_bytes] each, times their factors into `total`,
+        f32[tiles, elements]; return the sum of the squares of each tile of it."""
+        tiles, elements = total.shape
+        halved = np.empty((tiles, _odd(elements)))
+        shape = tiles, tile_bytes(codec, elements)
+        places = [_at(array, np.uint8, shape) for array in encoded]
+        self._call(
+            self._sum,
+            *(CODECS.index(codec), len(encoded), tiles, elements),
+            (ctypes.c_void_p * len(encoded))(*places),
+            _at(factors, np.float32, (len(encoded),)),
+            _at(total, np.float32, total.shape),
+            _at(halved, np.float64, halved.shape),
+        )
+        return _summed(halved)
+
+    def finish(
+        self,
+        codec: str,
+        step: Step,
+        *,
+        old: Values,
+        trace: Values | None,
+        anchor: Values,
+        theta: Values,
+        new_trace: Values | None,
+        new_anchor: Values,
+        encoded: Octets,
+    ) -> None:
+        """Take the outer step and encode the publish of some tiles, f32[tiles,
+        elements] each.
+
+        Args:
+          codec: of the publish.
+          old, trace, anchor: before the merge; trace: momentum of "nesterov" alone.
+          theta: the sum of the deltas, which the new values replace; at "keep" they are
+            there already.
+          new_trace, new_anchor, encoded: the results; encoded: uint8[tiles,
+            tile_bytes].
+        """
+        tiles, elements = theta.shape
+        values = old, trace, anchor, theta, new_trace, new_anchor
+        self._call(
+            self._finish,
+            *(CODECS.index(codec), STEPS.index(step.kind)),
+            *(step.factor, step.guard, step.momentum, step.rate),
+            *(tiles, elements),
+            *(v if v is None else _at(v, np.float32, theta.shape) for v in values),
+            _at(encoded, np.uint8, (tiles, tile_bytes(codec, elements))),
+        )
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        if function(*arguments):
+            raise MemoryError("no memory for a tile of a merge")
+
+
+def tile_bytes(codec: str, elements: int) -> int:
+    """Return the bytes of an encoded tile, as `codec.h` has it."""
+    whole = {"f32": 4 * elements, "bf16": 2 * elements}
+    if codec in whole:
+        return whole[codec]
+    if codec == "int8":
+        return elements - 2 * (-elements // 256)
+    return -(-elements // 2) - 2 * (-elements // 32)
+
+
+def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
+    """Return the address of an array."""
+    if (array.dtype, array.shape) != (dtype, shape) or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{array.dtype}{list(array.shape)} with strides {array.strides} was given "
+            f"for a contiguous {np.dtype(dtype)}{list(shape)}"
+        )
+    return array.ctypes.data
+
+
+def _odd(elements: int) -> int:
+    """Return what is left when a tile is halved as often as it can be."""
+    return elements // (elements & -elements)
+
+
+def _summed(halved: npt.NDArray[np.float64]) -> list[float]:
+    """Add up f64[tiles, odd] tile by tile, as `blocks.tile_squares` does."""
+    found: list[float] = halved.sum(axis=1).tolist()
+    return found

@@ -1,0 +1,255 @@
+/* The merge's passes over encoded deltas and tiles: the route "native".
+
+Each function does what the route "xla" does, operation by operation, in the same order:
+a product that is added is fused (fma), other operations round by themselves, and values
+below the smallest normal f32 are zeros. So vectors and threads change no bit. Compile
+with -ffp-contract=off and without -ffast-math.
+
+All arrays of a piece lie in the order of its tiles. `n` is the number of elements of a
+tile, `tiles` the number of tiles in this call. Each function returns 0, or 1 if there
+is no memory. Codecs and steps are numbered as in library.py. */
+
+#include "codec.h"
+
+#define FOLDS 3 /* Halvings of a tile's squares that are done at once. */
+
+enum { KEEP, FLUSH, SGD, NESTEROV, GUARDED_NESTEROV };
+
+/* ---- squares ---------------------------------------------------------------------- */
+
+/* Elements that are left when a tile is halved as often as it can be. */
+INLINE int64_t odd_part(int64_t n) {
+  while (n % 2 == 0) n /= 2;
+  return n;
+}
+
+/* Halve f64[2 * half] in place: one half is added to the other. */
+INLINE void fold(double *restrict sums, int64_t half) {
+  for (int64_t i = 0; i < half; i++) sums[i] += sums[i + half];
+}
+
+/* Squares of a tile, one half added to the other again and again, into f64[odd_part].
+work: f64[max(n / 2^FOLDS, odd_part)]. */
+INLINE void halve_squares(const float *restrict x, int64_t n, double *restrict work,
+                          double *out) {
+  int64_t size = n, odd = odd_part(n);
+  if (n % (1 << FOLDS) == 0) {
+    size = n >> FOLDS;
+    for (int64_t i = 0; i < size; i++) {
+      double s[1 << FOLDS];
+      for (int p = 0; p < 1 << FOLDS; p++) {
+        double value = (double)x[i + p * size];
+        s[p] = value * value;
+      }
+      work[i] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    }
+  } else {
+    while (size > odd) size /= 2;
+    int64_t parts = n / size; /* 1, 2 or 4. */
+    for (int64_t i = 0; i < size; i++) {
+      double s[4] = {0, 0, 0, 0};
+      for (int64_t p = 0; p < parts; p++) {
+        double value = (double)x[i + p * size];
+        s[p] = value * value;
+      }
+      work[i] = parts == 4 ? (s[0] + s[2]) + (s[1] + s[3])
+                           : (parts == 2 ? s[0] + s[1] : s[0]);
+    }
+  }
+  for (; size > odd; size /= 2) fold(work, size / 2);
+  memcpy(out, work, 8 * odd);
+}
+
+INLINE double *square_work(int64_t n) {
+  int64_t odd = odd_part(n), most = n >> FOLDS;
+  return malloc(8 * (most > odd ? most : odd));
+}
+
+INLINE int squares_of(int codec, int64_t tiles, int64_t n, const uint8_t *encoded,
+                      double *out) {
+  int64_t bytes = tile_bytes(codec, n), odd = odd_part(n);
+  float *values = malloc(4 * n);
+  double *work = square_work(n);
+  if (values && work) {
+    for (int64_t t = 0; t < tiles; t++) {
+      decode(codec, STORE, encoded + t * bytes, n, 0, n, 1, values);
+      halve_squares(values, n, work, out + t * odd);
+    }
+  }
+  int failed = !values || !work;
+  free(values);
+  free(work);
+  return failed;
+}
+
+/* Squares of each tile of an encoded delta: f64[tiles, odd_part(n)]. */
+int merge_squares(int codec, int64_t tiles, int64_t n, const uint8_t *encoded,
+                  double *out) {
+  uint64_t before = zero_subnormals();
+  int failed = 1;
+#define SQUARES(CODEC)                                                                 \
+  case CODEC:                                                                          \
+    failed = squares_of(CODEC, tiles, n, encoded, out);                                \
+    break;
+  switch (codec) { SQUARES(F32) SQUARES(BF16) SQUARES(INT8) SQUARES(INT4) }
+  restore(before);
+  return failed;
+}
+
+/* ---- sum -------------------------------------------------------------------------- */
+
+/* Ask for the integers or values of a chunk, which is needed once the same chunk of all
+deltas has been added: a processor does not follow so many streams by itself. */
+INLINE void read_ahead(int codec, const uint8_t *tile, int64_t start) {
+  int64_t width = codec == F32 ? 4 : codec == BF16 ? 2 : 1;
+  for (int64_t i = 0; i < CHUNK * width; i += 64)
+    __builtin_prefetch(tile + start * width + i);
+}
+
+INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
+                  const uint8_t *const *encoded, const float *factors, float *total,
+                  double *squares) {
+  int64_t bytes = tile_bytes(codec, n), odd = odd_part(n);
+  double *work = square_work(n);
+  if (!work) return 1;
+  for (int64_t t = 0; t < tiles; t++) {
+    float *out = total + t * n;
+    for (int64_t start = 0; start < n; start += CHUNK) {
+      int64_t count = n - start < CHUNK ? n - start : CHUNK;
+      float sum[CHUNK];
+      memset(sum, 0, sizeof sum);
+      for (int64_t m = 0; m < deltas; m++) {
+        const uint8_t *tile = encoded[m] + t * bytes;
+        read_ahead(codec, tile, start + CHUNK);
+        if (count == CHUNK)
+          decode(codec, ADD, tile, n, start, CHUNK, factors[m], sum);
+        else
+          decode(codec, ADD, tile, n, start, count, factors[m], sum);
+      }
+      memcpy(out + start, sum, 4 * count);
+    }
+    halve_squares(out, n, work, squares + t * odd);
+  }
+  free(work);
+  return 0;
+}
+
+/* Sum of the deltas, each times its factor, in their order, and the squares of it:
+f32[tiles, n], f64[tiles, odd_part(n)]. */
+int merge_sum(int codec, int64_t deltas, int64_t tiles, int64_t n,
+              const uint8_t *const *encoded, const float *factors, float *total,
+              double *squares) {
+  uint64_t before = zero_subnormals();
+  int failed = 1;
+#define SUM(CODEC)                                                                     \
+  case CODEC:                                                                          \
+    failed = sum_of(CODEC, deltas, tiles, n, encoded, factors, total, squares);        \
+    break;
+  switch (codec) { SUM(F32) SUM(BF16) SUM(INT8) SUM(INT4) }
+  restore(before);
+  return failed;
+}
+
+/* ---- step and publish ------------------------------------------------------------- */
+
+typedef struct {
+  float factor, guard, momentum, rate;
+} Step;
+
+/* Take the outer step of `count` elements. total and theta may be the same memory. */
+INLINE void step_of(int kind, Step step, int64_t count, const float *total,
+                      const float *old, const float *trace, float *theta,
+                      float *new_trace) {
+  for (int64_t i = 0; i < count; i++) {
+    float delta = total[i] * step.factor;
+    if (kind == FLUSH) {
+      theta[i] = old[i] - delta;
+    } else {
+      float update = delta * step.guard;
+      if (kind == NESTEROV) {
+        new_trace[i] = __builtin_fmaf(step.momentum, trace[i], delta);
+        update = __builtin_fmaf(step.momentum, new_trace[i], delta);
+      } else if (kind == GUARDED_NESTEROV) {
+        new_trace[i] = __builtin_fmaf(delta, step.guard, step.momentum * trace[i]);
+        update = __builtin_fmaf(delta, step.guard, step.momentum * new_trace[i]);
+      }
+      theta[i] = __builtin_fmaf(-step.rate, update, old[i]);
+    }
+  }
+}
+
+static void take_step(int kind, Step step, int64_t count, const float *total,
+                      const float *old, const float *trace, float *theta,
+                      float *new_trace) {
+#define TAKE(KIND)                                                                     \
+  case KIND:                                                                           \
+    step_of(KIND, step, count, total, old, trace, theta, new_trace);                   \
+    break;
+  switch (kind) { TAKE(FLUSH) TAKE(SGD) TAKE(NESTEROV) TAKE(GUARDED_NESTEROV) }
+}
+
+INLINE int finish_of(int codec, int kind, Step step, int64_t tiles, int64_t n,
+                     const float *old, const float *trace, const float *anchor,
+                     float *theta, float *new_trace, float *new_anchor,
+                     uint8_t *encoded) {
+  int64_t bytes = tile_bytes(codec, n), half = (n + 1) / 2;
+  int traced = kind == NESTEROV || kind == GUARDED_NESTEROV;
+  int8_t *nibbles = codec == INT4 ? calloc(2 * half, 1) : NULL;
+  if (codec == INT4 && !nibbles) return 1;
+  for (int64_t t = 0; t < tiles; t++, encoded += bytes) {
+    for (int64_t start = 0; start < n; start += CHUNK) {
+      int64_t count = n - start < CHUNK ? n - start : CHUNK, at = t * n + start;
+      float change[CHUNK];
+      if (kind != KEEP)
+        take_step(kind, step, count, theta + at, old + at,
+                  traced ? trace + at : NULL, theta + at,
+                  traced ? new_trace + at : NULL);
+      for (int64_t i = 0; i < count; i++)
+        change[i] = flushed(theta[at + i] - anchor[at + i]);
+      if (codec == INT8) {
+        publish_blocks(BLOCK8, 127, change, start, count, (int8_t *)encoded,
+                       encoded + n, anchor + at, new_anchor + at);
+      } else if (codec == INT4) {
+        publish_blocks(BLOCK4, 7, change, start, count, nibbles, encoded + half,
+                       anchor + at, new_anchor + at);
+      } else {
+        if (codec == BF16) {
+          for (int64_t i = 0; i < count; i++) {
+            uint32_t near = rounded(bits_of(change[i]));
+            uint16_t upper = (uint16_t)(near >> 16);
+            memcpy(encoded + 2 * (start + i), &upper, 2);
+            change[i] = float_of(near);
+          }
+        } else {
+          memcpy(encoded + 4 * start, change, 4 * count);
+        }
+        for (int64_t i = 0; i < count; i++)
+          new_anchor[at + i] = flushed(anchor[at + i] + change[i]);
+      }
+    }
+    if (codec == INT4)
+      for (int64_t i = 0; i < half; i++)
+        encoded[i] = (uint8_t)((nibbles[i] & 0xf) | (nibbles[half + i] << 4));
+  }
+  free(nibbles);
+  return 0;
+}
+
+/* Take the outer step from the sum that lies in `theta`, and encode the publish. KEEP:
+theta is final. f32[tiles, n] each, uint8[tiles, tile_bytes]; traces: NESTEROV alone. */
+int merge_finish(int codec, int kind, float factor, float guard, float momentum,
+                 float rate, int64_t tiles, int64_t n, const float *old,
+                 const float *trace, const float *anchor, float *theta,
+                 float *new_trace, float *new_anchor, uint8_t *encoded) {
+  uint64_t before = zero_subnormals();
+  Step step = {factor, guard, momentum, rate};
+  int failed = 1;
+#define FINISH(CODEC)                                                                  \
+  case CODEC:                                                                          \
+    failed = finish_of(CODEC, kind, step, tiles, n, old, trace, anchor, theta,         \
+                       new_trace, new_anchor, encoded);                                \
+    break;
+  switch (codec) { FINISH(F32) FINISH(BF16) FINISH(INT8) FINISH(INT4) }
+  restore(before);
+  return failed;
+}

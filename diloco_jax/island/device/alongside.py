@@ -1,0 +1,104 @@
+"""Trees beside the parameters of a loop that joined: an average, a copy in bf16.
+
+An adoption moves the parameters in one step. A tree that follows them, and is not told,
+would drag behind for as long as its memory lasts. So each piece of it is moved by the
+same change, and stays as far from the local values as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diloco_jax.core.adopt.rule import moved
+from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import Leaves, Listed, leaf_of, with_leaves
+from diloco_jax.island.device.lies import Lies
+from diloco_jax.island.device.replica import LentParams
+from diloco_jax.island.mailbox import Arrival
+from diloco_jax.protocol.island.books import Outcome
+
+
+class LentBeside(LentParams[Listed]):
+    """Parameters and the trees beside them, which change alike."""
+
+    def __init__(self, exchange: Exchange, params: Listed) -> None:
+        super().__init__(exchange, params)
+        self.beside: list[Listed] = []
+        """Trees whose leaves lie as the parameters do, of any floating dtype."""
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        """Take over a published fragment in place."""
+
+        def change() -> None:
+            super(LentBeside, self).adopt(arrival, keep=keep)
+
+        self._together(arrival.fragment, change)
+
+    def judge(self, fragment: int, outcome: Outcome) -> None:
+        """Carry out the verdict on the outstanding take."""
+
+        def change() -> None:
+            super(LentBeside, self).judge(fragment, outcome)
+
+        if outcome == "reset":
+            self._together(fragment, change)
+        else:
+            change()
+
+    def warm(self) -> None:
+        """Compile what moves the trees that are here now, which stay as they are."""
+        for held in self._exchange.one_of_each(self.params):
+            self._follow(held.fragment, self._before(held.fragment))
+
+    def _together(self, fragment: int, change: Callable[[], None]) -> None:
+        before = self._before(fragment) if self.beside else []
+        change()
+        if self.beside:
+            self._follow(fragment, before)
+
+    def _before(self, fragment: int) -> list[jax.Array]:
+        """Return the fragment's local values, by piece."""
+        return [
+            _read(held.kind.lies)(leaf_of(self.params, held.piece.path), held.index)
+            for held in self._exchange.held(fragment)
+        ]
+
+    def _follow(self, fragment: int, before: list[jax.Array]) -> None:
+        """Move the fragment of every tree from `before` to the local values."""
+        pieces = self._exchange.held(fragment)
+        for number, tree in enumerate(self.beside):
+            written: Leaves = {}
+            for held, old in zip(pieces, before, strict=True):
+                path = held.piece.path
+                leaf = written.get(path)
+                leaf = leaf_of(tree, path) if leaf is None else leaf
+                local = leaf_of(self.params, path)
+                written[path] = _move(held.kind.lies)(leaf, held.index, old, local)
+            self.beside[number] = with_leaves(tree, written)
+
+
+_kept = functools.lru_cache(maxsize=256)
+
+
+@_kept
+def _read(lies: Lies) -> Any:
+    def read(leaf: Any, index: Any) -> jax.Array:
+        return jnp.copy(lies.read(leaf, index))  # The leaf itself is donated.
+
+    return jax.jit(read, out_shardings=lies.at_work)
+
+
+@_kept
+def _move(lies: Lies) -> Any:
+    def move(leaf: Any, index: Any, before: Any, local: Any) -> jax.Array:
+        own, new = lies.read(leaf, index).astype(jnp.float32), lies.read(local, index)
+        # From local values that are not finite, no way leads to those of a reset.
+        value = jnp.where(jnp.isfinite(before), moved(new, before, own), new)
+        return lies.write(leaf, index, value.astype(leaf.dtype))
+
+    return jax.jit(move, donate_argnums=0, out_shardings=lies.leaf)

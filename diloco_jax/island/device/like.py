@@ -1,0 +1,158 @@
+"""The parameters of a train loop that joins, between its own structure and names.
+
+The loop's tree is any pytree; a run goes by names in a nested dict. Which leaf has
+which name is found once: a boundary flattens the tree and unflattens it again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from diloco_jax.config import ConfigError
+from diloco_jax.island.device.leaves import Listed, Path, leaf_of
+from diloco_jax.island.device.placing import zeros
+from diloco_jax.models.model import Params, named
+
+AXIS = "devices"
+"""Mesh axis for arrays that lie on one device, and name no mesh."""
+_AVAL, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
+
+
+class LikeLeaves:
+    """The leaves of `like` and their names."""
+
+    def __init__(self, like: Any) -> None:
+        """like: as for `join`. Raises ConfigError for what cannot be parameters."""
+        leaves, structure = jax.tree.flatten(like)
+        self._structure: Any = structure
+        try:
+            numbers = named(jax.tree.unflatten(self._structure, range(len(leaves))))
+        except ValueError as error:
+            raise ConfigError(f"like: {error}") from error
+        self.like: Params = jax.tree.map(lambda n: _abstract(leaves[n]), numbers)
+        """Shapes and shardings by name."""
+        by_number = jax.tree_util.tree_leaves_with_path(numbers)
+        self._places: dict[Path, int] = {
+            tuple(key.key for key in path): number for path, number in by_number
+        }
+        self._paths = sorted(self._places, key=self._places.__getitem__)
+        self._abstract = [leaf_of(self.like, path) for path in self._paths]
+        sizes = [leaf.size for leaf in self._abstract]
+        self._smallest = sizes.index(min(sizes))
+        self._seen: list[Any] = [None] * 2 * len(leaves)
+        """Abstract values and shardings of leaves that were found to be right."""
+
+    def zeros(self) -> Listed:
+        """Return parameters of zeros that lie as `like` does."""
+        made = [zeros(x.shape, np.float32, x.sharding) for x in self._abstract]
+        return Listed(made, self._places)
+
+    def as_tree(self, params: Params | Listed) -> Any:
+        """Return parameters in the structure of `like`."""
+        if isinstance(params, Listed):
+            leaves = params.leaves
+        else:
+            leaves = [leaf_of(params, path) for path in self._paths]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def as_listed(self, tree: Any) -> Listed:
+        """Return a step's result as a boundary takes it.
+
+        Raises ValueError if it differs from `like` in structure, shape or dtype, or
+        lies elsewhere.
+        """
+        leaves = self._flat(tree, "boundary")
+        # One program's results have the very same facts at each call.
+        try:
+            seen = [*map(_AVAL, leaves), *map(_SHARDING, leaves)]
+        except AttributeError:
+            seen = []  # The host's arrays have none.
+        if not seen or not all(map(operator.is_, seen, self._seen)):
+            self._check(leaves)
+            self._seen = seen or self._seen
+        return Listed(leaves, self._places)
+
+    def as_beside(self, tree: Any) -> Listed:
+        """Return a tree beside the parameters as a boundary takes it.
+
+        Raises ValueError if it differs from `like` in structure or shape, lies
+        elsewhere, or has arrays that are not of a floating dtype.
+        """
+        leaves = self._flat(tree, "alongside")
+        self._check(leaves, beside=True)
+        return Listed(leaves, self._places)
+
+    def smallest(self, params: Listed) -> jax.Array:
+        """Return this host's first shard of the smallest parameter."""
+        leaf = params.leaves[self._smallest]
+        # A loop may hand over arrays of the host.
+        shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
+        first: jax.Array = shards[0].data if shards else leaf
+        return first
+
+    def _flat(self, tree: Any, given: str) -> list[Any]:
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self._structure:
+            raise ValueError(
+                f"{given} was given {structure}, the island joined with "
+                f"{self._structure}; give it the parameters alone, in that structure"
+            )
+        return leaves
+
+    def _check(self, leaves: Sequence[Any], *, beside: bool = False) -> None:
+        for path, leaf, like in zip(self._paths, leaves, self._abstract, strict=True):
+            name, dtype = "/".join(path), leaf.dtype
+            right = (
+                jnp.issubdtype(dtype, jnp.floating) if beside else dtype == like.dtype
+            )
+            if leaf.shape != like.shape or not right:
+                raise ValueError(
+                    f"{name} is {dtype}{list(leaf.shape)} at the boundary, the island "
+                    f"joined with float32{list(like.shape)}; parameters stay as they "
+                    f"were"
+                    + (", and what is beside them is of a floating dtype" * beside)
+                )
+            lies = getattr(leaf, "sharding", like.sharding)
+            if not lies.is_equivalent_to(like.sharding, leaf.ndim):
+                raise ValueError(
+                    f"{name} lies as {lies} at the boundary, the island joined with "
+                    f"{like.sharding}; give the step's result that sharding "
+                    f"(out_shardings of jax.jit)"
+                )
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return shape and sharding of a parameter; raise ConfigError if it cannot be
+    one."""
+    if leaf.dtype != np.float32:
+        raise ConfigError(
+            f"like has an array of {leaf.dtype}{list(leaf.shape)}; the parameters that "
+            f"islands share are float32, and a loop casts them for its step"
+        )
+    lies = getattr(leaf, "sharding", None)
+    if not isinstance(lies, NamedSharding):
+        device = next(iter(lies.device_set)) if lies else jax.devices()[0]
+        mesh = Mesh(np.array([device]), (AXIS,))
+        lies = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    if AxisType.Explicit in lies.mesh.axis_types:
+        raise ConfigError(
+            f"like lies on a mesh with axis_types = {lies.mesh.axis_types}; takes and "
+            f"adoptions are compiled for Auto axes: make the same mesh with "
+            f"axis_types=(AxisType.Auto,) * {len(lies.mesh.axis_types)} for the "
+            f"parameters that are lent"
+        )
+    hosts = {device.process_index for device in lies.mesh.devices.flat}
+    if len(hosts) != jax.process_count():
+        raise ConfigError(
+            f"like lies on devices of {len(hosts)} processes, and this world has "
+            f"{jax.process_count()}: lay it on a mesh with devices of all, since an "
+            f"island is one model copy and one jax.distributed world"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=lies)  # type: ignore[no-untyped-call]

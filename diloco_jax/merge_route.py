@@ -1,0 +1,151 @@
+"""The route by which a process computes merges: "native", functions in C, or "xla".
+
+The source is compiled once per machine, at first use, into the user's cache folder;
+that takes a C compiler and two seconds. Both routes make the same bits, and the native
+one takes about a third of the time. What the native one has not, such as rules of your
+own, goes by the other one on any route.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from diloco_jax import machine
+from diloco_jax.compilation import cache_home
+from diloco_jax.config.placement import MergeRoute
+from diloco_jax.core.kernels.library import FLAGS, SOURCES, Kernels
+from diloco_jax.core.kernels.passes import Passes
+from diloco_jax.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Route = Literal["native", "xla"]
+
+COMPILERS = ("cc", "gcc", "clang")
+OF_THIS_MACHINE = ("-march=native", "-shared", "-fPIC")
+COMPILE_S = 120.0
+"""Seconds after which the compiler is given up."""
+TOLD = 300
+"""Characters of what a compiler says that an error repeats."""
+
+
+class NativeError(Exception):
+    """The native route is not to be had here. The text says why."""
+
+
+def passes_of(setting: MergeRoute) -> Passes | None:
+    """Return the passes of the native route; None for the route "xla".
+
+    setting: `placement.merge_route`. "auto": "native", or where it is not to be had
+    "xla", with a warning.
+
+    Raises:
+      ConfigError: "native", and it is not to be had.
+    """
+    if setting == "xla":
+        return None
+    try:
+        return _passes()
+    except NativeError as error:
+        if setting == "native":
+            raise ConfigError(
+                f'placement.merge_route = "native", and merges go by "xla" here: '
+                f'{error}; install a C compiler, or choose "auto" or "xla"'
+            ) from error
+        logger.warning(
+            'merges go by the route "xla", which takes about three times the CPU of '
+            '"native" (placement.merge_route = "auto"): %s',
+            error,
+        )
+        return None
+
+
+def route_of(passes: Passes | None) -> Route:
+    """Return the name of the route, for the tape."""
+    return "xla" if passes is None else "native"
+
+
+@functools.cache
+def _passes() -> Passes:
+    """Raises NativeError."""
+    try:
+        kernels = _loaded(cache_home() / "merge" / f"{_key()}.so")
+    except OSError as error:
+        raise NativeError(f"{error}") from error
+    cores = machine.cores()
+    return Passes(kernels, map if cores == 1 else _Threads(cores))
+
+
+class _Threads:
+    """A `map` on threads. Work of one part goes without them."""
+
+    def __init__(self, cores: int) -> None:
+        self._pool = ThreadPoolExecutor(cores, "diloco-merge-tiles")
+
+    def __call__(
+        self, function: Callable[[slice], Any], parts: Iterable[slice]
+    ) -> Iterable[Any]:
+        given = list(parts)
+        if len(given) == 1:
+            return [function(given[0])]
+        return self._pool.map(function, given)
+
+
+def _loaded(path: Path) -> Kernels:
+    """Load the library; compile it if it is not there, or cannot be loaded because a
+    machine stopped while it was written."""
+    if path.exists():
+        try:
+            return Kernels(path)
+        except OSError as error:
+            logger.info("%s cannot be loaded (%s): it is compiled anew", path, error)
+    _compile(path)
+    return Kernels(path)
+
+
+def _compile(path: Path) -> None:
+    """Compile the source to this path. Raises NativeError, OSError."""
+    named = os.environ.get("CC")
+    found = [c for c in ((named,) if named else COMPILERS) if shutil.which(c)]
+    if not found:
+        raise NativeError(
+            f"no C compiler: none of {', '.join((named,) if named else COMPILERS)} is "
+            f"installed"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, scratch = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    os.close(number)
+    command = [found[0], *FLAGS, *OF_THIS_MACHINE, "-o", scratch, str(SOURCES[0])]
+    try:
+        subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=COMPILE_S
+        )
+        os.chmod(scratch, 0o755)
+        os.replace(scratch, path)
+    except subprocess.TimeoutExpired as error:
+        raise NativeError(f"{found[0]} took more than {COMPILE_S:g} s") from error
+    except subprocess.CalledProcessError as error:
+        said = " ".join(error.stderr.split())[:TOLD]
+        raise NativeError(f"{found[0]} refused the source: {said}") from error
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    logger.info("compiled the native route of merges into %s", path)
+
+
+def _key() -> str:
+    """Return a name that changes with the source, the flags and the processor."""
+    parts = [source.read_bytes() for source in SOURCES]
+    parts += [" ".join((*FLAGS, *OF_THIS_MACHINE, platform.machine())).encode()]
+    parts += [machine.instructions().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -1,0 +1,102 @@
+"""Kept cycles: which cycles' parameters are kept, and when a fragment is at a cycle.
+
+Cycle c has the ticks (c - 1) P + 1 to c P, and fragment f its turn at the f-th of them.
+The cycle's version of a fragment is that of its last merge with a tick up to its turn,
+whenever that merge ended. So all fragments of one cycle are of one moment of the
+schedule, and nothing waits for them: each is kept once its version is sure, before its
+next merge can replace it. One cycle is kept at a time, which bounds what is held. The
+flush's ticks come out of turn, so that most of its merges are of no cycle.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.events import CycleKept, Effect, KeepFragment
+from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
+
+Step = tuple[State, list[Effect]]
+
+
+def cycle_of(config: PolicyConfig, tick: int) -> int:
+    """Return the cycle of a tick; 0 before the first one."""
+    return -(-tick // config.fragments)
+
+
+def present(config: PolicyConfig, state: State) -> int:
+    """Return the cycle in which the run is, at least 1: no fragment is beyond it."""
+    return max(1, cycle_of(config, state.tick))
+
+
+def ask(config: PolicyConfig, state: State) -> State:
+    """Keep the present cycle, unless one is being kept."""
+    return state if state.keeping else _begin(config, state)
+
+
+def kept(state: State, event: CycleKept) -> State:
+    """Note that a cycle is on disk, or was given up: the next one may be kept."""
+    if event.cycle != state.kept_cycle:
+        return state
+    return replace(state, keeping=False, unkept=())
+
+
+def advance(config: PolicyConfig, before: State, state: State) -> Step:
+    """Begin to keep a cycle when it is due, and keep the fragments that have reached
+    it. before: the state before this event."""
+    every = config.export_every
+    if every and not state.keeping and state.tick != before.tick:
+        now, last = cycle_of(config, state.tick), state.kept_cycle
+        if now // every > last // every:
+            state = _begin(config, state)
+    if not state.unkept or _same(before, state):
+        return state, []
+    cycle, waiting, effects = state.kept_cycle, [], list[Effect]()
+    for index in state.unkept:
+        fragment = state.fragments[index]
+        if not _is_at(config, state, fragment, cycle):
+            waiting.append(index)
+            continue
+        effects.append(
+            KeepFragment(
+                cycle=cycle,
+                fragment=index,
+                version=fragment.version,
+                merges=fragment.merges,
+                tokens=ledger.merged_into(fragment),
+            )
+        )
+    return replace(state, unkept=tuple(waiting)), effects
+
+
+def forgotten(state: State) -> State:
+    """Return the state after a crash: what was kept of an unfinished cycle is gone."""
+    return replace(state, keeping=False, unkept=())
+
+
+def _begin(config: PolicyConfig, state: State) -> State:
+    return replace(
+        state,
+        keeping=True,
+        kept_cycle=present(config, state),
+        unkept=tuple(range(config.fragments)),
+    )
+
+
+def _is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -> bool:
+    """Tell whether no merge of the cycle can follow the fragment's version."""
+    turn = (cycle - 1) * config.fragments + fragment.index + 1
+    if fragment.phase in ("open", "merging"):
+        return fragment.tick > turn
+    # Every later tick has a higher number.
+    return fragment.phase == "done" or state.tick >= turn
+
+
+def _same(before: State, state: State) -> bool:
+    """Tell whether nothing happened that could bring a fragment to a cycle."""
+    return (
+        before.unkept is state.unkept
+        and before.tick == state.tick
+        and before.phase == state.phase
+        and before.fragments is state.fragments
+    )

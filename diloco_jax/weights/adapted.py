@@ -1,0 +1,99 @@
+"""Published weights with adapters: the weights stay as they are, the adapters train."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from xxhash import xxh3_64
+
+from diloco_jax.config import ConfigError, IslandConfig, ModelConfig, RunConfig
+from diloco_jax.models import build as models
+from diloco_jax.models import lora
+from diloco_jax.models.layout import Layout
+from diloco_jax.models.model import Model, Params
+from diloco_jax.weights.first import first_pieces
+
+
+def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
+    """Return the model of a run with `model.lora_rank`.
+
+    Raises ConfigError if the run starts from no weights.
+    """
+    if not run.model.weights:
+        raise ConfigError(
+            f"model.lora_rank = {run.model.lora_rank}, and model.weights is empty: "
+            f"adapters are added to weights; give them (--init hf:DIR, and to an "
+            f"island --model.weights hf:DIR)"
+        )
+    model = models.bundled(run, island, layout)
+    assert model.frozen is not None
+    frozen = model.frozen._replace(
+        leaves=lambda: base_leaves(run), digest=lambda: digest_of(base_leaves(run))
+    )
+    return model._replace(frozen=frozen)
+
+
+def base_run(run: RunConfig) -> RunConfig:
+    """Return the run whose parameters are the weights themselves."""
+    model = dataclasses.replace(
+        run.model, lora_rank=0, lora_alpha=0.0, frozen_digest=""
+    )
+    return dataclasses.replace(run, model=model)
+
+
+def base_leaves(run: RunConfig) -> Iterator[np.ndarray]:
+    """Yield the weights that a run adapts, stacked, in the dtype that they have where
+    they lie, in the order of `jax.tree.leaves`."""
+    plain = base_run(run)
+    pieces = first_pieces(plain, models.build(plain))
+    for leaf in jax.tree.leaves(pieces, is_leaf=lambda x: isinstance(x, list)):
+        yield np.stack(leaf) if isinstance(leaf, list) else np.asarray(leaf)
+
+
+def digest_of(leaves: Iterator[np.ndarray]) -> str:
+    """Return 16 hex digits over arrays: their shapes, and their values in f32, so that
+    a copy in another float type of the same values is the same."""
+    digest = xxh3_64()
+    for leaf in leaves:
+        values = np.ascontiguousarray(leaf, np.float32)
+        digest.update(repr(values.shape).encode())
+        digest.update(values.data.cast("B"))
+    return digest.hexdigest()
+
+
+def merged(run: RunConfig, adapters: Params) -> Params:
+    """Return the weights with a run's adapters added, f32, stacked."""
+    structure = jax.tree.structure(models.build(base_run(run)).shapes())
+    leaves = [leaf for _, leaf in merged_leaves(run, adapters)]
+    whole: Params = jax.tree.unflatten(structure, leaves)
+    return whole
+
+
+def merged_leaves(
+    run: RunConfig, adapters: Params
+) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Yield `merged` by path, one array at a time."""
+    shapes = models.build(base_run(run)).shapes()
+    paths = [
+        tuple(key.key for key in keys)
+        for keys, _ in jax.tree_util.tree_leaves_with_path(shapes)
+    ]
+    for path, leaf in zip(paths, base_leaves(run), strict=True):
+        value = np.asarray(leaf, np.float32)
+        if "/".join(path[1:]) in lora.INPUT_AXES:
+            _, half, name = path
+            value = value + delta(run.model, adapters["layers"][half][name])
+        yield path, value
+
+
+def delta(model: ModelConfig, pair: dict[str, Any]) -> np.ndarray:
+    """Return s A B of a stacked matrix, f32[L, *in, *out]."""
+    a, b = (np.asarray(pair[key], np.float32) for key in ("a", "b"))
+    layers, rank = b.shape[:2]
+    flat = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
+    shaped = flat.reshape(*a.shape[:-1], *b.shape[2:])
+    return np.float32(lora.scale(model)) * shaped

@@ -1,0 +1,130 @@
+"""Kept cycles on the disk: whole or not there, few, and read back as they were."""
+
+import errno
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from diloco_jax import run_files, sealed
+from diloco_jax.coordinator import kept
+from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.protocol.coordinator.events import KeepFragment
+from diloco_jax.protocol.values import Version
+
+SIZES = (6, 2)
+WHOSE = {"run_id": "r", "plan": "p"}
+
+
+class Told:
+    """What a writer said, and when it has."""
+
+    def __init__(self):
+        self.said = []
+        self._heard = threading.Semaphore(0)
+
+    def __call__(self, cycle, trouble):
+        self.said.append((cycle, trouble))
+        self._heard.release()
+
+    def wait(self):
+        assert self._heard.acquire(timeout=60)
+
+
+def theta(fragment, cycle):
+    return [np.full(SIZES[fragment], 10 * cycle + fragment, np.float32)]
+
+
+def keep(cycles, cycle, told, fragments=(0, 1)):
+    for fragment in fragments:
+        effect = KeepFragment(
+            cycle=cycle,
+            fragment=fragment,
+            version=Version(1, cycle),
+            merges=cycle,
+            tokens=100 * (1 + fragment),
+        )
+        cycles.keep(effect, theta(fragment, cycle), told)
+
+
+@pytest.fixture
+def cycles(tmp_path):
+    made = KeptCycles(tmp_path, 2, WHOSE, SIZES)
+    yield made
+    made.close()
+
+
+def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
+    (tmp_path / run_files.SOURCE).mkdir()
+    (tmp_path / run_files.SOURCE / "tokenizer.json").write_text("{}")
+    told = Told()
+    keep(cycles, 3, told, fragments=(1,))
+    assert cycles.numbers() == []
+    keep(cycles, 3, told, fragments=(0,))
+    told.wait()
+    assert told.said == [(3, "")]
+    assert cycles.numbers() == [3]
+    names = ["00000.fragment", "00001.fragment", "cycle.json", "source/tokenizer.json"]
+    assert cycles.files(3) == names
+    folder = tmp_path / run_files.KEPT / "cycle-000003"
+    for fragment in (0, 1):
+        read = [np.empty(SIZES[fragment], np.float32)]
+        header, _ = sealed.read(folder / kept.fragment_name(fragment), read)
+        np.testing.assert_array_equal(read[0], theta(fragment, 3)[0])
+        assert header["version"] == [1, 3]
+        assert (header["cycle"], header["run_id"]) == (3, "r")
+    facts = json.loads((folder / "cycle.json").read_bytes())
+    # Weighted by size: (6 * 100 + 2 * 200) / 8.
+    assert (facts["merges"], facts["tokens"]) == (6, 125)
+
+
+def test_few_are_kept_and_the_oldest_goes(cycles, tmp_path):
+    told = Told()
+    for cycle in (9, 10, 11):
+        keep(cycles, cycle, told)
+        told.wait()
+    assert cycles.numbers() == [10, 11]
+    assert len(list((tmp_path / run_files.KEPT).iterdir())) == 2
+
+
+def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monkeypatch):
+    told, real = Told(), sealed.write
+    calls = []
+
+    def full(path, facts, arrays):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, facts, arrays)
+
+    monkeypatch.setattr(sealed, "write", full)
+    keep(cycles, 1, told)
+    told.wait()
+    ((cycle, trouble),) = told.said
+    assert cycle == 1
+    assert "cycle 1 is not kept" in trouble
+    assert "No space left" in trouble
+    assert list((tmp_path / run_files.KEPT).iterdir()) == []
+    keep(cycles, 2, told)
+    told.wait()
+    assert cycles.numbers() == [2]
+
+
+def test_what_a_crash_left_of_one_is_removed(tmp_path):
+    torn = tmp_path / run_files.KEPT / "cycle-000004.tmp"
+    torn.mkdir(parents=True)
+    (torn / "00000.fragment").write_bytes(b"half")
+    made = KeptCycles(tmp_path, 2, WHOSE, SIZES)
+    made.close()
+    assert not torn.exists()
+
+
+def test_only_files_of_kept_cycles_are_handed_out(cycles, tmp_path):
+    told = Told()
+    keep(cycles, 1, told)
+    told.wait()
+    (tmp_path / "secret").write_text("s")
+    assert cycles.path(1, "00000.fragment") is not None
+    for cycle, name in ((2, "00000.fragment"), (1, "../../secret"), (1, "none")):
+        assert cycles.path(cycle, name) is None

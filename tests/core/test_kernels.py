@@ -1,0 +1,289 @@
+"""The functions in C make the bits of those that XLA compiles, whatever the sizes."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_jax.core import blocks
+from diloco_jax.core.changes import publish_tiles
+from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragment_merge import FragmentMerge
+from diloco_jax.core.fragments import Piece
+from diloco_jax.core.kernels.library import CODECS as KNOWN
+from diloco_jax.core.kernels.library import Step, tile_bytes
+from diloco_jax.core.kernels.passes import Passes
+from diloco_jax.core.merge import RULES
+from diloco_jax.core.merge.deltas import Encoded
+from diloco_jax.core.outer import optimizer as outer
+from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.merge_route import passes_of
+
+SIZES = (1, 33, 100, 257, 2049, 4102, 16384)
+"""Elements of a tile: odd ones, a power of two, parts of blocks and of chunks. XLA
+compiles everything anew for each."""
+PIECES = (
+    Piece(("a",), -1, (64, 96), False),
+    Piece(("b",), -1, (33,), False),
+    Piece(("c",), -1, (128, 40), True),
+)
+sizes, codecs, seeds = (
+    st.sampled_from(SIZES),
+    st.sampled_from(KNOWN),
+    st.integers(0, 2**32 - 1),
+)
+some = settings(max_examples=40, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def passes() -> Passes:
+    found = passes_of("native")
+    assert found is not None
+    return found
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Values of one size, or of all sizes that f32 has, zeros and subnormals too."""
+    values = rng.standard_normal(shape)
+    if rng.random() < 0.5:
+        values *= 10.0 ** rng.uniform(-46, 4, shape)
+        values[rng.random(shape) < 0.1] = 0
+    return values.astype(np.float32)
+
+
+def deltas(rng: np.random.Generator, codec: str, count: int, shape: tuple[int, int]):
+    encode = get_codec(codec).encode_tiles
+    return [np.asarray(encode(drawn(rng, shape))) for _ in range(count)]
+
+
+def same_bits(one, other) -> None:
+    one, other = np.atleast_1d(one), np.atleast_1d(other)
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+
+
+def test_they_know_the_codecs_of_the_package() -> None:
+    assert set(KNOWN) == set(CODECS.table)
+    for codec, elements in itertools.product(KNOWN, SIZES):
+        assert tile_bytes(codec, elements) == get_codec(codec).tile_bytes(elements)
+
+
+@some
+@given(codec=codecs, elements=sizes, seed=seeds)
+def test_squares(passes, codec, elements, seed) -> None:
+    (delta,) = deltas(np.random.default_rng(seed), codec, 1, (2, elements))
+    decoded = get_codec(codec).decode_tiles(delta, elements)
+    assert passes.kernels.squares(codec, delta, elements) == blocks.tile_squares(
+        decoded
+    )
+    assert passes.squares(codec, delta, elements) == pytest.approx(
+        float(np.sum(np.square(np.asarray(decoded), dtype=np.float64))), rel=1e-12
+    )
+
+
+@some
+@given(
+    codec=codecs,
+    elements=sizes,
+    count=st.integers(1, 64),
+    seed=seeds,
+)
+def test_sum(passes, codec, elements, count, seed) -> None:
+    rng, shape = np.random.default_rng(seed), (2, elements)
+    encoded = deltas(rng, codec, count, shape)
+    factors = rng.random(count).tolist()
+    ours, theirs = (np.empty(shape, np.float32) for _ in range(2))
+    squares = passes.sum(codec, encoded, factors, ours)
+    oracle = _InTiles(get_codec(codec), shape, encoded)
+    assert squares == oracle.weighted_sum(factors, theirs)
+    same_bits(ours, theirs)
+
+
+class _InTiles(Encoded):
+    """Deltas of which each row is a tile, whatever the grid of that shape is."""
+
+    @property
+    def _elements(self) -> int:
+        return self.shape[-1]
+
+
+@some
+@given(
+    codec=codecs,
+    elements=sizes,
+    kind=st.sampled_from(("keep", "flush", "sgd", "nesterov")),
+    guard=st.sampled_from((0.0, 0.9)),
+    merges=st.sampled_from((0, 5)),
+    still=st.booleans(),
+    seed=seeds,
+)
+def test_step_and_publish(
+    passes, codec, elements, kind, guard, merges, still, seed
+) -> None:
+    """still: the publish has nothing to say."""
+    rng, shape = np.random.default_rng(seed), (2, elements)
+    total, old, trace, anchor = (drawn(rng, shape) for _ in range(4))
+    factor, norm = np.float32(rng.random()), np.float32(7.5)
+    delta = total * factor
+    chosen = OuterSettings(
+        optimizer="nesterov" if kind == "nesterov" else "sgd",
+        learning_rate=0.41,
+        momentum=0.6,
+        warmup_merges=7,
+        norm_guard=guard,
+    )
+    tx = outer.make_outer(chosen)
+    state = jax.tree.map(
+        lambda x: trace if x.shape == shape else x, tx.init((jnp.zeros(shape),))
+    )
+    state["rate"] = state["rate"]._replace(count=jnp.asarray(merges, jnp.int32))
+    if guard:
+        state["guard"] = outer.GuardState(
+            jnp.asarray(merges, jnp.int32), jnp.asarray(6.25)
+        )
+    scalars = outer.step_scalars(chosen, state, norm)
+    after, new_trace = state, None
+    if kind == "keep":
+        (theta,) = (old + delta,)
+    elif kind == "flush":
+        (theta,) = outer.flush_step((old,), (delta,))
+    else:
+        (theta,), after = outer.outer_step(tx, (old,), state, (delta,), norm)
+        for name in ("guard", "rate"):
+            if name in state:
+                jax.tree.map(same_bits, after[name], scalars.after[name])
+    if still:
+        anchor = np.array(theta)
+    ours = np.array(theta) if kind == "keep" else total.copy()
+    if kind == "nesterov":
+        new_trace = np.empty_like(trace)
+    encoded, moved = publish_tiles(get_codec(codec), theta, anchor)
+    octets = np.empty(encoded.shape, np.uint8)
+    new_anchor = np.empty_like(anchor)
+    passes.finish(
+        codec,
+        Step(
+            kind="guarded_nesterov" if kind == "nesterov" and guard else kind,
+            factor=float(factor),
+            guard=scalars.guard,
+            momentum=chosen.momentum,
+            rate=scalars.rate,
+        ),
+        old=old,
+        trace=trace if kind == "nesterov" else None,
+        anchor=anchor,
+        theta=ours,
+        new_trace=new_trace,
+        new_anchor=new_anchor,
+        encoded=octets,
+    )
+    same_bits(ours, theta)
+    same_bits(octets, encoded)
+    same_bits(new_anchor, moved)
+    if kind == "nesterov":
+        (kept,) = jax.tree.leaves(after["optimizer"])
+        same_bits(new_trace, kept)
+
+
+def test_a_delta_that_is_not_finite_has_squares_that_are_not(passes) -> None:
+    for codec, wrong in itertools.product(KNOWN, (np.nan, np.inf, -np.inf)):
+        values = np.ones((2, 300), np.float32)
+        values[1, 299] = wrong
+        encoded = np.asarray(get_codec(codec).encode_tiles(values))
+        assert not np.isfinite(passes.squares(codec, encoded, 300))
+
+
+def test_arrays_that_do_not_agree_are_refused(passes) -> None:
+    encoded = np.zeros((2, 304), np.uint8)
+    with pytest.raises(ValueError, match=r"uint8\[2, 304\].*for a.*uint8\[2, 202\]"):
+        passes.squares("int8", encoded, 200)
+    total = np.zeros((300, 2), np.float32).T
+    with pytest.raises(ValueError, match=r"float32\[2, 300\] with strides"):
+        passes.sum("int8", [encoded], [1.0], total)
+
+
+# ---- whole merges -----------------------------------------------------------------
+
+
+def merger(passes: Passes | None, rule: str, optimizer: str, codec: str):
+    return FragmentMerge(
+        pieces=PIECES,
+        up=get_codec(codec),
+        down=get_codec(codec),
+        rule=RULES.find(rule),
+        settings=OuterSettings(
+            optimizer=optimizer, learning_rate=0.5, momentum=0.9, norm_guard=1.1
+        ),
+        passes=passes,
+    )
+
+
+def merged(merge: FragmentMerge, times: int = 5) -> list:
+    """All that some merges make; the guard cuts the later ones, the last is a flush."""
+    rng = np.random.default_rng(0)
+    state = merge.begin([rng.standard_normal(p.shape, np.float32) for p in PIECES])
+    found, last = [], ()
+    for number in range(1, times + 1):
+        payloads = []
+        for _ in range(3):
+            arrays = [
+                merge.up.encode(rng.standard_normal(p.shape, np.float32) * number)
+                for p in PIECES
+            ]
+            payloads.append(merge.layout_up.pack(arrays))
+        squares = [merge.squares(payload) for payload in payloads]
+        made = merge.merge(
+            state,
+            payloads,
+            squares,
+            [1, 2, 3],
+            share=0.5,
+            final=number == times,
+            last=last,
+        )
+        state, last = made.state, made.sample
+        found.append((squares, *made._replace(payload=bytes(made.payload))))
+    return found
+
+
+def assert_same(one: list, other: list) -> None:
+    leaves, structure = jax.tree.flatten(one)
+    others, like = jax.tree.flatten(other)
+    assert structure == like
+    for ours, theirs in zip(leaves, others, strict=True):
+        if isinstance(ours, np.ndarray | jax.Array):
+            same_bits(ours, theirs)
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("codec", KNOWN)
+@pytest.mark.parametrize("optimizer", ["nesterov", "sgd", "adam"])
+def test_merges_are_those_of_the_other_route(passes, codec, optimizer) -> None:
+    for rule in ("rda", "mean") if optimizer != "adam" else ("rda",):
+        made = [merged(merger(p, rule, optimizer, codec)) for p in (passes, None)]
+        assert_same(*made)
+
+
+@pytest.mark.parametrize("rule", ["trimmed_mean", "rda"])
+def test_what_the_functions_do_not_have_goes_by_the_other_route(
+    passes, rule, monkeypatch
+) -> None:
+    monkeypatch.setattr("diloco_jax.core.outer.nesterov.Nesterov.native_step", None)
+    made = [merged(merger(p, rule, "nesterov", "int8")) for p in (passes, None)]
+    assert_same(*made)
+
+
+def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:
+    whole = merged(merger(passes, "rda", "nesterov", "int8"))
+    with ThreadPoolExecutor(4) as pool:
+        divided = Passes(passes.kernels, pool.map)
+        for elements in (1, 5000):
+            monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", elements)
+            assert_same(merged(merger(divided, "rda", "nesterov", "int8")), whole)

@@ -1,0 +1,250 @@
+"""Kept cycles: all fragments at the versions of one cycle, and nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import Driver, of
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator import cycles
+from diloco_jax.protocol.coordinator.events import (
+    Commit,
+    CycleKept,
+    Effect,
+    KeepAsked,
+    KeepFragment,
+    Merge,
+    Persist,
+)
+from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.records import Merged
+from diloco_jax.protocol.values import Version
+
+
+def kept(effects: list[Effect]) -> dict[int, tuple[int, Version]]:
+    """Cycle and version by fragment."""
+    return {e.fragment: (e.cycle, e.version) for e in of(effects, KeepFragment)}
+
+
+def training(**changes: Any) -> Driver:
+    """Two fragments with a tick every two steps."""
+    d = Driver(**changes)
+    d.join("a")
+    return d
+
+
+def test_a_fragment_is_kept_as_soon_as_its_version_is_sure() -> None:
+    d = training()
+    d.report("a", 2)
+    d.merge(0, a=2)
+    # The first cycle: fragment 0 had its turn, fragment 1 has not.
+    assert kept(d.feed(KeepAsked())) == {0: (1, Version(1, 1))}
+    assert kept(d.report("a", 4)) == {}, "fragment 1 is open at a tick of the cycle"
+    assert kept(d.take("a", 1, 4)) == {}
+    assert kept(d.computed(1)) == {1: (1, Version(1, 1))}
+    assert d.state.keeping
+    assert d.state.unkept == ()
+    d.feed(CycleKept(cycle=1))
+    assert not d.state.keeping
+
+
+def test_a_merge_of_the_next_cycle_is_not_in_it() -> None:
+    """Fragment 1 is slow: 0 is in its next cycle, and merged, before 1 is kept."""
+    d = training()
+    d.report("a", 2)
+    d.feed(KeepAsked())
+    d.merge(0, a=2)
+    d.report("a", 4)
+    effects = d.report("a", 6)
+    d.take("a", 0, 6)
+    d.computed(0)
+    assert d.fragment(0).version == Version(1, 2)
+    d.take("a", 1, 6)
+    effects = d.computed(1)
+    assert kept(effects) == {1: (1, Version(1, 1))}
+    assert kept(d.effects) == {0: (1, Version(1, 1)), 1: (1, Version(1, 1))}
+    order = [
+        e for e in d.effects if isinstance(e, KeepFragment | Commit) and e.fragment == 0
+    ]
+    assert [type(e) for e in order] == [Commit, KeepFragment, Commit]
+
+
+def test_a_fragment_without_a_merge_in_the_cycle_is_there_as_it_is() -> None:
+    d = training(quorum=2)
+    d.feed(KeepAsked())
+    d.join("b")
+    d.disconnect("b")
+    d.report("a", 20)
+    d.join("c")
+    assert kept(d.effects) == {}
+    d.report("c", 2)
+    d.report("a", 22)
+    d.take("a", 0, 22, arrive=False)
+    d.disconnect("c")
+    # One that answers too late is skipped.
+    assert d.fragment(0).phase in ("open", "idle")
+
+
+def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
+    d = training(export_every=2)
+    numbers = []
+    for step in range(2, 41, 2):
+        for e in of(d.report("a", step), KeepFragment):
+            numbers.append(e.cycle)
+        fragment = (step // 2 - 1) % 2
+        for e in of(d.merge(fragment, a=step), KeepFragment):
+            numbers.append(e.cycle)
+        if d.state.keeping and not d.state.unkept and d.state.kept_cycle != 4:
+            d.feed(CycleKept(cycle=d.state.kept_cycle))
+    assert numbers == [2, 2, 4, 4], "4 was never finished"
+    d.feed(CycleKept(cycle=3))
+    assert d.state.keeping, "that was another one"
+
+
+def test_who_asks_while_one_is_kept_gets_that_one() -> None:
+    d = training()
+    d.feed(KeepAsked())
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.report("a", 4)
+    d.report("a", 6)
+    assert cycles.present(d.config, d.state) == 2
+    before = d.state
+    assert d.feed(KeepAsked()) == []
+    assert d.state == before
+    assert (d.state.kept_cycle, d.state.unkept) == (1, (1,))
+
+
+def test_nothing_is_kept_by_itself() -> None:
+    d = training()
+    for step in (2, 4, 6, 8):
+        d.report("a", step)
+        d.merge((step // 2 - 1) % 2, a=step)
+    assert of(d.effects, KeepFragment) == []
+
+
+def test_the_end_of_a_run_ends_the_cycle() -> None:
+    d = training(total_tokens=30)
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.feed(KeepAsked())
+    d.report("a", 3)
+    d.report("a", 3, phase="stopped")
+    for fragment in (0, 1):
+        d.take("a", fragment, 3)
+        d.computed(fragment)
+    assert d.state.phase == "done"
+    # The flush merged both, after their turns: it is of no cycle.
+    assert kept(d.effects) == {0: (1, Version(1, 1)), 1: (1, Version(1, 0))}
+    assert d.fragment(0).version == Version(1, 2)
+
+
+def test_a_cycle_that_is_asked_for_in_the_flush_is_that_of_before() -> None:
+    d = training(total_tokens=30)
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.report("a", 3)
+    d.report("a", 3, phase="stopped")
+    assert [f.phase for f in d.state.fragments] == ["open", "open"]
+    assert kept(d.feed(KeepAsked())).keys() <= {0, 1}
+    for fragment in (0, 1):
+        d.take("a", fragment, 3)
+        d.computed(fragment)
+    found = kept(d.effects)
+    assert found.keys() == {0, 1}
+    for fragment, (cycle, version) in found.items():
+        assert version == version_at(d, fragment, cycle)
+
+
+def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
+    d = training()
+    before = replace(d.state, phase="flushing", keeping=True, kept_cycle=1)
+    before = replace(before, unkept=(0, 1))
+    done = tuple(replace(f, phase="done") for f in before.fragments)
+    state, effects = cycles.advance(d.config, before, replace(before, fragments=done))
+    assert kept(effects) == {0: (1, Version()), 1: (1, Version())}
+    assert state.unkept == ()
+
+
+def test_a_crash_forgets_the_cycle_under_way() -> None:
+    d = training()
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.feed(KeepAsked())
+    again = recover(d.config, d.state, d.log[len(d.log) :], d.now)
+    assert not again.keeping
+    assert again.unkept == ()
+    assert cycles.present(d.config, again) > d.state.kept_cycle
+
+
+def version_at(d: Driver, fragment: int, cycle: int) -> Version:
+    """The definition: that of the last merge with a tick up to the fragment's turn."""
+    turn = (cycle - 1) * d.config.fragments + fragment + 1
+    merged = (e.record for e in d.effects if isinstance(e, Persist))
+    return max(
+        (
+            r.version
+            for r in merged
+            if isinstance(r, Merged) and r.fragment == fragment and r.tick <= turn
+        ),
+        default=Version(),
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.sampled_from(["a", "b", "take", "compute", "keep", "wait", "kept", "leave"]),
+        max_size=120,
+    ),
+    st.randoms(use_true_random=False),
+    st.integers(0, 3),
+)
+def test_whatever_happens_a_kept_cycle_is_of_one_moment(moves, draw, every) -> None:
+    """Islands step, deliver and leave as they like, and merges end in any order."""
+    d = Driver(
+        fragment_sizes=(10, 10, 10, 10), export_every=every, total_tokens=400, quorum=1
+    )
+    d.join("a", "b")
+    computing: list[Merge] = []
+    for move in moves + ["take", "compute"] * 8:
+        before = len(d.effects)
+        match move:
+            case "a" | "b":
+                island = d.state.islands[move]
+                if island.status == "live":
+                    phase = "training" if d.state.phase == "running" else "stopped"
+                    steps = island.steps + (phase == "training") * draw.randint(1, 3)
+                    d.report(move, steps, phase=phase)
+            case "take":
+                waiting = [
+                    (name, f.index)
+                    for f in d.state.fragments
+                    for name, account in sorted(f.accounts.items())
+                    if (take := account.take)
+                    and take.end is None
+                    and d.state.islands[name].status == "live"
+                ]
+                if waiting:
+                    name, fragment = draw.choice(waiting)
+                    d.take(name, fragment, d.state.islands[name].steps)
+            case "compute":
+                if computing:
+                    merge = computing.pop(draw.randrange(len(computing)))
+                    d.computed(merge.fragment)
+            case "keep":
+                d.feed(KeepAsked())
+            case "kept":
+                if d.state.keeping and not d.state.unkept:
+                    d.feed(CycleKept(cycle=d.state.kept_cycle))
+            case "wait":
+                d.wait(draw.choice([1.0, 60.0]))
+            case "leave":
+                if d.state.islands["b"].status == "live":
+                    d.goodbye("b")
+        computing += of(d.effects[before:], Merge)
+    for effect in of(d.effects, KeepFragment):
+        assert effect.version == version_at(d, effect.fragment, effect.cycle)

@@ -1,0 +1,166 @@
+"""A run that goes on gives the parameters of one cycle, and holds nobody up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import threading
+import time
+
+import numpy as np
+import pytest
+import support
+from runtime_support import make_config, placed, with_run
+from safetensors.numpy import load_file
+from tiny import SEQUENCE_LENGTH
+
+from diloco_jax import run_files, sealed
+from diloco_jax.config import IslandConfig
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.coordinator import kept, snapshots
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.evaluation import kept_facts
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.tape import read_tape
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 300.0
+STEPS = 1200
+"""About a minute of two islands."""
+
+
+def diloco(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*support.DILOCO, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def over(text, tmp_path_factory):
+    """The workdir of a run that was exported while it went on, and the two exports."""
+    folder = tmp_path_factory.mktemp("live")
+    config = make_config(text, fragments=3, steps_per_cycle=6, quorum=1)
+    config = with_run(config, total_tokens=STEPS * SEQUENCE_LENGTH)
+    island = IslandConfig(batch_size=1, step_seconds=0.1)
+    config = dataclasses.replace(config, islands={"a": island, "b": island})
+    config = placed(config, export_every=3, exports_kept=50, checkpoint_every_s=0.0)
+    write_config_json(config.validate(), folder / "config.json")
+    workdir = folder / "run"
+    with (folder / "log").open("wb") as log:
+        run = subprocess.Popen(
+            [*support.DILOCO, "run", folder / "config.json", "--workdir", workdir],
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+    try:
+        address, deadline = "", time.monotonic() + TIMEOUT_S
+        tape = workdir / run_files.TAPE
+        while not address or tape.read_bytes().count(b'"merged"') < 3:
+            assert run.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            if (workdir / run_files.ADDRESS).exists():
+                address = (workdir / run_files.ADDRESS).read_text()
+        done = {}
+
+        def export(name: str) -> None:
+            done[name] = diloco("export", address, folder / name)
+
+        both = [threading.Thread(target=export, args=(n,)) for n in ("one", "two")]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join(TIMEOUT_S)
+        refused = diloco("export", address, folder / "none", "--cycle", 10**6)
+        assert run.poll() is None, "the exports came too late to be of a live run"
+        assert run.wait(TIMEOUT_S) == 0, (folder / "log").read_text()[-3000:]
+    finally:
+        run.kill()
+        run.wait(TIMEOUT_S)
+    return folder, done, refused
+
+
+def of_tape(workdir):
+    """Digest of Theta by fragment and version, and the tick of each version."""
+    tape = list(read_tape(workdir / "tape.jsonl"))
+    digests = {
+        (r["fragment"], *r["version"]): r["digest"]
+        for r in tape
+        if r["kind"] == "digested"
+    }
+    ticks = {
+        (r["fragment"], *r["version"]): r["tick"] for r in tape if r["kind"] == "merged"
+    }
+    return digests, ticks
+
+
+def test_kept_cycles_are_of_one_moment_and_have_the_merges_bits(over):
+    folder, *_ = over
+    workdir = folder / "run"
+    run = read_config_json(workdir / "config.json").run
+    plan = build_plan(run, build(run))
+    store = Store(run, plan, None, 0.0)
+    digests, ticks = of_tape(workdir)
+    cycles = kept.numbers(workdir / run_files.KEPT)
+    assert len(cycles) >= 4
+    checked = 0
+    for cycle in cycles:
+        for fragment in range(3):
+            like = {"theta": store.like(fragment)["theta"]}
+            theta = snapshots.empty(like)["theta"]
+            path = kept.path_of(workdir / run_files.KEPT, cycle)
+            header, _ = sealed.read(path / kept.fragment_name(fragment), theta)
+            term, number = header["version"]
+            turn = (cycle - 1) * 3 + fragment + 1
+            upto = [
+                v for (f, t, v), tick in ticks.items() if f == fragment and tick <= turn
+            ]
+            assert number == max(upto, default=0)
+            if number:
+                checked += 1
+                assert digest_arrays(theta) == digests[fragment, term, number]
+    assert checked > 6
+    every_third = [cycle for cycle in cycles if cycle % 3 == 0]
+    assert len(every_third) >= len(cycles) - 2
+
+
+def test_an_export_of_the_live_run_is_that_of_its_cycle(over):
+    folder, done, _ = over
+    assert not list(folder.glob(".*"))
+    for name, found in done.items():
+        assert found.returncode == 0, found.stderr[-3000:]
+        cycle = int(found.stderr.split(" of cycle ")[1].split(" in ")[0])
+        again = folder / f"{name}-again"
+        assert diloco("export", folder / "run", again, "--cycle", cycle).returncode == 0
+        ours = load_file(again / "model.safetensors")
+        theirs = load_file(folder / name / "model.safetensors")
+        assert theirs.keys() == ours.keys()
+        for tensor, array in ours.items():
+            np.testing.assert_array_equal(theirs[tensor], array)
+        assert kept_facts(folder / "run", cycle)["merges"] > 0
+
+
+def test_a_cycle_that_cannot_be_had_is_refused_by_name(over):
+    folder, _, refused = over
+    assert refused.returncode == 3
+    assert "cycle 1000000 is not kept" in refused.stderr
+    assert not (folder / "none").exists()
+    missing = diloco("export", folder / "run", folder / "none", "--cycle", 10**6)
+    assert missing.returncode == 2
+    assert "does not keep it; kept are " in " ".join(missing.stderr.split())
+    assert not (folder / "none").exists()
+
+
+def test_the_run_was_not_held_up(over):
+    folder, *_ = over
+    summary = json.loads((folder / "run" / "summary.json").read_bytes())
+    assert summary["phase"] == "done"
+    assert summary["alerts"] == []

@@ -1,0 +1,87 @@
+"""Where the native route is not to be had, a process says so, or ends."""
+
+import logging
+
+import pytest
+
+from diloco_jax import merge_route
+from diloco_jax.errors import ConfigError
+from diloco_jax.merge_route import passes_of, route_of
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """An empty cache, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    merge_route._passes.cache_clear()
+    yield
+    merge_route._passes.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch) -> None:
+    monkeypatch.setattr(merge_route, "COMPILERS", ("no-such-compiler",))
+
+
+def library(tmp_path):
+    (found,) = (tmp_path / "diloco_jax" / "merge").glob("*.so")
+    return found
+
+
+def test_auto_is_native_where_there_is_a_compiler(tmp_path) -> None:
+    assert route_of(passes_of("auto")) == "native"
+    assert library(tmp_path).stat().st_size > 0
+    assert len(list(library(tmp_path).parent.iterdir())) == 1
+
+
+def test_xla_compiles_nothing(tmp_path) -> None:
+    assert route_of(passes_of("xla")) == "xla"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_compiler_auto_warns(no_compiler, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert route_of(passes_of("auto")) == "xla"
+    (record,) = caplog.records
+    assert "no-such-compiler" in record.getMessage()
+    assert "placement.merge_route" in record.getMessage()
+
+
+def test_without_a_compiler_native_is_refused(no_compiler) -> None:
+    with pytest.raises(ConfigError, match=r'"native".*"xla".*no-such-compiler.*insta'):
+        passes_of("native")
+
+
+def test_a_compiled_library_needs_no_compiler(tmp_path, monkeypatch) -> None:
+    passes_of("native")
+    merge_route._passes.cache_clear()
+    monkeypatch.setattr(merge_route, "COMPILERS", ("no-such-compiler",))
+    assert route_of(passes_of("native")) == "native"
+
+
+def test_a_library_cut_off_by_a_crash_is_compiled_anew(tmp_path) -> None:
+    folder = tmp_path / "diloco_jax" / "merge"
+    folder.mkdir(parents=True)
+    (folder / f"{merge_route._key()}.so").write_bytes(b"\x7fELF\x02\x01\x01")
+    assert route_of(passes_of("native")) == "native"
+    assert library(tmp_path).stat().st_size > 1000
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho the source is wrong >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(ConfigError, match="refused the source: the source is wrong"):
+        passes_of("native")
+    assert not list((tmp_path / "diloco_jax" / "merge").iterdir())
+
+
+def test_source_flags_and_processor_name_the_library(monkeypatch) -> None:
+    names = [merge_route._key()]
+    monkeypatch.setattr("diloco_jax.machine.instructions", lambda: "fpu vme")
+    names.append(merge_route._key())
+    monkeypatch.setattr(merge_route, "FLAGS", ("-O1",))
+    names.append(merge_route._key())
+    assert len(set(names)) == 3
