@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import make_tokenizers
@@ -423,6 +424,16 @@ def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
     made(tmp_path)
 
 
+def test_an_option_that_fits_no_document_is_refused_before_the_work(
+    texts, tmp_path, monkeypatch
+):
+    write_lines(tmp_path / "in" / "z.jsonl", [{"body": "text"}] * 9)
+    work = "diloco_jax.data.prepare.work.do_parts"
+    monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
+    with pytest.raises(ConfigError, match=r"z.jsonl, offset 0: .*fields are body"):
+        made(tmp_path)
+
+
 def test_a_table_without_text_names_its_columns(tmp_path):
     (tmp_path / "in").mkdir()
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
@@ -532,5 +543,35 @@ def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
     for number in np.random.default_rng(0).permutation(len(train)):
         np.testing.assert_array_equal(few[int(number)]["tokens"], want[number])
     assert len(few._open) == 2
+    with ThreadPoolExecutor(8) as pool:
+        order = np.random.default_rng(1).permutation(len(train)).tolist()
+        for number, row in zip(order, pool.map(few.__getitem__, order), strict=True):
+            np.testing.assert_array_equal(row["tokens"], want[number])
     with pytest.raises(IndexError, match=f"row {len(train)} of {len(train)}"):
         train[len(train)]
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path):
+    many(tmp_path, 100)
+    prepared, train, _ = made(tmp_path)
+    want = [train[number]["tokens"].tobytes() for number in range(len(train))]
+    path = tmp_path / "out" / prepared.train.shards[0].name
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 3
+    data[middle : middle + 99] = bytes(byte ^ 90 for byte in data[middle : middle + 99])
+    path.write_bytes(data)
+    rows = PreparedRows(tmp_path / "out", prepared, prepared.train)
+    found = []
+
+    def read_all():
+        for number in range(len(rows)):
+            found.append(rows[number]["tokens"].tobytes())
+
+    with pytest.raises(OSError, match=rf"row \d+ of .*{path.name} cannot be read"):
+        read_all()
+    assert found
+    assert found == want[: len(found)]
+    path.unlink()
+    gone = PreparedRows(tmp_path / "out", prepared, prepared.train)
+    with pytest.raises(OSError, match=f"row 5 of .*{path.name} cannot be read"):
+        gone[5]

@@ -16,13 +16,16 @@ from pathlib import Path
 import msgspec
 
 from diloco_jax import files
+from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.parts import (
     PART_BYTES,
     Part,
     SourceFile,
+    SourceKind,
     find_sources,
     make_parts,
 )
+from diloco_jax.data.prepare.reading import read
 from diloco_jax.data.prepare.workers import do_parts
 from diloco_jax.data.prepare.writing import PartDone, Recipe, done_path
 from diloco_jax.data.prepared.contents import (
@@ -108,6 +111,7 @@ def prepare(
     with _alone(scratch):
         _begin(scratch, plan)
         parts = make_parts(sources, part_bytes)
+        _try(sources, parts, recipe.reader)
         do_parts(scratch, sources, parts, recipe, workers, report)
         return _finish(scratch, out, plan, parts, recipe)
 
@@ -150,6 +154,17 @@ def _begin(scratch: Path, plan: WorkPlan) -> None:
                 f"OUT: the work in {scratch} began with {name} = {then}, now it is "
                 f"{now}; give what it began with, or delete {scratch} and begin again"
             )
+
+
+def _try(sources: Sequence[SourceFile], parts: Sequence[Part], reader: Reader) -> None:
+    """Read one document of each kind of source, so that an option that fits none is
+    refused before the work."""
+    tried = set[SourceKind]()
+    for piece in (piece for part in parts for piece in part):
+        source = sources[piece.source]
+        if source.kind not in tried:
+            tried.add(source.kind)
+            next(read(source, piece, reader), None)
 
 
 def _first_difference(
