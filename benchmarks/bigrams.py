@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.models.model import Model, Params, split_batch, weighted_loss
+from diloco_jax.models.model import (
+    Batch,
+    Model,
+    Params,
+    split_batch,
+    weighted_loss,
+)
 
 BYTES, PARTS = 256, 8
 
@@ -22,7 +28,7 @@ def model(run: RunConfig, island: IslandConfig, layout: object) -> Model:
     def init(key: jax.Array) -> Params:
         return {name: jnp.zeros((BYTES, BYTES // PARTS)) for name in names}
 
-    def loss(params: Params, batch: jax.Array) -> tuple[jax.Array, dict[str, object]]:
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, object]]:
         inputs, targets, weights = split_batch(batch)
         table = jnp.concatenate([params[name] for name in names], axis=1)
         logits = jax.nn.log_softmax(table[inputs])

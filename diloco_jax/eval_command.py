@@ -1,46 +1,118 @@
-"""`diloco eval WORKDIR`: the loss of a run, for people, programs and its summary."""
+"""`diloco eval WORKDIR`: the loss of a run, or its scores in tasks."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import NOT_NEGATIVE, setting
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.workdir import add_to_summary, read_config
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOptions(WorkdirOptions):
+    """The options of `diloco eval`."""
+
+    cycle: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Kept cycle whose parameters are evaluated; 0 = the newest snapshot.",
+    )
+    tasks: tuple[Path, ...] = setting(
+        (),
+        help="JSON files of multiple-choice items, whose scores are shown instead of "
+        "the loss (docs/models.md).",
+    )
+
+
 def eval_command(arguments: Sequence[str]) -> int:
-    """Run `diloco eval WORKDIR [--json]`: print the loss, add it to the summary."""
+    """Run `diloco eval WORKDIR [--json]`: print the loss, or the scores in tasks; those
+    of the newest parameters are added to the summary."""
     (options,) = parse(
-        [WorkdirOptions],
+        [EvalOptions],
         arguments,
         "diloco eval",
-        "Loss of a run's newest global parameters on all validation text. It is added "
-        "to summary.json if the run has ended.",
+        "Loss of a run's global parameters on all validation text, or their scores in "
+        "tasks. Those of the newest ones are added to summary.json if the run has "
+        "ended.",
     )
-    config = read_config(
-        options.workdir, options.paths or None, trust_code=options.trust_code
-    )
+    read_config(options.workdir, options.paths or None, trust_code=options.trust_code)
     from diloco_jax.island.environment import fit_threads, skip_absent_tpu
 
     # Before anything imports jax.
     skip_absent_tpu()
     fit_threads()
-    from diloco_jax.evaluation import run
     from diloco_jax.observability.logs import setup_logging
-    from diloco_jax.observability.report import loss_line
 
     setup_logging()
-    result = run(config, options.workdir)
-    add_to_summary(options.workdir, result)
+    result, text = _scores(options) if options.tasks else _loss(options)
+    if options.cycle:
+        result["eval_cycle"] = options.cycle
+    else:
+        add_to_summary(options.workdir, result)
     if options.json:
         print(json.dumps(result))
     else:
-        text = (
-            f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
-            f"{result['eval_tokens']:,} tokens"
-        )
         print(text, file=sys.stderr)
     return EXIT_DONE
+
+
+def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
+    """Return the loss for programs and for people."""
+    from diloco_jax.evaluation import run
+    from diloco_jax.observability.report import loss_line
+
+    config = read_config(
+        options.workdir, options.paths or None, trust_code=options.trust_code
+    )
+    result = run(config, options.workdir, options.cycle or None)
+    return result, (
+        f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
+        f"{result['eval_tokens']:,} tokens"
+    )
+
+
+def _scores(options: EvalOptions) -> tuple[dict[str, Any], str]:
+    """Return the scores for programs and for people."""
+    from rich.console import Console
+
+    from diloco_jax.observability.bar import bar
+    from diloco_jax.weights.speaker import open_speaker
+    from diloco_jax.weights.tasks import read_task, score
+
+    tasks = [read_task(path) for path in options.tasks]
+    names = [task.name for task in tasks]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
+            f"scores are told apart; rename one"
+        )
+    length = read_config(
+        options.workdir, trust_code=options.trust_code
+    ).run.sequence_length
+    speaker = open_speaker(
+        options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
+    )
+    console, scores = Console(stderr=True), {}
+    for task in tasks:
+        with bar(console, task.name) as report:
+            scores[task.name] = score(speaker, task, length, report=report)
+    lines = [_line(name, found) for name, found in scores.items()]
+    return {"eval_tasks": scores}, "\n".join(lines)
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    shares = []
+    for share, title in (("accuracy", "right"), ("accuracy_per_byte", "per byte")):
+        error = found[f"{share}_error"]
+        within = "" if error is None else f" (standard error {error:.1%})"
+        shares.append(f"{title} {found[share]:.1%}{within}")
+    cut = f"; {found['cut']} questions were cut" if found["cut"] else ""
+    return f"{name}: {', '.join(shares)} of {found['items']:,} items{cut}"

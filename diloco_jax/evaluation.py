@@ -31,14 +31,15 @@ from diloco_jax.workdir import read_config
 BATCH_SIZE = 32
 
 
-def run(config: Config, workdir: Path) -> dict[str, Any]:
+def run(config: Config, workdir: Path, cycle: int | None = None) -> dict[str, Any]:
     """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the newest
-    snapshot, and the `eval_tokens` and `eval_merges` in its parameters.
+    snapshot or of a kept cycle, and the `eval_tokens` and `eval_merges` in its
+    parameters.
 
-    Raises ConfigError if the workdir has no snapshot.
+    Raises ConfigError if the workdir has no snapshot, or does not keep the cycle.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
-    params, facts = newest_params(config, workdir, model)
+    params, facts = params_of(config, workdir, model, cycle)
     found = whole_validation(config, trainer, trainer.place_params(params))
     return {
         **as_json(found),
@@ -47,17 +48,21 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     }
 
 
-def load_params(workdir: str | Path, *, trust_code: bool = False) -> Params:
-    """Return the global parameters of a run's newest snapshot: a nested dict of f32
-    arrays, as the model's `init` makes it (layers stacked on a leading axis).
+def load_params(
+    workdir: str | Path, cycle: int | None = None, *, trust_code: bool = False
+) -> Params:
+    """Return the global parameters of a run's newest snapshot, or of a kept cycle: a
+    nested dict of f32 arrays, as the model's `init` makes it (layers stacked on a
+    leading axis).
 
     trust_code: execute code that the run's config names, whoever wrote it.
 
-    Raises ConfigError if the workdir has no snapshot, if its model cannot be built or
-    is not the one that was trained, or if it names code and another user wrote it.
+    Raises ConfigError if the workdir has no snapshot, or does not keep the cycle, if
+    its model cannot be built or is not the one that was trained, or if it names code
+    and another user wrote it.
     """
     config = read_config(Path(workdir), trust_code=trust_code)
-    return newest_params(config, Path(workdir), build(config.run))[0]
+    return params_of(config, Path(workdir), build(config.run), cycle)[0]
 
 
 def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
@@ -88,15 +93,18 @@ def of_data(
     return evaluate_parts(trainer, params, parts)
 
 
-def newest_params(
-    config: Config, workdir: Path, model: Model
+def params_of(
+    config: Config, workdir: Path, model: Model, cycle: int | None = None
 ) -> tuple[Params, Mapping[str, Any]]:
-    """Return theta of a run's newest snapshot, and the snapshot's facts."""
-    plan, facts = newest_plan(config, workdir, model)
-    pieces = {
-        piece.name: value for piece, value in newest_pieces(config, workdir, model)
-    }
-    return from_pieces(plan, pieces), facts
+    """Return theta of a run's newest snapshot, or of a kept cycle, and its facts."""
+    plan = build_plan(config.run, model)
+    if cycle is None:
+        _, facts = newest_plan(config, workdir, model)
+        found = newest_pieces(config, workdir, model)
+    else:
+        facts = kept_facts(workdir, cycle)
+        found = kept_pieces(config, workdir, model, cycle)
+    return from_pieces(plan, {piece.name: value for piece, value in found}), facts
 
 
 def newest_pieces(

@@ -11,7 +11,6 @@ import logging
 import mmap
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from diloco_jax import run_files, sealed
 from diloco_jax.coordinator.publishes import require_space
 from diloco_jax.files import write_json
 from diloco_jax.protocol.coordinator.events import KeepFragment
+from diloco_jax.wire.threads import DaemonPool
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class KeptCycles:
         self._folder = workdir / run_files.KEPT
         self._source = workdir / run_files.SOURCE
         self._keep, self._whose, self._sizes = keep, whose, sizes
-        self._writer = ThreadPoolExecutor(1, "diloco-keep")
+        # A coordinator that has ended must not stay for a disk that hangs.
+        self._writer = DaemonPool(1, "diloco-keep")
         self._cycle = _Cycle(number=-1, waiting=set())
         for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
             shutil.rmtree(torn)
@@ -82,9 +83,9 @@ class KeptCycles:
             return None
         return path_of(self._folder, cycle) / name
 
-    def close(self) -> None:
-        """Write what is under way, and begin no other fragment."""
-        self._writer.shutdown(wait=True, cancel_futures=True)
+    def close(self, patience_s: float) -> None:
+        """Take no other fragment; write what was taken, for at most `patience_s`."""
+        self._writer.close(patience_s)
 
     def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:
         if keep.cycle != self._cycle.number:

@@ -167,7 +167,7 @@ class Coordinator:
         inbox, sessions = Inbox(self.store.layouts_up, rooms), Sessions()
         keep, sizes = placement.exports_kept, self._plan.sizes
         kept = KeptCycles(workdir, keep, whose, sizes)
-        self._open.callback(kept.close)
+        self._open.callback(kept.close, self._deadlines.stop_s)
         self.lead = Lead(
             self.policy_config,
             state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
@@ -12,7 +12,7 @@ from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.mixture import Mixture, Together
 from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
 from diloco_jax.data.shares import Shares
-from diloco_jax.data.source import Rows, Source
+from diloco_jax.data.source import RowRange, Rows, Source, cut
 from diloco_jax.data.tokenizers.opening import require_tokenizer
 from diloco_jax.data.windows import ValidationWindows, Windows
 
@@ -47,6 +47,13 @@ class Data:
         if self.mixed:
             return Mixture(self.mixed, Shares(self.weights), seed)
         return GlobalIndex(self.train, seed)
+
+    def parts(self, count: int) -> Sequence[Source]:
+        """Return the training data in that many parts, one after the other: a text is
+        cut anywhere, other data between rows."""
+        if isinstance(self.train, Windows):
+            return self.train.parts(count)
+        return [RowRange(self.train, a, b) for a, b in cut(len(self.train), count)]
 
 
 def load_data(run: RunConfig, *, copied: bool = False) -> Data:

@@ -6,7 +6,8 @@ steps are compiled without a row. `T` tokens predicted of each row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -100,6 +101,14 @@ class RowRange:
 
     def __getitem__(self, row: int) -> Row:
         return self._source[self._start + row]
+
+
+def cut(length: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of that many contiguous parts, the first ones longer by 1 where
+    the length does not divide."""
+    each, rest = divmod(length, count)
+    bounds = [part * each + min(part, rest) for part in range(count + 1)]
+    return itertools.pairwise(bounds)
 
 
 def fields_of_batch(asked: Fields, arrays: Collection[str]) -> dict[str, Field]:

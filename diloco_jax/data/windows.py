@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from diloco_jax.data.corpus import require_prediction, require_window
-from diloco_jax.data.source import TOKENS, WEIGHTS, Fields, Row
+from diloco_jax.data.source import TOKENS, WEIGHTS, Fields, Row, cut
 from diloco_jax.data.tokens import Tokens
 
 
@@ -32,6 +32,11 @@ class Windows:
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length
+
+    def parts(self, count: int) -> list[Windows]:
+        """Cut the tokens into that many parts, and each into windows of its own."""
+        bounds = cut(len(self._tokens), count)
+        return [Windows(self._tokens[a:b], self._length) for a, b in bounds]
 
     def __getitem__(self, row: int) -> Row:
         start = row * self._length

@@ -39,9 +39,14 @@ class Speaker:
 
 
 def open_speaker(
-    source: Path, dtype: str = "float32", *, trust_code: bool = False
+    source: Path,
+    dtype: str = "float32",
+    cycle: int | None = None,
+    *,
+    trust_code: bool = False,
 ) -> Speaker:
-    """Open a run's workdir or a folder of weights.
+    """Open a run's workdir, with its newest parameters or those of a kept cycle, or a
+    folder of weights.
 
     trust_code: execute code that the run's config names, whoever wrote it.
 
@@ -51,7 +56,7 @@ def open_speaker(
         run = workdirs.read_config(source, trust_code=trust_code).run
         model = run.model
         _require_bundled(model)
-        params = load_params(source, trust_code=trust_code)
+        params = load_params(source, cycle, trust_code=trust_code)
         beside = source / run_files.SOURCE
         if model.lora_rank:
             model, params = base_run(run).model, merged(run, params)

@@ -52,7 +52,7 @@ def keep(cycles, cycle, told, fragments=(0, 1)):
 def cycles(tmp_path):
     made = KeptCycles(tmp_path, 2, WHOSE, SIZES)
     yield made
-    made.close()
+    made.close(60.0)
 
 
 def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
@@ -116,7 +116,7 @@ def test_what_a_crash_left_of_one_is_removed(tmp_path):
     torn.mkdir(parents=True)
     (torn / "00000.fragment").write_bytes(b"half")
     made = KeptCycles(tmp_path, 2, WHOSE, SIZES)
-    made.close()
+    made.close(60.0)
     assert not torn.exists()
 
 
@@ -128,3 +128,20 @@ def test_only_files_of_kept_cycles_are_handed_out(cycles, tmp_path):
     assert cycles.path(1, "00000.fragment") is not None
     for cycle, name in ((2, "00000.fragment"), (1, "../../secret"), (1, "none")):
         assert cycles.path(cycle, name) is None
+
+
+def test_a_disk_that_hangs_keeps_no_coordinator(tmp_path, monkeypatch):
+    hangs, real = threading.Event(), sealed.write
+
+    def slow(path, facts, arrays):
+        assert hangs.wait(60)
+        return real(path, facts, arrays)
+
+    monkeypatch.setattr(sealed, "write", slow)
+    made, told = KeptCycles(tmp_path, 2, WHOSE, SIZES), Told()
+    keep(made, 1, told)
+    made.close(0.01)
+    assert told.said == []
+    hangs.set()
+    told.wait()
+    assert made.numbers() == [1]

@@ -63,6 +63,12 @@ def test_a_part_of_a_source_has_its_own_rows():
     )
 
 
+def test_parts_of_a_text_are_cut_anywhere():
+    first, second = Windows(text(41), 4).parts(2)
+    assert (len(first), len(second)) == (5, 4)
+    np.testing.assert_array_equal(second[0]["tokens"], text(41)[21:26])
+
+
 def test_too_little_text_is_refused():
     with pytest.raises(ConfigError, match=r"8 bytes.*sequence_length = 8 takes 9"):
         Windows(text(8), 8)

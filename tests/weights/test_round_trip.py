@@ -372,7 +372,7 @@ def test_a_kept_cycle_leaves_as_a_snapshot_of_the_same_versions_does(config, tmp
         theta = store.arrays(fragment)["theta"]
         cycles.keep(keep, theta, lambda cycle, trouble: ended.set())
     assert ended.wait(60)
-    cycles.close()
+    cycles.close(60.0)
     export(read_config(workdir), workdir, tmp_path / "snapshot")
     export(read_config(workdir), workdir, tmp_path / "kept", cycle=7)
     names = sorted(path.name for path in (tmp_path / "kept").iterdir())

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections import Counter, deque
@@ -35,7 +34,7 @@ from diloco_jax.core.fragments import Params
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.loading import Data, load_data
 from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.source import RowRange, Rows
+from diloco_jax.data.source import Rows
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, parse_faults
@@ -327,9 +326,7 @@ def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:
     names, seed = sorted(config.islands), config.run.seed
     if not unlike:
         return dict.fromkeys(names, data.index(seed))
-    each, rest = divmod(len(data.train), len(names))
-    bounds = [i * each + min(i, rest) for i in range(len(names) + 1)]
     return {
-        name: GlobalIndex(RowRange(data.train, a, b), seed)
-        for name, (a, b) in zip(names, itertools.pairwise(bounds), strict=True)
+        name: GlobalIndex(part, seed)
+        for name, part in zip(names, data.parts(len(names)), strict=True)
     }
