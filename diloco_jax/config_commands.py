@@ -37,7 +37,7 @@ def run_command(arguments: Sequence[str]) -> int:
             f"--init {options.init} begins a run, --resume {options.resume} goes on "
             f"with one; leave one of them out"
         )
-    config = _started_from(config, options.init)
+    config = _started_from(config, options.init, trust_code=options.trust_code)
     from rich.console import Console
 
     from diloco_jax.cluster.run import run
@@ -65,7 +65,9 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options(
         "coordinator", with_source(arguments), CoordinatorOptions()
     )
-    config = _started_from(config, options.init.removeprefix(DRAWN))
+    config = _started_from(
+        config, options.init.removeprefix(DRAWN), trust_code=options.trust_code
+    )
     workdir = _workdir(config)
     from diloco_jax.island.environment import fit_threads
 
@@ -141,7 +143,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
     from diloco_jax.simulation.emulation.emulate import run
 
-    config = _started_from(config, options.init)
+    config = _started_from(config, options.init, trust_code=options.trust_code)
     summary = run(config, path, Console(stderr=True, markup=False), options)
     if options.json:
         print(json.dumps(summary))
@@ -192,13 +194,13 @@ def _config_and_options(
     return path, config, parsed
 
 
-def _started_from(config: Config, source: str) -> Config:
+def _started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
     """Return the config of a run that starts from these weights, if there are any."""
     if not source:
         return config
     from diloco_jax.weights.first import started_from
 
-    return started_from(config, source).validate()
+    return started_from(config, source, trust_code=trust_code).validate()
 
 
 def _workdir(config: Config) -> Path:

@@ -43,7 +43,7 @@ def eval_command(arguments: Sequence[str]) -> int:
         "tasks. Those of the newest ones are added to summary.json if the run has "
         "ended.",
     )
-    read_config(options.workdir, options.paths or None)
+    read_config(options.workdir, options.paths or None, trust_code=options.trust_code)
     from diloco_jax.island.environment import fit_threads, skip_absent_tpu
 
     # Before anything imports jax.
@@ -69,7 +69,9 @@ def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
     from diloco_jax.evaluation import run
     from diloco_jax.observability.report import loss_line
 
-    config = read_config(options.workdir, options.paths or None)
+    config = read_config(
+        options.workdir, options.paths or None, trust_code=options.trust_code
+    )
     result = run(config, options.workdir, options.cycle or None)
     return result, (
         f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
@@ -92,8 +94,12 @@ def _scores(options: EvalOptions) -> tuple[dict[str, Any], str]:
             f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
             f"scores are told apart; rename one"
         )
-    length = read_config(options.workdir).run.sequence_length
-    speaker = open_speaker(options.workdir, cycle=options.cycle or None)
+    length = read_config(
+        options.workdir, trust_code=options.trust_code
+    ).run.sequence_length
+    speaker = open_speaker(
+        options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
+    )
     console, scores = Console(stderr=True), {}
     for task in tasks:
         with bar(console, task.name) as report:

@@ -48,15 +48,20 @@ def run(config: Config, workdir: Path, cycle: int | None = None) -> dict[str, An
     }
 
 
-def load_params(workdir: str | Path, cycle: int | None = None) -> Params:
+def load_params(
+    workdir: str | Path, cycle: int | None = None, *, trust_code: bool = False
+) -> Params:
     """Return the global parameters of a run's newest snapshot, or of a kept cycle: a
     nested dict of f32 arrays, as the model's `init` makes it (layers stacked on a
     leading axis).
 
-    Raises ConfigError if the workdir has no snapshot, or does not keep the cycle, or if
-    its model cannot be built or is not the one that was trained.
+    trust_code: execute code that the run's config names, whoever wrote it.
+
+    Raises ConfigError if the workdir has no snapshot, or does not keep the cycle, if
+    its model cannot be built or is not the one that was trained, or if it names code
+    and another user wrote it.
     """
-    config = read_config(Path(workdir))
+    config = read_config(Path(workdir), trust_code=trust_code)
     return params_of(config, Path(workdir), build(config.run), cycle)[0]
 
 

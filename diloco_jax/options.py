@@ -22,6 +22,12 @@ from diloco_jax.config.fields import positional, setting
 T = TypeVar("T")
 
 
+TRUST_CODE = (
+    "Execute code that the run's config.json names, although another user, or another "
+    "machine, wrote it."
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkdirOptions:
     """The options of a command that works on a recorded run."""
@@ -33,6 +39,7 @@ class WorkdirOptions:
         help="The run's text, if it is not where the run had it.",
     )
     json: bool = setting(False, help="Print one JSON object to standard output.")
+    trust_code: bool = setting(False, help=TRUST_CODE)
 
 
 # Messages and pages use these prefixes; the options have none.

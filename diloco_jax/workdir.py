@@ -23,6 +23,7 @@ from diloco_jax.config import (
     RunConfig,
     differences,
     shared_fields,
+    trust,
 )
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.files import require_writable, write_json
@@ -113,12 +114,20 @@ def with_more_tokens(written: RunConfig, total_tokens: int) -> RunConfig:
     return dataclasses.replace(written, total_tokens=more)
 
 
-def read_config(workdir: Path, text: Sequence[str] | None = None) -> Config:
-    """Read a run's `config.json`; raise ConfigError as `require_format` does.
+def read_config(
+    workdir: Path, text: Sequence[str] | None = None, *, trust_code: bool = False
+) -> Config:
+    """Read a run's `config.json`; raise ConfigError as `require_format` does, and if it
+    names code and another user wrote it.
 
-    text: paths of the run's text; None = those that the run had."""
+    Args:
+      text: paths of the run's text; None = those that the run had.
+      trust_code: code that it names may be executed, or will not be.
+    """
     require_format(workdir)
-    config = read_config_json(workdir / run_files.CONFIG)
+    path = workdir / run_files.CONFIG
+    config = read_config_json(path)
+    trust.require(config.run, path, trust_code=trust_code)
     if text is None:
         return config
     data = dataclasses.replace(config.run.data, paths=tuple(text))

@@ -19,6 +19,8 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# The key with which configs that name code are sealed.
+os.environ.setdefault("XDG_STATE_HOME", str(CACHE.parent / "state"))
 
 # How long an example takes is the machine's doing.
 hypothesis.settings.register_profile(

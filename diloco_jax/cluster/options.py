@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config.fields import setting
+from diloco_jax.options import TRUST_CODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class RunOptions:
         "",
         help="Workdir of a stopped run that should go on; CONFIG may be left out.",
     )
+    trust_code: bool = setting(False, help=TRUST_CODE)
     json: bool = setting(
         False, help="Print the summary to standard output as one JSON object."
     )

@@ -27,6 +27,7 @@ from diloco_jax.paths import absolute, expand
 from diloco_jax.protocol.records import from_tape
 
 OPTION = "--resume"
+TRUST_CODE = "--trust-code"
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
@@ -49,7 +50,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
             f"workdir of a run, or begin one with diloco run CONFIG"
         )
     # Before the config is read: a config of another format may have other fields.
-    workdirs.require_format(workdir)
+    workdirs.read_config(workdir, trust_code=TRUST_CODE in arguments)
     return [str(workdir / run_files.CONFIG), *arguments]
 
 

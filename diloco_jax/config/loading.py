@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax import config as configs
-from diloco_jax.config import Config, named
+from diloco_jax.config import Config, named, trust
 from diloco_jax.config.validation import require_sections
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import write_json
@@ -76,8 +76,10 @@ def read_config(path: str | Path) -> Config:
 
 
 def write_config_json(config: Config, path: str | Path) -> None:
-    """Write all fields, those local to this machine included, atomically."""
+    """Write all fields, those local to this machine included, atomically; and the
+    user's seal beside them, if they name code (`trust.py`)."""
     write_json(dataclasses.asdict(config), path)
+    trust.seal(config.run, Path(path))
 
 
 def read_config_json(path: str | Path) -> Config:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from diloco_jax.config.fields import setting
+from diloco_jax.options import TRUST_CODE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class CoordinatorOptions:
     resume: bool = setting(
         False, help="The whole run was stopped: all its islands have ended."
     )
+    trust_code: bool = setting(False, help=TRUST_CODE)
 
 
 DRAWN = "drawn"

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from diloco_jax.config import ConfigError, Placement
+from diloco_jax.config import ConfigError, Placement, trust
 from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
 from diloco_jax.exit_codes import EXIT_DONE
-from diloco_jax.options import parse
+from diloco_jax.options import TRUST_CODE, parse
 from diloco_jax.paths import absolute, expand
 from diloco_jax.workdir import read_config
 
@@ -47,6 +47,7 @@ class ExportOptions:
     insecure: bool = setting(
         False, help="Ask an address that is not loopback without TLS."
     )
+    trust_code: bool = setting(False, help=TRUST_CODE)
 
 
 def export_command(arguments: Sequence[str]) -> int:
@@ -66,7 +67,7 @@ def export_command(arguments: Sequence[str]) -> int:
             f"or its coordinator's address"
         )
     if workdir.is_dir():
-        read_config(workdir)
+        read_config(workdir, trust_code=options.trust_code)
     from diloco_jax.island.environment import skip_absent_tpu
 
     # Before anything imports jax.
@@ -98,7 +99,7 @@ def _write(
     from diloco_jax.observability.bar import bar
     from diloco_jax.weights.export import export
 
-    config = read_config(workdir)
+    config = read_config(workdir, trust_code=options.trust_code)
     with bar(console, "writing") as report:
         return export(
             config,
@@ -134,6 +135,8 @@ def _export_live(
     try:
         run = LiveRun(client, placement.deadlines.budget_s)
         config = run.config()
+        whose = f"the config of {options.run}"
+        trust.require_flag(config.run, whose, trust_code=options.trust_code)
         # Beside the export: a disk that has room for one has room for the other.
         with tempfile.TemporaryDirectory(
             prefix=f".{target.name}.", suffix=".tmp", dir=target.parent

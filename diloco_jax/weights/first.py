@@ -41,8 +41,9 @@ from diloco_jax.weights.files import BESIDE, CONFIG, read_json, read_tensors
 from diloco_jax.weights.sources import source_of
 
 
-def started_from(config: Config, source: str) -> Config:
+def started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
     """Return the config of a run that starts from a source: its model is the source's.
+    trust_code: see `workdir.read_config`.
 
     Raises ConfigError if the source is none, or its model no known one.
     """
@@ -53,7 +54,7 @@ def started_from(config: Config, source: str) -> Config:
         else:
             from diloco_jax.workdir import read_config
 
-            model = read_config(here).run.model
+            model = read_config(here, trust_code=trust_code).run.model
     own = config.run.model
     model = dataclasses.replace(
         model,

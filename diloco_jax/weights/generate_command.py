@@ -19,7 +19,7 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.exit_codes import EXIT_DONE
-from diloco_jax.options import parse
+from diloco_jax.options import TRUST_CODE, parse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class GenerateOptions:
         "float32", help="Type in which the model computes."
     )
     json: bool = setting(False, help="Print one JSON object to standard output.")
+    trust_code: bool = setting(False, help=TRUST_CODE)
 
 
 def generate_command(arguments: Sequence[str]) -> int:
@@ -66,7 +67,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     from diloco_jax.models.generation import generate
     from diloco_jax.weights.speaker import open_speaker
 
-    speaker = open_speaker(options.source, options.dtype)
+    speaker = open_speaker(options.source, options.dtype, trust_code=options.trust_code)
     began, tokens, shown = time.monotonic(), list[int](), ""
     for token in generate(
         speaker.model,

@@ -39,16 +39,24 @@ class Speaker:
 
 
 def open_speaker(
-    source: Path, dtype: str = "float32", cycle: int | None = None
+    source: Path,
+    dtype: str = "float32",
+    cycle: int | None = None,
+    *,
+    trust_code: bool = False,
 ) -> Speaker:
     """Open a run's workdir, with its newest parameters or those of a kept cycle, or a
     folder of weights.
 
+    trust_code: execute code that the run's config names, whoever wrote it.
+
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
     if workdirs.holds_run(source):
-        run = workdirs.read_config(source).run
-        model, params = run.model, load_params(source, cycle)
+        run = workdirs.read_config(source, trust_code=trust_code).run
+        model = run.model
+        _require_bundled(model)
+        params = load_params(source, cycle, trust_code=trust_code)
         beside = source / run_files.SOURCE
         if model.lora_rank:
             model, params = base_run(run).model, merged(run, params)
@@ -58,11 +66,6 @@ def open_speaker(
         model = families.read(found, str(source / CONFIG))
         params, beside = whole(read_folder(source, model)), source
         spells_bytes = model.vocab_size == VOCAB_SIZE
-    if model.factory:
-        raise ConfigError(
-            f"model.factory = {model.factory!r}: only the bundled transformer "
-            f"generates; load the parameters with diloco_jax.evaluation.load_params"
-        )
     tokenizer = _tokenizer(beside, model, spells_bytes)
     return Speaker(
         model=model,
@@ -71,6 +74,14 @@ def open_speaker(
         decode=tokenizer.decode,
         ends=_ends(beside) or _end(tokenizer),
     )
+
+
+def _require_bundled(model: ModelConfig) -> None:
+    if model.factory:
+        raise ConfigError(
+            f"model.factory = {model.factory!r}: only the bundled transformer "
+            f"generates; load the parameters with diloco_jax.evaluation.load_params"
+        )
 
 
 def _tokenizer(folder: Path, model: ModelConfig, spells_bytes: bool) -> Tokenizer:

@@ -56,7 +56,8 @@ def test_the_workdirs_config_stands_in_for_one_that_is_not_given(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w").mkdir()
-    (tmp_path / "w" / "run.json").write_bytes((workdir / "run.json").read_bytes())
+    for name in ("run.json", "config.json"):
+        (tmp_path / "w" / name).write_bytes((workdir / name).read_bytes())
     assert with_config(given) == meant
 
 

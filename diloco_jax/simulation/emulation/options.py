@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_jax.config import ConfigError, suggest
 from diloco_jax.config.fields import NOT_NEGATIVE, SECONDS, SHARE, check_bounds, setting
+from diloco_jax.options import TRUST_CODE
 from diloco_jax.simulation.virtual.line import LineSpeed
 
 MOST_REPORTS = 1e6
@@ -133,6 +134,7 @@ class CommandOptions(EmulationOptions):
         metavar="hf:DIR|run:WORKDIR",
         help="Start from weights, whose model is taken over with them.",
     )
+    trust_code: bool = setting(False, help=TRUST_CODE)
     json: bool = setting(
         False, help="Print the summary to standard output as one JSON object."
     )

@@ -46,7 +46,10 @@ def replay_command(arguments: Sequence[str]) -> int:
     setup_logging("ERROR")
     try:
         recording = read_recording(
-            options.workdir, options.until, options.paths or None
+            options.workdir,
+            options.until,
+            options.paths or None,
+            trust_code=options.trust_code,
         )
         # This must happen before anything imports jax.
         recording.prepare_environment()

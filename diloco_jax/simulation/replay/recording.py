@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -211,12 +212,14 @@ def refuse_other_bits(
 def environment_like(recorded: Environment) -> dict[str, str]:
     """Return variables that make a process compute like the recorded one.
 
-    They give it the same threads, devices and flags, if set before it imports jax.
+    They give it the same threads, devices and flags, if set before it imports jax. A
+    flag with a path is left out: whoever wrote the tape must not have files written.
     """
+    flags = str(recorded["xla_flags"]).split()
     return {
         "JAX_PLATFORMS": "cpu" if recorded["platform"] == "cpu" else "",
         "NPROC": str(recorded["threads"]),
-        "XLA_FLAGS": str(recorded["xla_flags"]),
+        "XLA_FLAGS": " ".join(f for f in flags if not re.search("/|dump|file", f)),
     }
 
 

@@ -35,20 +35,25 @@ from diloco_jax.workdir import read_config
 
 
 def read_recording(
-    workdir: Path, until: int | None = None, text: Sequence[str] | None = None
+    workdir: Path,
+    until: int | None = None,
+    text: Sequence[str] | None = None,
+    *,
+    trust_code: bool = False,
 ) -> Recording:
     """Read the files that a run left in its workdir: `config.json` and `tape.jsonl`.
 
     Args:
       until: the number of the last merge to repeat; None = all of a run that is over.
       text: paths of the run's text; None = the paths that the run had.
+      trust_code: execute code that the config names, whoever wrote it.
 
     Raises:
       ConfigError: the files are not of one run or not of this version, or the run had
         another jax.
       TapeError: names the first line that is altered, missing or out of order.
     """
-    config = read_config(workdir, text).validate()
+    config = read_config(workdir, text, trust_code=trust_code).validate()
     path = workdir / run_files.TAPE
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")

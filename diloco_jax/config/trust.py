@@ -1,0 +1,112 @@
+"""Trust in the code that the config of a workdir names: opening a folder that somebody
+else made executes nothing unless the user says so.
+
+Whoever writes a config that names code seals it with a key of their own, which lies in
+their home. A folder without that seal, or with another config, is foreign. The code
+itself is not sealed: it may change, as it does while somebody works on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+
+from diloco_jax.config.run import RunConfig
+from diloco_jax.errors import ConfigError
+from diloco_jax.files import write_text
+
+CODE = (
+    "model.factory",
+    "data.factory",
+    "sync.weighting",
+    "sync.merge",
+    "sync.adopt",
+    "sync.codec_up",
+    "sync.codec_down",
+    "outer.optimizer",
+)
+"""Fields that may name code outside of the package, as "path/to/file.py:name" or
+"package.module:name"."""
+SEAL = ".seal"
+"""Ending of the file beside a config."""
+KEY_BYTES = 32
+
+
+def named_code(run: RunConfig) -> dict[str, str]:
+    """Return the code outside of the package that a config names, by field."""
+    found = {}
+    for field in CODE:
+        section, name = field.split(".")
+        value = getattr(getattr(run, section), name)
+        if value and ":" in value:
+            found[field] = value
+    return found
+
+
+def seal(run: RunConfig, path: Path) -> None:
+    """Write the seal of a config that is at `path`, if it names code. Where the user
+    has no home that can be written, there is none, and the folder is foreign."""
+    if not named_code(run):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        write_text(_digest(_key(make=True), run), path.with_suffix(SEAL))
+
+
+def require(run: RunConfig, path: Path, *, trust_code: bool) -> None:
+    """Raise ConfigError if a config at `path` names code and is foreign. trust_code:
+    the user says that the code may be executed; from now on the folder has the user's
+    seal."""
+    if trust_code or not named_code(run):
+        seal(run, path)
+        return
+    with contextlib.suppress(OSError, ValueError):
+        wanted = _digest(_key(make=False), run)
+        found = path.with_suffix(SEAL).read_bytes()
+        if hmac.compare_digest(found, wanted.encode()):
+            return
+    require_flag(run, f"{path}", trust_code=False)
+
+
+def require_flag(run: RunConfig, whose: str, *, trust_code: bool) -> None:
+    """Raise ConfigError if a config from elsewhere names code, unless the user says
+    that it may be executed. whose: for the message."""
+    code = named_code(run)
+    if trust_code or not code:
+        return
+    named = ", ".join(f"{field} = {value!r}" for field, value in code.items())
+    raise ConfigError(
+        f"{whose} names code ({named}), and was not written by this user on this "
+        f"machine: opening it executes that code; read it, then give --trust-code"
+    )
+
+
+def _digest(key: bytes, run: RunConfig) -> str:
+    sealed = json.dumps([named_code(run), run.fingerprint()], sort_keys=True)
+    return hmac.new(key, sealed.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes:
+    """Return the user's key; make it if there is none. Raises OSError, or ValueError if
+    it is damaged."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    path = Path(home).expanduser() / "diloco" / "key"
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        whole = path.with_name(f".key-{secrets.token_hex(8)}")
+        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # Another process was faster.
+                os.link(whole, path)
+        finally:
+            whole.unlink()
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"{path} has {len(key)} bytes, expected {KEY_BYTES}")
+    return key
