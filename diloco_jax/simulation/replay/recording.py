@@ -8,16 +8,17 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from diloco_jax import merge_route
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
-from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.protocol.values import Contribution, Record, Version
+
+if TYPE_CHECKING:
+    from diloco_jax.core.kernels.passes import Passes
 
 SAME_BITS = (
     "diloco_jax",
@@ -228,6 +229,8 @@ def passes_like(recorded: Environment) -> Passes | None:
 
     Raises ConfigError if that route is not to be had here.
     """
+    from diloco_jax import merge_route
+
     route = recorded.get("merge_route")
     if route == "xla":
         return merge_route.passes_of("xla")
