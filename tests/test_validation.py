@@ -81,6 +81,8 @@ def numeric_fields(owner, prefix=""):
     for name, hint in typing.get_type_hints(owner).items():
         if dataclasses.is_dataclass(hint):
             yield from numeric_fields(hint, f"{prefix}{name}.")
+        elif typing.get_origin(hint) is tuple:
+            continue  # Checked with what they belong to.
         elif {int, float} & {hint, *typing.get_args(hint)}:
             yield f"{prefix}{name}"
 

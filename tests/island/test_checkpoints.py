@@ -132,7 +132,7 @@ def first(config, parts, tmp_path, monkeypatch):
         if step == 3:
             life.save(3, [FIRST, FIRST], outstanding=[0])
             life.saved = {n: life.host(n) for n in ("params", "moments", "residuals")}
-        life.replica.step(BATCH, 0.1)
+        life.replica.step({"tokens": BATCH}, 0.1)
     done.set()
     life.close()
     return life
@@ -156,8 +156,8 @@ def test_moments_come_back_and_parameters_are_the_coordinators(
     assert not alike(second.host("params"), first.saved["params"])
     assert alike(second.host("params"), second.begins)
     # What was read is the step's to donate.
-    second.replica.step(BATCH, 0.1)
-    second.replica.step(BATCH, 0.1)
+    second.replica.step({"tokens": BATCH}, 0.1)
+    second.replica.step({"tokens": BATCH}, 0.1)
     second.close()
 
 
@@ -187,7 +187,7 @@ def test_residuals_and_parameters_of_bands_come_back(config, tmp_path):
     assert any(piece.bands for piece in life.plan.pieces)
     life.join(versions)
     assert alike(life.host("params"), life.begins)
-    life.replica.step(BATCH, 0.1)
+    life.replica.step({"tokens": BATCH}, 0.1)
     for fragment in range(5):
         life.replica.take(fragment)
         life.replica.judge(fragment, "settled")
@@ -206,7 +206,7 @@ def test_residuals_and_parameters_of_bands_come_back(config, tmp_path):
 def test_a_take_after_a_checkpoint_of_the_same_step_is_known(config, parts, tmp_path):
     life = Life(config, parts, tmp_path, 1)
     life.join([FIRST, FIRST])
-    life.replica.step(BATCH, 0.1)
+    life.replica.step({"tokens": BATCH}, 0.1)
     life.save(1, [FIRST, FIRST])
     life.save(1, [FIRST, FIRST], outstanding=[0])
     life.close()
