@@ -51,12 +51,13 @@ def test_an_extra_that_is_half_installed_is_named_and_one_that_is_not_begun_is_n
     extras = {
         "half": [Requirement("pytest"), Requirement("no-such-package")],
         "none": [Requirement("no-such-package")],
+        "test": [Requirement("pytest"), Requirement("no-such-package")],
         "whole": [Requirement("pytest")],
     }
     monkeypatch.setattr(packages, "_requirements", lambda: ([], extras))
     found = named(packages.check_packages())
     assert found["extra half"].found == "no-such-package is missing"
-    assert not {"extra none", "extra whole"} & found.keys()
+    assert not {"extra none", "extra whole", "extra test"} & found.keys()
 
 
 @pytest.mark.parametrize(
