@@ -19,7 +19,7 @@ from diloco_jax.data.windows import ValidationWindows, Windows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run trains and validates on."""
+    """The rows that a run trains and validates on."""
 
     train: Source
     validation: Source

@@ -77,7 +77,7 @@ class Rows(Protocol):
 
 
 class Source(Rows, Protocol):
-    """What windows of a text, `.npy` tokens, ArrayRecord and mixtures have in common;
+    """Common to windows of a text, `.npy` tokens, ArrayRecord and mixtures;
     rows are numbered from 0."""
 
     def __len__(self) -> int:

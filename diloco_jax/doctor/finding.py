@@ -1,4 +1,4 @@
-"""What a check of this machine found."""
+"""The findings of the checks of this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     found: str
     remedy: str = ""
-    """What to do about it; empty where nothing needs to be done."""
+    """The thing to do about it; empty where nothing needs to be done."""
 
 
 def ok(what: str, found: str) -> Finding:

@@ -28,7 +28,7 @@ FEWEST_FILES = 4096
 SOCKET_BYTES = 16 << 20
 """Buffer of one stream at 5 Gbit/s and 25 ms."""
 CLOCK_UNSYNCHRONISED = 5
-"""What adjtimex returns where nothing disciplines the clock."""
+"""Returned by adjtimex where nothing disciplines the clock."""
 
 
 def check_system(folder: Path) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What an island is told by its coordinator before it builds anything."""
+"""Ask the coordinator for the run's config, before anything is built."""
 
 from __future__ import annotations
 

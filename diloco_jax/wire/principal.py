@@ -42,9 +42,9 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 COORDINATOR = Principal(role="coordinator")
 READER = Principal(role="reader")
-"""Whoever looks on: `diloco status`."""
+"""Looks on: `diloco status`."""
 OPERATOR = Principal(role="operator")
-"""Whoever steers a run from outside."""
+"""Steers a run from outside."""
 
 
 def island(name: str) -> Principal:

@@ -13,7 +13,7 @@ import time
 logger = logging.getLogger(__name__)
 
 BYTES_PER_SECOND = 64 << 10
-"""Of one island, in the long run: hundreds of records, or one hello, each second."""
+"""Rate of one island in the long run: hundreds of records, or one hello, a second."""
 BURST_BYTES = 4 << 20
 HELLO_BYTES = 64 << 10
 """Bytes that a hello counts for: it may end one incarnation and begin another, and each

@@ -1,4 +1,4 @@
-"""What all figures have in common: colours, paper, and how they are saved.
+"""Common to all figures: colours, paper, and how they are saved.
 
 Colours are those of Okabe and Ito, which the colour-blind tell apart. The paper is
 opaque, so that a dark page shows a figure as a light one does.

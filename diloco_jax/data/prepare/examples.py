@@ -1,4 +1,4 @@
-"""What a JSON object, or a row of a table, says: spans of text, learned or not."""
+"""The spans of text, learned or not, of a JSON object or a row of a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TURNS = {
 }
 """Turns of a chat by the names of models that were trained on them."""
 ROLES = {"gemma3": {"assistant": "model"}}
-"""What such a model calls a role."""
+"""The name that such a model has for a role."""
 ASSISTANT = "assistant"
 
 

@@ -23,7 +23,7 @@ FIELD = "SOURCES"
 
 
 class SourceKind(enum.StrEnum):
-    """What a source file has."""
+    """A file that rows are made of."""
 
     TEXT = enum.auto()
     """One document, UTF-8."""

@@ -49,7 +49,7 @@ Report = Callable[[float], None]
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides about every byte of the result."""
+    """All that decides about the bytes of the result."""
 
     format: int
     tokenizer: Tokens

@@ -27,7 +27,7 @@ WATCH_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a worker needs for every part. A tokenizer is opened where it is used."""
+    """The needs of a worker, for every part. A tokenizer is opened where it is used."""
 
     folder: Path
     sources: Sequence[SourceFile]

@@ -41,7 +41,7 @@ Advance = Callable[[int], None]
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a part; its file says that the part is whole."""
+    """The outcome of a part; its file says that the part is whole."""
 
     train: Split
     validation: Split

@@ -38,7 +38,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a split has, added up. Tokens are positions without padding."""
+    """Sums over a split. Tokens are positions without padding."""
 
     documents: int = 0
     rows: int = 0

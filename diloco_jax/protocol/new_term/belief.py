@@ -21,7 +21,7 @@ TERMS_AHEAD = 16
 MERGES_AHEAD = 100
 POSITIONS_AHEAD = 2**20
 SHARE_AHEAD = 0.01
-"""Of the run's tokens. These are believed in any case: a young run's medians are
+"""Share of the run's tokens. These are believed in any case: a young run's medians are
 small."""
 
 
