@@ -15,12 +15,11 @@ The inner optimizer has no moments, and nothing is fed back of what an encoding 
 since both islands and the coordinator share one memory. The outer one has its momentum.
 
 Prediction: memory, and the disk that is expected, within 10 % of the plan; no gap above
-2 medians beyond the
-machine's own hiccups; the ledger exact, replay bit for bit; 1.00 of a one-host
-island's bytes.
+2 medians beyond the machine's own hiccups; the ledger exact, replay bit for bit; 1.00
+of a one-host island's bytes.
 
-The disk is compared with what a run of expected course holds. The plan has room beside
-it for deltas that wait when merges are late, and hardly any do here.
+Seen: all of it. The disk is compared with what a run of expected course holds. The plan
+has room beside it for deltas that wait when merges are late, and hardly any do here.
 
 Command: `python benchmarks/large_run.py`. Cost: about 20 minutes on two idle cores,
 20 GiB of memory, 9 GB of disk; `--layers 2` is a trial of some minutes.
