@@ -1,4 +1,4 @@
-"""What a wheel has besides modules; `.ci/wheel` builds one and runs it."""
+"""The files of a wheel besides modules; `.ci/wheel` builds one and runs it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def ran(code: Path) -> Path:
 
 @pytest.fixture
 def workdir(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of another user."""
+    """A workdir of another user."""
     folder = tmp_path / "run"
     folder.mkdir()
     run = RunConfig(model=ModelConfig(factory=f"{code}:make"))

@@ -70,7 +70,7 @@ class Hostile:
         self.seqs = dict.fromkeys(self.incarnations, 0)
 
     def moves(self) -> list[Move]:
-        """What one of them says now."""
+        """One message, of one of them."""
         chance = self.random
         name = chance.choice("bbbccd")
         moves = self._plain(name, chance.choice(CHOICES))

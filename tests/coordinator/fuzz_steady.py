@@ -55,7 +55,7 @@ class Steady:
         self.phase, self.stale = "training", False
 
     def moves(self) -> list[Move]:
-        """What it says now. All of it follows from what it has heard."""
+        """Its next words, all of which follow from what it has heard."""
         said: list[Move] = []
         self._read(said)
         if self.ended:

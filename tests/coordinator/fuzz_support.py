@@ -43,7 +43,7 @@ UNIX = 1.8e9
 MOST_STATE_BYTES = 64 << 10
 TAPE_BYTES_PER_BYTE = 8
 TAPE_BYTES_PER_MOVE = 4 << 10
-"""What one move may write beside what it says."""
+"""Bytes that one move may write beside what it says."""
 
 
 class Defect(AssertionError):  # noqa: N818
@@ -76,7 +76,7 @@ class Move(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """What a world begins with. secure: callers have certificates."""
+    """The beginning of a world. secure: callers have certificates."""
 
     secure: bool
     gathers: bool

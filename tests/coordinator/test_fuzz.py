@@ -46,7 +46,7 @@ def scenario(seed: int) -> Scenario:
 
 
 def failure(error: BaseException) -> tuple[str, str]:
-    """What tells failures apart: the kind, and where it was raised."""
+    """The marks of a failure: its kind, and where it was raised."""
     while error.__cause__ is not None:
         error = error.__cause__
     last = traceback.extract_tb(error.__traceback__)[-1]

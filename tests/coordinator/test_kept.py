@@ -18,7 +18,7 @@ WHOSE = {"run_id": "r", "plan": "p"}
 
 
 class Told:
-    """What a writer said, and when it has."""
+    """The words of a writer, and the moment of them."""
 
     def __init__(self):
         self.said = []

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 240.0
 STEPS = 120
-"""Of both islands together, before and after."""
+"""Sums of both islands, before and after."""
 
 
 def diloco(*arguments: object) -> str:

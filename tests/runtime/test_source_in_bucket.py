@@ -32,7 +32,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def config(text):
-    """Of another model than that of the weights."""
+    """A config of another model than that of the weights."""
     config = make_config(text, fragments=2, steps_per_cycle=2, quorum=1)
     config = with_run(config, total_tokens=STEPS * SEQUENCE_LENGTH)
     islands = {"a": IslandConfig(batch_size=1, step_seconds=0.3)}

@@ -41,7 +41,7 @@ WORDS = ("a", "bb", "of it", "z?", "longer", "\N{GREEK SMALL LETTER ALPHA}")
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """Of a run of bytes that has begun."""
+    """The workdir of a run of bytes that has begun."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("one line of text\n" * 2000)
