@@ -63,7 +63,7 @@ class CoordinatorPlan:
     joins: int
     """Anchors pinned for islands that join, if all join at once."""
     merge_buffer: int
-    """Encoded deltas: at most one per island and fragment, within
+    """Encoded deltas: as many of each island and fragment as the inbox lets wait, within
     `placement.merge_buffer_bytes`."""
     process: int
     memory: int
@@ -131,6 +131,7 @@ def plan_coordinator(
         merging.merging_bytes(rules[kind], islands, like[kind].size) for kind in kinds
     )
     at_once = merges_at_once(cores)
+    most_deltas = DELTAS_AT_ONCE * islands * sum(up)
     parts = {
         "theta": params,
         "anchors": params,
@@ -148,7 +149,7 @@ def plan_coordinator(
         "merging": at_once * (held + rule_bytes),
         "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
-        "merge_buffer": min(islands * sum(up), placement.merge_buffer_bytes),
+        "merge_buffer": min(most_deltas, placement.merge_buffer_bytes),
         "process": PROCESS_BYTES,
     }
     both_ways = (
@@ -158,7 +159,6 @@ def plan_coordinator(
     merging_rate = rates.merging(run.sync.codec_down)
     each = (merging_rate + islands * rates.per_delta(run.sync.codec_up)) / 1e9
     merge_cores = each * plan.total / cycle_seconds
-    most_deltas = DELTAS_AT_ONCE * islands * sum(up)
     disk = plan_disk(
         placement,
         params=plan.total,

@@ -8,10 +8,11 @@ import pytest
 from plan_support import CONFIG
 
 from diloco_jax.config import OuterConfig, Placement
+from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.compiling import ExchangePlan
-from diloco_jax.planning.coordinator import plan_coordinator
+from diloco_jax.planning.coordinator import payload_bytes, plan_coordinator
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.report import fragments_of, plan_run
@@ -137,6 +138,8 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     heavy = plan_coordinator(run, bounded, fragments, 2, 20.0, 16, 280e6, cycles=9.0)
     assert heavy.outer_state == pytest.approx(params, rel=0.01)
     assert heavy.merge_buffer == 1000 < coordinator.merge_buffer
+    up = sum(payload_bytes(run.sync.codec_up, fragments))
+    assert coordinator.merge_buffer == DELTAS_AT_ONCE * len(CONFIG.islands) * up
     parts = dataclasses.asdict(heavy)
     for name in (
         *("memory", "wire_cores", "merge_cores", "cores"),
