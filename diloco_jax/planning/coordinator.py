@@ -63,8 +63,8 @@ class CoordinatorPlan:
     joins: int
     """Anchors pinned for islands that join, if all join at once."""
     merge_buffer: int
-    """Encoded deltas: as many of each island and fragment as the inbox lets wait, within
-    `placement.merge_buffer_bytes`."""
+    """Encoded deltas: of each island and fragment as many as the inbox lets wait,
+    within `placement.merge_buffer_bytes`."""
     process: int
     memory: int
     """Sum of the fields above."""
