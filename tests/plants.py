@@ -13,7 +13,7 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,

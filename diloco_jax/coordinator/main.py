@@ -75,9 +75,9 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
       resume: the run was stopped as a whole; islands begin anew.
 
     Raises:
-      ConfigError: no run to go on with, and no island that has one; another run in the
-        workdir, an address that cannot be bound, snapshots that cannot be written, a
-        coordinator that is there already.
+      ConfigError: neither the workdir nor any island has a run to go on with; the
+        workdir has another run, or a coordinator at work; the address cannot be bound;
+        snapshots cannot be written.
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import numpy as np
 
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside
 from diloco_jax.island.device.build import at_anchors, compile_programs

@@ -1,4 +1,4 @@
-"""Where a run's first parameters come from, as `--init` gives it."""
+"""Sources of a run's first parameters, as `--init` names them."""
 
 from __future__ import annotations
 

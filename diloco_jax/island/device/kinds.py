@@ -2,9 +2,11 @@
 
 They are the functions of `core/`, one piece at a time, with the indices of a stacked
 layer and of a band traced. They work where the data lies: a shard of a piece makes its
-tiles, and tiles make their shard. Where a mesh axis cuts a piece inside its tiles
-(`mesh.py`), a take first gathers the delta along it, an adoption the anchor, and all
-its devices make the same tiles.
+tiles, and tiles make their shard.
+
+A mesh axis may cut a piece inside its tiles (`mesh.py`). Then a take first gathers the
+delta along that axis, and an adoption the anchor. All devices along it make the same
+tiles.
 """
 
 from __future__ import annotations

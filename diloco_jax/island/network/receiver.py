@@ -56,8 +56,8 @@ class Receiver:
             self._changed.notify_all()
 
     def fetch_all(self) -> list[Version]:
-        """Fetch every fragment in full, at the newest version, and return it; for a
-        join, before `start`.
+        """Fetch every fragment in full, for a join, before `start`; return their
+        versions.
 
         Raises TimeoutError if a fragment does not come within `join_s`, Refused, or any
         WireError once the mailbox says that the island must end.
