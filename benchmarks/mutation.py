@@ -364,7 +364,7 @@ def _write(
         "caught_by": found,
     }
     doc = (__doc__ or "").rstrip() + (
-        f"\n\n{len(everything)} of the {total} mutants were tried, drawn at random. "
+        f"\n\n{len(everything)} of the {total} mutants were tried, drawn at random.\n"
         f"{by_schedules:.1%} of them were caught by the first {options.schedules} "
         f"schedules."
     )

@@ -203,8 +203,13 @@ def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
     return lambda f, fleet, name: (f, [])
 
 
-def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, name, known: regrant(state, name, known)[1:]
+def _leaves_a_gap(grant: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, (record, tell) = grant(*arguments)
+        message = replace(tell.message, offset=tell.message.offset + 1)
+        return state, [record, replace(tell, message=message)]
+
+    return broken
 
 
 def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,7 +300,7 @@ PLANTS = {
         "restored", Disk, "restore", _counts_what_was_prepared
     ),
     "takes_are_asked_for_once": Plant("liveness", members, "_ask_again", _asks_once),
-    "grants_have_a_gap": Plant("unbroken", leases, "regrant", _leaves_a_gap),
+    "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 
 

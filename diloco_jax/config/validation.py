@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.config.fields import check_fields
+from diloco_jax.config.fields import check_fields, types_of
 from diloco_jax.config.island import IslandConfig
 from diloco_jax.errors import ConfigError
 from diloco_jax.families import check_members
@@ -76,7 +75,7 @@ def require_sections(config: Any, path: str = "") -> None:
     be, which every reader of a config relies on."""
     for field in dataclasses.fields(config):
         name, value = f"{path}{field.name}", getattr(config, field.name)
-        kind = typing.get_type_hints(type(config))[field.name]
+        kind = types_of(type(config))[field.name]
         if name == "islands":
             if not isinstance(value, Mapping):
                 raise ConfigError(
