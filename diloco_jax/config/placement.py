@@ -82,8 +82,8 @@ class Placement:
         0.0,
         SECONDS,
         group=DEADLINES,
-        help="Seconds that an island has, once its machine is to be taken away, to "
-        "send what is open and to say goodbye. Above 0, SIGTERM or the cloud's "
+        help="Seconds in which an island whose machine is to be taken away sends what "
+        "is open and says goodbye. Above 0, SIGTERM or the cloud's "
         "metadata server gives notice, and the island ends with exit code 1, to be "
         "started again.",
     )
