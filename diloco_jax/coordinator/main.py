@@ -26,6 +26,7 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
+from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
@@ -170,20 +171,23 @@ class Coordinator:
         keep, sizes = placement.exports_kept, self._plan.sizes
         kept = KeptCycles(workdir, keep, whose, sizes)
         self._open.callback(kept.close, self._deadlines.stop_s)
+        self._holder = StoreHolder(
+            self.store,
+            inbox,
+            self._publishes,
+            kept,
+            write_within_s=placement.alone_s,
+        )
         self.lead = Lead(
             self.policy_config,
             state,
-            store=self.store,
-            inbox=inbox,
-            publishes=self._publishes,
+            holder=self._holder,
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
-            kept=kept,
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
             slow_s=self._deadlines.report_s,
-            write_within_s=placement.alone_s,
             housekeeping=self._keep_house,
         )
         self._sessions = sessions
@@ -199,8 +203,7 @@ class Coordinator:
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
-            store=self.store,
-            inbox=inbox,
+            holder=self._holder,
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
@@ -265,7 +268,7 @@ class Coordinator:
             self._roster,
             begun_unix=self._facts.begun_unix,
             over_unix=self._over,
-            digest=self.store.digest(),
+            digest=self._holder.digest(),
         )
 
     def close(self) -> None:

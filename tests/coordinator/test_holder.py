@@ -33,6 +33,23 @@ def test_the_digest_of_the_parameters_follows_on_the_tape(
     assert digest == island.store.digest_of(0)
 
 
+def test_a_merge_is_ordered_prepared_and_committed_in_messages_alone(
+    make_engine, island
+):
+    """They pass as bytes: nothing else of the lead's reaches the holder."""
+
+    def done():
+        return "MergeDigested" in passed
+
+    engine = make_engine(done=done)
+    passed = engine._holder.passed
+    engine.run()
+    order = [name for name in passed if name.startswith(("Merge", "Commit"))]
+    made = ["Merge", "MergePrepared", "Commit", "MergeMeasured", "MergeDigested"]
+    assert [name for name in order if name != "MergesCompiled"] == made
+    assert island.told(messages.Published)
+
+
 def test_a_publish_that_cannot_be_written_keeps_its_merge_and_nothing_else_waits(
     make_engine, island, tmp_path, monkeypatch
 ):
