@@ -18,16 +18,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import machine
+from diloco_jax import checkpoint, machine, run_files
+from diloco_jax.config import Config
 from diloco_jax.coordinator.disk_wait import given_up
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.restoring import restore
+from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit
 from diloco_jax.core.fragments import digest_arrays
@@ -46,6 +51,8 @@ from diloco_jax.protocol.holding import (
     MergeMeasured,
     MergePrepared,
     MergesCompiled,
+    Restore,
+    Restored,
     ToHolder,
 )
 from diloco_jax.protocol.values import DeltaKey, Prepared
@@ -95,12 +102,14 @@ class StoreHolder:
         store: Store,
         inbox: Inbox,
         publishes: Publishes,
+        snapshots: FragmentSnapshots,
         kept: KeptCycles,
         *,
         write_within_s: float,
     ) -> None:
         self._store, self._inbox = store, inbox
-        self._publishes, self._kept = publishes, kept
+        self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
+        self._saver = Saver(store, snapshots, publishes)
         self._write_within_s = write_within_s
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
@@ -149,6 +158,32 @@ class StoreHolder:
             case Forget():
                 kept = frozenset(message.kept)
                 self._inbox.drop_island(message.island, message.before, kept)
+
+    # ---- what the process around it asks for ----------------------------------------
+
+    def begin(self) -> None:
+        """Make the fragments of a new run or term durable; see `Saver.begin`."""
+        self._saver.begin()
+
+    def restore(self, asked: Restore) -> Restored:
+        """Bring the fragments to what is committed; see `restoring.restore`."""
+        return restore(asked, self._store, self._snapshots, self._publishes)
+
+    def keep_house(self, now: float) -> None:
+        """Begin to write the snapshot that is due, if any is."""
+        self._saver.write_due(now)
+
+    def save_all(self, within_s: float | None) -> None:
+        """Write the snapshots of the end; see `Saver.write_last`."""
+        self._saver.write_last(within_s)
+
+    def wait(self, patience_s: Callable[[], float]) -> bool:
+        """Wait for the snapshot under way; see `SnapshotWriter.wait`."""
+        return self._snapshots.writer.wait(patience_s)
+
+    def alerts(self, now: float) -> list[str]:
+        """Return what people should know about its snapshots."""
+        return self._snapshots.writer.alerts(now)
 
     def digest(self) -> str:
         """Return 16 hex digits over the Theta of all fragments."""
@@ -309,3 +344,21 @@ class StoreHolder:
 def merges_at_once(cores: int) -> int:
     """Return the most merges that so many cores compute at a time."""
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
+
+
+def make_holder(
+    config: Config, store: Store, kept: KeptCycles, workdir: Path, whose: dict[str, Any]
+) -> StoreHolder:
+    """Return the holder of a coordinator, with its folders. whose: see
+    `checkpoint`."""
+    placement, plan = config.placement, store.plan
+    rooms = Rooms(placement.merge_buffer_bytes, workdir, SPARED_BYTES * plan.total)
+    folder = checkpoint.snapshots_folder(placement, workdir)
+    return StoreHolder(
+        store,
+        Inbox(store.layouts_up, rooms),
+        Publishes(workdir / run_files.PUBLISHES),
+        FragmentSnapshots(folder, placement, len(plan.fragments), whose),
+        kept,
+        write_within_s=placement.alone_s,
+    )

@@ -13,9 +13,54 @@ them never was.
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
 from diloco_jax.protocol.messages import Message
 from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import Contribution, DeltaKey, Prepared, Version
+
+# ---- at a start -------------------------------------------------------------
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of a fragment that the lead's log has committed. digests: those of
+    the publishes whose records the log still has, by number of the version."""
+
+    fragment: int
+    version: Version
+    digests: dict[int, str]
+
+
+class Restore(Message, frozen=True, kw_only=True):
+    """Bring the fragments to these versions, from snapshots and publishes. What was
+    prepared beyond them never was."""
+
+    fragments: tuple[Committed, ...]
+
+
+class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
+    """A fragment is at its committed version."""
+
+    fragment: int
+    snapshot: Version
+    """Version of the snapshot from which its publishes led there."""
+    moved: bool
+    """True if one of these publishes moves the outer optimizer."""
+    digest: str
+    """Digest of Theta."""
+
+
+class Restored(Message, frozen=True, kw_only=True):
+    """Answer to `Restore`."""
+
+    fragments: tuple[RestoredFragment, ...]
+    discarded: int
+    """Merges that were prepared and never committed."""
+    environment: dict[str, Any]
+    """Facts on which the bits of merges depend."""
+
 
 # ---- to a holder --------------------------------------------------------------
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
 from engine_support import WAIT_S, Island, Piped, hello, report
+from etils import epath
 
-from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
+from diloco_jax.config import OuterConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.kept import KeptCycles
@@ -92,6 +94,7 @@ def make_engine(tmp_path, store, island):
             store,
             island.inbox,
             Publishes(tmp_path / "publishes"),
+            FragmentSnapshots(epath.Path(tmp_path / "snapshots"), Placement(), 2, {}),
             KeptCycles(tmp_path, 2, {}, store.plan.sizes),
             write_within_s=write_within_s,
         )

@@ -148,6 +148,7 @@ class Coordinator:
             self.inbox,
             Publishes(folder / f"publishes-{time.monotonic_ns()}"),
             cast(Any, None),
+            cast(Any, None),
             write_within_s=math.inf,
         )
         holder._merger = cast(Any, AtOnce())

@@ -104,7 +104,12 @@ class Piped:
 
     def _through(self, message, kind):
         self.passed.append(type(message).__name__)
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+        return as_bytes(message, kind)
+
+
+def as_bytes(message, kind):
+    """A message of this kind, as it is at the other end."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 
 
 def report(steps, *records, island="a", session="s"):
