@@ -49,7 +49,7 @@ class FragmentSnapshots(Snapshots):
             self._remove_torn(fragment_path(folder, fragment, Version()).parent)
         self._next = 0
         self.writer = SnapshotWriter(
-            folder, placement.snapshot_every_s, fragments, "publishes"
+            folder, placement.snapshot_every_s, fragments, "folder of publishes"
         )
 
     def oldest_of(self, fragment: int) -> Version:

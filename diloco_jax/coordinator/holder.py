@@ -43,6 +43,7 @@ from diloco_jax.protocol.holding import (
     DeltaArrived,
     Drop,
     Forget,
+    FragmentsRestored,
     FromHolder,
     HolderTroubled,
     KeepFragment,
@@ -51,8 +52,7 @@ from diloco_jax.protocol.holding import (
     MergeMeasured,
     MergePrepared,
     MergesCompiled,
-    Restore,
-    Restored,
+    RestoreFragments,
     ToHolder,
 )
 from diloco_jax.protocol.values import DeltaKey, Prepared
@@ -165,7 +165,7 @@ class StoreHolder:
         """Make the fragments of a new run or term durable; see `Saver.begin`."""
         self._saver.begin()
 
-    def restore(self, asked: Restore) -> Restored:
+    def restore(self, asked: RestoreFragments) -> FragmentsRestored:
         """Bring the fragments to what is committed; see `restoring.restore`."""
         return restore(asked, self._store, self._snapshots, self._publishes)
 

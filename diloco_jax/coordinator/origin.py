@@ -33,7 +33,7 @@ from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
-from diloco_jax.protocol.holding import Committed, Restore, Restored
+from diloco_jax.protocol.holding import Committed, FragmentsRestored, RestoreFragments
 from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class FromLog(NamedTuple):
     """Number of the snapshot of the state."""
     lines: list[durable.Line]
     """Records after it."""
-    restore: Restore
+    restore: RestoreFragments
     """What the holder must restore."""
 
 
@@ -104,7 +104,7 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
     for record in later:
         if isinstance(record, records.Merged):
             digests[record.fragment][record.version.number] = record.digest
-    restore = Restore(
+    restore = RestoreFragments(
         fragments=tuple(
             Committed(fragment=f.index, version=f.version, digests=digests[f.index])
             for f in state.fragments
@@ -114,7 +114,7 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
 
 
 def tell_recovered(
-    config: Config, recovered: FromLog, restored: Restored, tape: Tape
+    config: Config, recovered: FromLog, restored: FragmentsRestored, tape: Tape
 ) -> None:
     """Give the tape the records that it lacks, and say where the cut was."""
     lines = recovered.lines

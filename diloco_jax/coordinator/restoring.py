@@ -12,9 +12,9 @@ from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
     Committed,
-    Restore,
-    Restored,
+    FragmentsRestored,
     RestoredFragment,
+    RestoreFragments,
 )
 
 
@@ -26,8 +26,11 @@ def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Sto
 
 
 def restore(
-    asked: Restore, store: Store, snapshots: FragmentSnapshots, publishes: Publishes
-) -> Restored:
+    asked: RestoreFragments,
+    store: Store,
+    snapshots: FragmentSnapshots,
+    publishes: Publishes,
+) -> FragmentsRestored:
     """Bring every fragment to the version that the lead's log has committed. Delete the
     publishes beyond it: their merges never were.
 
@@ -40,7 +43,7 @@ def restore(
     for fragment in committed:
         found.append(_restored(fragment, store, snapshots, publishes))
         give_back()
-    return Restored(
+    return FragmentsRestored(
         fragments=tuple(found), discarded=discarded, environment=store.describe()
     )
 

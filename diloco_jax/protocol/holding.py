@@ -7,8 +7,8 @@ with the holder, is one of these messages.
 
 A merge is ordered (`Merge`), computed, and prepared at its holder (`MergePrepared`).
 The lead's record commits it, and `Commit` makes it visible. At a start the lead says
-which versions its log has committed (`Restore`); what a holder has prepared beyond
-them never was.
+which versions its log has committed (`RestoreFragments`); what a holder has prepared
+beyond them never was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[int, str]
 
 
-class Restore(Message, frozen=True, kw_only=True):
+class RestoreFragments(Message, frozen=True, kw_only=True):
     """Bring the fragments to these versions, from snapshots and publishes. What was
     prepared beyond them never was."""
 
@@ -52,8 +52,8 @@ class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of Theta."""
 
 
-class Restored(Message, frozen=True, kw_only=True):
-    """Answer to `Restore`."""
+class FragmentsRestored(Message, frozen=True, kw_only=True):
+    """Answer to `RestoreFragments`."""
 
     fragments: tuple[RestoredFragment, ...]
     discarded: int

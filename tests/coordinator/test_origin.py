@@ -30,7 +30,7 @@ from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.holding import Restore, Restored
+from diloco_jax.protocol.holding import FragmentsRestored, RestoreFragments
 from diloco_jax.protocol.values import Contribution, Version
 
 JOINED = records.Joined(
@@ -83,9 +83,11 @@ def recover(run, store, folder, publishes, tmp_path):
         try:
             own = origin.recover(policy, states, tmp_path / "log")
             found = make_store(config, store.plan, None)
-            asked = as_bytes(own.restore, Restore)
+            asked = as_bytes(own.restore, RestoreFragments)
             answer = restore(asked, found, snapshots, publishes)
-            origin.tell_recovered(config, own, as_bytes(answer, Restored), tape)
+            origin.tell_recovered(
+                config, own, as_bytes(answer, FragmentsRestored), tape
+            )
             return found, own.state, own.snapshot
         finally:
             tape.close()
