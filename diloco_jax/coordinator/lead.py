@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, cast
@@ -74,6 +75,7 @@ class EngineThread(Generic[S, E]):
         self._ended = False
         """True once nothing takes events any more: those that come are dropped."""
         self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def state(self) -> S:
@@ -110,6 +112,7 @@ class EngineThread(Generic[S, E]):
         end then, and start again from what is durable. If no decision can be made upon
         a peer's event, only that peer's session ends.
         """
+        self._thread = threading.current_thread()
         try:
             while not self._stopping:
                 self._turn()
@@ -218,10 +221,13 @@ class Lead(EngineThread[State, Event]):
         return self.state.phase == "done"
 
     def hear(self, message: FromHolder) -> None:
-        """Queue a holder's message."""
+        """Take a holder's message, on any thread."""
         match message:
             case DeltaArrived() | MergePrepared() | CycleKept():
                 self.post(message)
+            case _ if threading.current_thread() is self._thread:
+                # A full queue would never take it: only this thread empties it.
+                self._write_down(message)
             case _:
                 self.post(None, lambda: self._write_down(message))
 
