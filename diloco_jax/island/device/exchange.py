@@ -96,7 +96,7 @@ class Exchange:
     # ---- the path of the data ---------------------------------------------------
 
     def take(self, fragment: int, params: Params | Listed) -> tuple[jax.Array, ...]:
-        """Return the fragment's encoded delta by piece, on its way to the host.
+        """Return the fragment's encoded delta by piece.
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
@@ -107,7 +107,6 @@ class Exchange:
                 held.kind.take(leaf, held.index, held.anchor, before)
             )
             held.before = before
-            sent.copy_to_host_async()
             encoded.append(sent)
         return tuple(encoded)
 
@@ -255,14 +254,10 @@ class Exchange:
     # ---- for a coordinator that lost its state ----------------------------------
 
     def anchor(self, fragment: int) -> tuple[jax.Array, ...]:
-        """Return the fragment's anchor by piece, in f32 tiles, on its way to the
-        host."""
-        encoded = []
-        for held in self._held[fragment]:
-            sent = in_turn(held.kind.whole(held.anchor))
-            sent.copy_to_host_async()
-            encoded.append(sent)
-        return tuple(encoded)
+        """Return the fragment's anchor by piece, in f32 tiles."""
+        return tuple(
+            in_turn(held.kind.whole(held.anchor)) for held in self._held[fragment]
+        )
 
     # ---- joining ----------------------------------------------------------------
 

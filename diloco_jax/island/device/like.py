@@ -68,13 +68,15 @@ class LikeLeaves:
         Raises ValueError if it differs from `like` in structure, shape or dtype, or
         lies elsewhere.
         """
-        leaves = self._flat(tree, "boundary")
         # One program's results have the very same facts at each call.
         try:
+            # It looks at structure and leaves in one pass, and sorts no keys.
+            leaves = self._structure.flatten_up_to(tree)
             seen = [*map(_AVAL, leaves), *map(_SHARDING, leaves)]
-        except AttributeError:
-            seen = []  # The host's arrays have none.
+        except (ValueError, AttributeError):
+            seen = []  # Of another structure; or the host's arrays, which have none.
         if not seen or not all(map(operator.is_, seen, self._seen)):
+            leaves = self._flat(tree, "boundary")
             self._check(leaves)
             self._seen = seen or self._seen
         return Listed(leaves, self._places)
