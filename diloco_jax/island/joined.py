@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,6 +46,7 @@ def join(
     axes: Axes | None = None,
     every: int = 1,
     insecure: bool = False,
+    state: Mapping[str, Any] | None = None,
 ) -> JoinedIsland:
     """Make this process, or all of its `jax.distributed` world, an island of the run
     that a coordinator serves. Every process of the world calls it with the same
@@ -69,6 +71,8 @@ def join(
       axes: names of the parameters' axes, as the run's model has them; None: none.
       every: steps of the loop between two boundaries, for steps of milliseconds.
       insecure: let it speak to other machines without TLS.
+      state: what `state` of an earlier attempt returned, from the loop's checkpoint;
+        the loop then goes on with that checkpoint's moments.
 
     Raises:
       ConfigError: something does not fit the run: names the field, both values and the
@@ -84,9 +88,9 @@ def join(
         config, name, tokens_per_step * every, hosts.count if hosts else 1
     )
     config = dataclasses.replace(config, islands={**config.islands, name: island})
-    return JoinedIsland(
-        JoinedHost(config, name, address, like, axes), incarnation, every, hosts
-    )
+    host = JoinedHost(config, name, address, like, axes, state)
+    fresh = incarnation > 1 and state is None
+    return JoinedIsland(host, incarnation, every, hosts, restarted=fresh)
 
 
 class JoinedIsland:
@@ -97,7 +101,13 @@ class JoinedIsland:
     """
 
     def __init__(
-        self, host: JoinedHost, incarnation: int, every: int, hosts: Hosts | None
+        self,
+        host: JoinedHost,
+        incarnation: int,
+        every: int,
+        hosts: Hosts | None,
+        *,
+        restarted: bool,
     ) -> None:
         """hosts: of this world, if it has several."""
         self._host, self._every, self._hosts = host, every, hosts
@@ -109,8 +119,9 @@ class JoinedIsland:
         self._ending: Ending | None = None
         self._calls = 0
         self._params: Any = None
-        self.restarted = incarnation > 1
-        """True if an earlier attempt was part of the run: fresh moments are due."""
+        self.restarted = restarted
+        """True if an earlier attempt was part of the run, and there is no state of it:
+        fresh moments are due."""
         self.learning_rate = 0.0
         """Rate of the next step, from the run's schedule and its progress."""
         self.positions: np.ndarray = np.zeros(0, np.int64)
@@ -180,6 +191,17 @@ class JoinedIsland:
     def step(self) -> int:
         """Number of boundaries so far."""
         return self._loop.done
+
+    def state(self) -> dict[str, Any]:
+        """Return what the loop's checkpoint is to have of the island, for `join` of the
+        next attempt: a dict of arrays.
+
+        It holds run, island, incarnation and steps, versions and outstanding takes of
+        the fragments, and "residuals" where the run has `sync.error_feedback`: one f32
+        array for each parameter, by name, with its shape and sharding. They are the
+        caller's. Call it between two boundaries, on the loop's thread, on every host.
+        """
+        return self._host.state(self._loop)
 
     def boundary(
         self, params: Any, loss: Any = None, *, alongside: tuple[Any, ...] = ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.hosts.world import Hosts
+from diloco_jax.island.joined_state import require_own, restored_state, saved_state
 from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
@@ -41,12 +42,18 @@ class JoinedHost(Parts["JoinedLoop"]):
     awaits_last = True
 
     def __init__(
-        self, config: Config, name: str, address: str, like: Any, axes: Axes | None
+        self,
+        config: Config,
+        name: str,
+        address: str,
+        like: Any,
+        axes: Axes | None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        """like, axes: as for `join`. Raise ConfigError if the parameters are not f32,
-        or cannot be cut as the run cuts them; SecurityError."""
+        """like, axes, state: as for `join`. Raise ConfigError if the parameters are not
+        f32, or cannot be cut as the run cuts them; SecurityError."""
         self.leaves = LikeLeaves(like)
-        shapes = self.leaves.like
+        shapes, self._state = self.leaves.like, state
         model = Model(
             lambda key: shapes,
             None,
@@ -55,12 +62,15 @@ class JoinedHost(Parts["JoinedLoop"]):
         super().__init__(config, name, address, build_plan(config.run, model))
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
-        """Build takes and adoptions."""
-        self._hosts = hosts
+        """Build takes and adoptions. Raise ConfigError for a state of another run."""
+        self._hosts, self._identity = hosts, identity
         self._zeros = self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
         self._connect(identity, exchange)
+        if self._state is not None:
+            fragments = len(self.plan.fragments)
+            require_own(self._state, identity, exchange, fragments)
 
     def compile(self) -> None:
         """Run every take and adoption once. No host runs any before all have compiled
@@ -80,13 +90,21 @@ class JoinedHost(Parts["JoinedLoop"]):
         run, sequences = self.config.run, self.island.batch_size
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet_to_join("restored")
-        self._exchange.start(self._anchors(versions))
+        restored = None
+        if self._state is not None:
+            restored = restored_state(
+                self._state, self._exchange, self.leaves, versions
+            )
+        residuals = restored.residuals if restored else None
+        self._exchange.start(self._anchors(versions), residuals)
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
         self._meet_to_join("ready")
         lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
+        if restored is not None:
+            books.restored(restored.incarnation, restored.steps, restored.residuals)
         goal = goal_of(run, sequences)
         return JoinedLoop(
             config=self.config,
@@ -103,10 +121,22 @@ class JoinedHost(Parts["JoinedLoop"]):
             data=data,
             mailbox=self.mailbox,
             decisions=decisions,
-            pace=Pace(run, goal),
+            pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
             leaves=self.leaves,
+        )
+
+    def state(self, loop: JoinedLoop) -> dict[str, Any]:
+        """Return what `join` takes as `state`. All hosts call it."""
+        books = loop.boundary.books
+        return saved_state(
+            self._exchange,
+            self.leaves,
+            self._identity,
+            steps=loop.done,
+            versions=books.versions(),
+            outstanding=loop.in_doubt(),
         )
 
     def global_params(self) -> Any:

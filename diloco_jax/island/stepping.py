@@ -134,12 +134,12 @@ class Stepping:
             self.replica.trees(),
             steps=self.done,
             versions=self.boundary.books.versions(),
-            outstanding=self._in_doubt(),
+            outstanding=self.in_doubt(),
             sequences=self.data.consumed,
             final=final,
         )
 
-    def _in_doubt(self) -> list[int]:
+    def in_doubt(self) -> list[int]:
         """Return fragments with a take that may be merged after this incarnation's
         end."""
         books = self.boundary.books

@@ -50,6 +50,11 @@ class Example:
     def train(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
         return self.loop("train.py", name, attempt, pause_s)
 
+    def keep(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
+        """The loop that writes checkpoints of its own, in `kept`."""
+        folder = self.folder / "kept"
+        return self.loop("train_kept.py", name, attempt, pause_s, folder)
+
     def loop(self, script: str, name: str, *arguments: object) -> subprocess.Popen:
         address = f"127.0.0.1:{self.port}"
         command = [sys.executable, script, address, name, *map(str, arguments)]

@@ -81,11 +81,14 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
     served = example.serve("--init")
     processes = [served]
     try:
-        fast, slow = example.train("fast", 1, 0.1), example.train("slow", 1, 0.25)
+        fast, slow = example.train("fast", 1, 0.1), example.keep("slow", 1, 0.25)
         processes += [fast, slow]
-        example.until(lambda tape: merges_of(tape, "slow", 1) >= 3)
+        kept = example.folder / "kept"
+        example.until(
+            lambda tape: merges_of(tape, "slow", 1) >= 3 and (kept / "1").is_dir()
+        )
         slow.send_signal(signal.SIGKILL)
-        slow = example.train("slow", 2, 0.25)
+        slow = example.keep("slow", 2, 0.25)
         processes.append(slow)
         example.until(lambda tape: merges_of(tape, "slow", 2) >= 2)
         served.send_signal(signal.SIGKILL)
@@ -114,6 +117,10 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
     assert tape_checks.version_problems(tape) == []
     assert set(summary["islands"]["slow"]["tokens_lost"]) <= {"died"}
     assert summary["islands"]["fast"]["tokens_lost"] == {}
+    told = [r for r in tape if r["kind"] == "island"]
+    restored = [r for r in told if r["record"]["kind"] == "restored"]
+    of = {(r["island"], r["incarnation"], r["record"]["start"]) for r in restored}
+    assert of == {("slow", 2, 1)}, "its moments are those of its checkpoint"
 
 
 # ---- its promises --------------------------------------------------------------------

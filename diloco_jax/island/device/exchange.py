@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,11 @@ class Held:
     before: Any = None
     """Residual before the outstanding take."""
 
+    @property
+    def settled(self) -> Any:
+        """Residual as if no take were outstanding."""
+        return self.residual if self.before is None else self.before
+
     def drop(self) -> None:
         """Return to the residual before the outstanding take, if there is one."""
         if self.before is not None:
@@ -89,7 +94,7 @@ class Exchange:
             for fragment, pieces in enumerate(plan.fragments)
         ]
         self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
-        if sync.error_feedback:
+        if self.feeds_back:
             for held in self._all():
                 held.residual = zeros(held.piece.shape, np.float32, held.kind.piece)
 
@@ -243,13 +248,7 @@ class Exchange:
     def at_anchor(self, fragment: int, params: Lent) -> Lent:
         """Return the parameters with the fragment at its anchor. `params` is
         donated."""
-        written: Leaves = {}
-        for held in self._held[fragment]:
-            path = held.piece.path
-            leaf = written.get(path)
-            leaf = leaf_of(params, path) if leaf is None else leaf
-            written[path] = held.kind.reset(leaf, held.index, held.anchor)
-        return with_leaves(params, written)
+        return _written(params, ((h, h.anchor) for h in self._held[fragment]))
 
     # ---- for a coordinator that lost its state ----------------------------------
 
@@ -295,12 +294,19 @@ class Exchange:
         """Return the anchors, and with error feedback the residuals as if no take were
         outstanding, by fragment and piece; not to be donated."""
         trees = {"anchors": [tuple(held.anchor for held in f) for f in self._held]}
-        if self._sync.error_feedback:
-            trees["residuals"] = [
-                tuple(h.residual if h.before is None else h.before for h in f)
-                for f in self._held
-            ]
+        if self.feeds_back:
+            trees["residuals"] = [tuple(h.settled for h in f) for f in self._held]
         return trees
+
+    @property
+    def feeds_back(self) -> bool:
+        """True if there are residuals."""
+        return self._sync.error_feedback
+
+    def residuals(self, params: Lent) -> Lent:
+        """Return the residuals of `trees` where the parameters have their pieces;
+        `params`, which lie alike, are donated."""
+        return _written(params, ((held, held.settled) for held in self._all()))
 
     def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
         """Return abstract arrays that lie as all residuals do."""
@@ -367,6 +373,17 @@ class Exchange:
 
     def _all(self) -> Iterator[Held]:
         return itertools.chain.from_iterable(self._held)
+
+
+def _written(params: Lent, values: Iterable[tuple[Held, Any]]) -> Lent:
+    """Return the parameters, which are donated, with pieces set to these values."""
+    written: Leaves = {}
+    for held, value in values:
+        path = held.piece.path
+        leaf = written.get(path)
+        leaf = leaf_of(params, path) if leaf is None else leaf
+        written[path] = held.kind.reset(leaf, held.index, value)
+    return with_leaves(params, written)
 
 
 def _layouts(plan: FragmentPlan, codec: str) -> tuple[PayloadLayout, ...]:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.device.leaves import Listed, Path, leaf_of
-from diloco_jax.island.device.placing import zeros
+from diloco_jax.island.device.placing import place, zeros
 from diloco_jax.models.model import Params, named
 
 AXIS = "devices"
@@ -91,6 +91,29 @@ class LikeLeaves:
         self._check(leaves, beside=True)
         return Listed(leaves, self._places)
 
+    def placed(self, params: Params) -> Listed:
+        """Return arrays by name, of the host or a device, as `like` lies; nothing of
+        them is donated.
+
+        Raises ValueError if they differ from `like` in names or shapes.
+        """
+        there: Any = jax.tree.structure(params)
+        if there != jax.tree.structure(self.like):
+            raise ValueError(
+                "state was saved with parameters of other names; join with the tree "
+                "that was trained then, or without a state"
+            )
+        leaves = [leaf_of(params, path) for path in self._paths]
+        lie = [
+            leaf
+            if isinstance(leaf, jax.Array)
+            and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+            else place(np.asarray(leaf), like.sharding)
+            for leaf, like in zip(leaves, self._abstract, strict=True)
+        ]
+        self._check(lie, "in the state")
+        return Listed(lie, self._places)
+
     def smallest(self, params: Listed) -> jax.Array:
         """Return this host's first shard of the smallest parameter."""
         leaf = params.leaves[self._smallest]
@@ -108,7 +131,13 @@ class LikeLeaves:
             )
         return leaves
 
-    def _check(self, leaves: Sequence[Any], *, beside: bool = False) -> None:
+    def _check(
+        self,
+        leaves: Sequence[Any],
+        where: str = "at the boundary",
+        *,
+        beside: bool = False,
+    ) -> None:
         for path, leaf, like in zip(self._paths, leaves, self._abstract, strict=True):
             name, dtype = "/".join(path), leaf.dtype
             right = (
@@ -116,7 +145,7 @@ class LikeLeaves:
             )
             if leaf.shape != like.shape or not right:
                 raise ValueError(
-                    f"{name} is {dtype}{list(leaf.shape)} at the boundary, the island "
+                    f"{name} is {dtype}{list(leaf.shape)} {where}, the island "
                     f"joined with float32{list(like.shape)}; parameters stay as they "
                     f"were"
                     + (", and what is beside them is of a floating dtype" * beside)
@@ -124,7 +153,7 @@ class LikeLeaves:
             lies = getattr(leaf, "sharding", like.sharding)
             if not lies.is_equivalent_to(like.sharding, leaf.ndim):
                 raise ValueError(
-                    f"{name} lies as {lies} at the boundary, the island joined with "
+                    f"{name} lies as {lies} {where}, the island joined with "
                     f"{like.sharding}; give the step's result that sharding "
                     f"(out_shardings of jax.jit)"
                 )
