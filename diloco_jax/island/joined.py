@@ -64,7 +64,8 @@ def join(
       address: HOST:PORT of the coordinator, whose config decides everything else.
       name: of the island; the run's config names it, or `placement.admit` does.
       like: the parameters, or arrays of their shapes that lie as they will: any pytree
-        of f32 arrays on a mesh of all processes. Their values are not used.
+        of f32 arrays on a mesh of all processes. Their values count only if the run
+        begins with those of this island (`--init from-island:NAME`).
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
       certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.

@@ -52,7 +52,7 @@ class JoinedHost(Parts["JoinedLoop"]):
     ) -> None:
         """like, axes, state: as for `join`. Raise ConfigError if the parameters are not
         f32, or cannot be cut as the run cuts them; SecurityError."""
-        self.leaves = LikeLeaves(like)
+        self.leaves, self._like = LikeLeaves(like), like
         shapes, self._state = self.leaves.like, state
         model = Model(
             lambda key: shapes,
@@ -96,7 +96,11 @@ class JoinedHost(Parts["JoinedLoop"]):
                 self._state, self._exchange, self.leaves, versions
             )
         residuals = restored.residuals if restored else None
-        self._exchange.start(self._anchors(versions), residuals)
+        if self.gives:
+            self._exchange.start_from(self.leaves.first(self._like))
+        else:
+            self._exchange.start(self._anchors(versions), residuals)
+        del self._like
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
         self._meet_to_join("ready")
@@ -124,6 +128,7 @@ class JoinedHost(Parts["JoinedLoop"]):
             pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
+            patience_s=self._data_s,
             leaves=self.leaves,
         )
 

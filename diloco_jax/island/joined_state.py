@@ -16,7 +16,6 @@ import numpy as np
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.checkpoints import undisturbed
-from diloco_jax.island.device.alongside import read_piece
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.leaves import leaf_of
 from diloco_jax.island.device.like import LikeLeaves
@@ -77,12 +76,7 @@ def restored_state(
         tree = leaves.placed(state[RESIDUALS])
         residuals = {
             fragment: tuple(
-                jax.device_put(
-                    read_piece(held.kind.lies)(
-                        leaf_of(tree, held.piece.path), held.index
-                    ),
-                    held.kind.piece,
-                )
+                held.kind.read(leaf_of(tree, held.piece.path), held.index)
                 for held in exchange.held(fragment)
             )
             for fragment in undisturbed(before, versions, outstanding)

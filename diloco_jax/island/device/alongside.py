@@ -64,9 +64,7 @@ class LentBeside(LentParams[Listed]):
     def _before(self, fragment: int) -> list[jax.Array]:
         """Return the fragment's local values, by piece."""
         return [
-            read_piece(held.kind.lies)(
-                leaf_of(self.params, held.piece.path), held.index
-            )
+            _read(held.kind.lies)(leaf_of(self.params, held.piece.path), held.index)
             for held in self._exchange.held(fragment)
         ]
 
@@ -88,9 +86,7 @@ _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def read_piece(lies: Lies) -> Any:
-    """Return the function (leaf, index) -> the piece, a copy, at work."""
-
+def _read(lies: Lies) -> Any:
     def read(leaf: Any, index: Any) -> jax.Array:
         return jnp.copy(lies.read(leaf, index))  # The leaf itself is donated.
 

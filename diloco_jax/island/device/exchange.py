@@ -288,6 +288,13 @@ class Exchange:
             for held, residual in zip(self._held[fragment], arrays, strict=True):
                 held.residual = residual
 
+    def start_from(self, params: Params | Listed) -> None:
+        """Start with anchors of these values, which are copied: the run's first ones.
+        All hosts call it."""
+        for held in self._all():
+            piece = held.kind.read(leaf_of(params, held.piece.path), held.index)
+            held.anchor = in_turn(piece)
+
     # ---- checkpoints ------------------------------------------------------------
 
     def trees(self) -> dict[str, list[tuple[jax.Array, ...]]]:

@@ -103,16 +103,22 @@ class LikeLeaves:
                 "state was saved with parameters of other names; join with the tree "
                 "that was trained then, or without a state"
             )
-        leaves = [leaf_of(params, path) for path in self._paths]
-        lie = [
-            leaf
-            if isinstance(leaf, jax.Array)
-            and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
-            else place(np.asarray(leaf), like.sharding)
-            for leaf, like in zip(leaves, self._abstract, strict=True)
-        ]
+        lie = self._lie([leaf_of(params, path) for path in self._paths])
         self._check(lie, "in the state")
         return Listed(lie, self._places)
+
+    def first(self, like: Any) -> Listed:
+        """Return the values of `like` itself, as it lies; nothing is donated.
+
+        Raises ConfigError if it has shapes alone.
+        """
+        leaves = jax.tree.leaves(like)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise ConfigError(
+                "like has shapes alone, and this island is to give the run's first "
+                "parameters (--init from-island:NAME); give arrays with values"
+            )
+        return Listed(self._lie(leaves), self._places)
 
     def smallest(self, params: Listed) -> jax.Array:
         """Return this host's first shard of the smallest parameter."""
@@ -121,6 +127,17 @@ class LikeLeaves:
         shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
         first: jax.Array = shards[0].data if shards else leaf
         return first
+
+    def _lie(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return arrays that lie as `like` does: those that do, and copies of the
+        others."""
+        return [
+            leaf
+            if isinstance(leaf, jax.Array)
+            and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+            else place(np.asarray(leaf), like.sharding)
+            for leaf, like in zip(leaves, self._abstract, strict=True)
+        ]
 
     def _flat(self, tree: Any, given: str) -> list[Any]:
         leaves, structure = jax.tree.flatten(tree)
