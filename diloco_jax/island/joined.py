@@ -97,8 +97,9 @@ def join(
 class JoinedIsland:
     """An island whose train loop is the user's. Use it as a context manager.
 
-    Leaving the block before the run is over is a goodbye that loses nothing that was
-    taken; an exception in the block leaves at once.
+    Leaving the block before the run is over is a goodbye that loses nothing, if the
+    loop still has what the last `boundary` returned; without it, the steps since the
+    last takes are lost. An exception in the block leaves at once.
     """
 
     def __init__(
@@ -235,8 +236,9 @@ class JoinedIsland:
         self._loop.stepped(params, loss, alongside)
         self._params = None
         self._prepare()
-        params = self._loop.hand_over()
-        return (params, self._loop.hand_over_beside()) if alongside else params
+        params, beside = self._loop.hand_over(), self._loop.hand_over_beside()
+        self._loop.lend()
+        return (params, beside) if alongside else params
 
     def _meet(self) -> None:
         if self._hosts is None:
@@ -264,6 +266,11 @@ class JoinedIsland:
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""
         mailbox, deadlines = self._host.mailbox, self._host.deadlines
+        if not self._loop.take_back():
+            # Nothing is left to take from; other hosts of the island see the same.
+            return Ending(
+                EXIT_DONE, "its train loop left the run within a step", "stopped"
+            )
         if isinstance(self._island, Follower):
             return self._until_ending()
 

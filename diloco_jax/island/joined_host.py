@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside
 from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import Listed
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.joined_state import require_own, restored_state, saved_state
@@ -162,6 +164,9 @@ class JoinedLoop(Stepping):
         super().__post_init__()
         self._step = contextlib.ExitStack()
         self._loss: Any = None
+        self._given: tuple[Any, Listed] | None = None
+        """The step's result, as a tree and as leaves."""
+        self._lent: list[weakref.ref[Any]] = []
         self._mark: Any = None
         """One element of what the step under way began with, if the step before has no
         loss to wait for."""
@@ -175,7 +180,30 @@ class JoinedLoop(Stepping):
 
     def hand_over(self) -> Any:
         """Return the parameters, which are the loop's until `stepped`."""
-        return self.leaves.as_tree(self.replica.params)
+        params = self.replica.params
+        if self._given is not None and self._given[1] is params:
+            return self._given[0]  # Nothing was adopted.
+        return self.leaves.as_tree(params)
+
+    def lend(self) -> None:
+        """Keep none of what was handed over: the loop alone has it, and frees it, or
+        has it consumed by a step."""
+        params = self.replica.params
+        try:
+            self._lent = list(map(weakref.ref, params.leaves))
+        except TypeError:
+            return  # A number of the host has no weak references.
+        self.replica.params, self._given = Listed([], params.places), None
+
+    def take_back(self) -> bool:
+        """Have what was lent again, if the loop has not given it to another step."""
+        if self._lent:
+            leaves = [lent() for lent in self._lent]
+            if any(leaf is None or _is_gone(leaf) for leaf in leaves):
+                return False
+            self.replica.params = Listed(leaves, self.replica.params.places)
+        self.replica.beside = []
+        return True
 
     def hand_over_beside(self) -> tuple[Any, ...]:
         """Return the trees beside them, likewise."""
@@ -197,6 +225,7 @@ class JoinedLoop(Stepping):
         self._step.close()
         self.done += 1
         self.replica.params, self._loss = listed, loss
+        self._given, self._lent = (params, listed), []
         new = len(beside) != len(self.replica.beside)
         self.replica.beside = beside
         if new:
@@ -240,6 +269,10 @@ class OwnData:
         drawn = self._positions.draw(self._per_step)
         assert drawn is not None
         return drawn
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 @jax.jit
