@@ -8,18 +8,25 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import support
 import tape_checks
 from example_support import TIMEOUT_S, Example
-from runtime_support import PATIENCE_S
+from runtime_support import PATIENCE_S, free_port, make_config, placed
 
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator.main import Coordinator
+from diloco_jax.coordinator.store import Store
+from diloco_jax.island.host import Host
+from diloco_jax.island.main import LeadingHost
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.weights.first import require_repeatable, started_from
+from diloco_jax.weights.first import first_params, require_repeatable, started_from
 from diloco_jax.workdir import read_config
 
 pytestmark = pytest.mark.dist
@@ -87,6 +94,31 @@ def test_it_is_visible_when_it_is_complete_whoever_dies_before(example):
         "fast": 1,
         "slow": 1,
     }
+
+
+def test_an_island_of_the_products_own_gives_what_its_model_draws(text, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    config = placed(
+        make_config(text, cycles=1, quorum=1), first_from="b", bind=address
+    ).validate()
+    service = Coordinator(config, tmp_path, init=True)
+    thread = threading.Thread(target=lambda: (service.start(), service.run()))
+    thread.start()
+    try:
+        island = LeadingHost(Host(config, "b", address, tmp_path / "b"), 1)
+        island.start()
+        ending = island.loop.run()
+        island.stop(ending)
+        island.close()
+        assert ending.exit_code == 0, ending
+    finally:
+        thread.join(PATIENCE_S)
+        service.close()
+    run, first = config.run, next(iter(read_tape(tmp_path / "tape.jsonl")))
+    drawn = first_params(run, build(run))
+    digest = Store(run, build_plan(run, build(run)), drawn, 1.0).digest()
+    assert (first["first_from"], first["parameters_digest"]) == ("b", digest)
+    assert island.mailbox.traffic()["bytes_join"] == 0, "it has them already"
 
 
 def test_a_source_that_cannot_give_is_refused_by_name():
