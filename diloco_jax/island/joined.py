@@ -201,7 +201,8 @@ class JoinedIsland:
         It holds run, island, incarnation and steps, versions and outstanding takes of
         the fragments, and "residuals" where the run has `sync.error_feedback`: one f32
         array for each parameter, by name, with its shape and sharding. They are the
-        caller's. Call it between two boundaries, on the loop's thread, on every host.
+        caller's. Call it between two boundaries, on the loop's thread, on every host;
+        and after a block that was left early, whose last takes may still be merged.
         """
         return self._host.state(self._loop)
 

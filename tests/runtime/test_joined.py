@@ -195,6 +195,7 @@ def test_a_loop_that_leaves_early_loses_nothing(alone, tmp_path):
                 params = island.boundary(params)
             assert island.step == 5
             assert not island.over
+        assert island.state()["outstanding"].all(), "all may still be merged"
         deadline = time.monotonic() + PATIENCE_S
         while service.lead.state.islands["b"].status != "gone":
             assert time.monotonic() < deadline

@@ -117,7 +117,8 @@ def test_another_attempt_gives_all_of_them_anew(run):
     (fenced,) = told(effects, Refused)
     assert fenced.code == "fenced"
     assert [r.fragment for r in told(effects, AnchorRequest)] == [0]
-    assert run.arrive(1) == [], "of the attempt before"
+    assert run.arrive(0) == [], "of the attempt before"
+    assert not run.state.got
     run.arrive(0, incarnation=2)
     only(run.arrive(1, incarnation=2), Open)
 
