@@ -143,7 +143,6 @@ def summary(row: Row, found: list[dict[str, Any] | None]) -> dict[str, str]:
         "benchmark": f"[{row.name}](#{row.name})",
         "measures": row.measures,
         "holds": holds,
-        "open": row.note,
     }
 
 

@@ -85,7 +85,10 @@ def main() -> int:
             "a rejoin: s beyond compile", middle["beyond_s"], BEYOND_MAX_S, ".2f"
         ),
         support.at_most(
-            "a rejoin: programs compiled", max(life["compiled"] for life in back), 0
+            "a rejoin: programs compiled",
+            max(life["compiled"] for life in back),
+            0,
+            "d",
         ),
         support.at_most(
             "a rejoin: own steps to its first merge",
