@@ -27,13 +27,9 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import (
-    MergePrepared,
-    Note,
-    Persist,
-    Tell,
-)
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering

@@ -26,12 +26,11 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
@@ -40,7 +39,8 @@ from diloco_jax.coordinator.settings import (
     policy_config,
     require_room,
 )
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.store import Store
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
@@ -50,7 +50,6 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.server import Handlers, Server
@@ -144,10 +143,11 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
-        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
-        self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
-        self._publishes = Publishes(workdir / run_files.PUBLISHES)
-        found = self._snapshots.newest()
+        self._whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        self._states = StateSnapshots(
+            self._folder, placement, self.policy_config, self._whose
+        )
+        found = self._states.newest()
         if found is None and not self._init and gathered is None:
             raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
         if found is None and gathered is None:
@@ -155,35 +155,28 @@ class Coordinator:
             remove_tape(workdir / run_files.TAPE)
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
+        keep, sizes = placement.exports_kept, self._plan.sizes
+        self._kept = KeptCycles(workdir, keep, self._whose, sizes)
+        self._open.callback(self._kept.close, self._deadlines.stop_s)
         state = self._make_state(gathered, found)
         extends = going_on.extension(config, workdir, state)
-        self._saver = Saver(self.store, self._snapshots, self._publishes, self._log)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         # Unix time; 0 if the run was not over before this life.
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
-        spared = SPARED_BYTES * self.policy_config.parameters
-        rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
-        inbox, sessions = Inbox(self.store.layouts_up, rooms), Sessions()
-        keep, sizes = placement.exports_kept, self._plan.sizes
-        kept = KeptCycles(workdir, keep, whose, sizes)
-        self._open.callback(kept.close, self._deadlines.stop_s)
+        sessions = Sessions()
         self.lead = Lead(
             self.policy_config,
             state,
-            store=self.store,
-            inbox=inbox,
-            publishes=self._publishes,
+            holder=self._holder,
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
-            kept=kept,
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
             slow_s=self._deadlines.report_s,
-            write_within_s=placement.alone_s,
             housekeeping=self._keep_house,
         )
         self._sessions = sessions
@@ -199,12 +192,11 @@ class Coordinator:
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
-            store=self.store,
-            inbox=inbox,
+            holder=self._holder,
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
-            kept=kept,
+            kept=self._kept,
             status=self._shown,
         )
         if gathered is not None:
@@ -235,7 +227,10 @@ class Coordinator:
         if not finished:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
-        if self._snapshots.wait(self._patience_s):
+        began = time.monotonic()
+        if self._states.writer.wait(self._patience_s) and self._holder.wait(
+            lambda: self._patience_s() - (time.monotonic() - began)
+        ):
             write("a snapshot", self._save)
         else:
             logger.error(
@@ -254,7 +249,8 @@ class Coordinator:
     def _save(self) -> None:
         """Write the last snapshots; before the run is over, what there is time for."""
         within_s = None if self.lead.finished else self._deadlines.stop_s / 2
-        self._saver.save_all(self.lead.state, within_s)
+        self._states.write_last(self.lead.state, self._log)
+        self._holder.save_all(within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""
@@ -265,7 +261,7 @@ class Coordinator:
             self._roster,
             begun_unix=self._facts.begun_unix,
             over_unix=self._over,
-            digest=self.store.digest(),
+            digest=self._holder.digest(),
         )
 
     def close(self) -> None:
@@ -306,31 +302,28 @@ class Coordinator:
         config, policy, plan = self._config, self.policy_config, self._plan
         workdir = self._workdir
         if gathered is None and found is not None:
-            self.store, state, found = origin.recover(
-                config,
-                policy,
-                plan,
-                self._snapshots,
-                self._publishes,
-                workdir / run_files.LOG,
-                self._tape,
-            )
+            recovered = origin.recover(policy, self._states, workdir / run_files.LOG)
+            self._hold(make_store(config, plan, None))
+            restored = self._holder.restore(recovered.restore)
+            origin.tell_recovered(config, recovered, restored, self._tape)
             # After the snapshot: a kill may have come between snapshot and log.
-            self._log = self._open_log(found)
-            return state
+            self._log = self._open_log(recovered.snapshot)
+            return recovered.state
         if gathered is not None:
             if found is not None:  # Of an older run, as where snapshots go elsewhere.
-                self._snapshots.require_own(found)
-            self.store, state = term.begin(gathered, config, policy, plan, self._tape)
+                self._states.require_own(found)
+            store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
-            self.store, state = origin.initialise(
+            store, state = origin.initialise(
                 config, policy, self._model, plan, self._tape, workdir
             )
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
         number = durable.next_number(workdir / run_files.LOG, after)
-        self._snapshots.save_first(number, state, self.store.arrays)
-        self._publishes.discard([FIRST_VERSION] * len(state.fragments))
+        self._hold(store)
+        self._holder.begin()
+        with self._states.beginning():
+            self._states.save(number, state)
         self._log = self._open_log(number)
         self._log.forget(number)
         if gathered is not None:
@@ -338,6 +331,13 @@ class Coordinator:
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
         return state
+
+    def _hold(self, store: Store) -> None:
+        """Make the holder of these fragments."""
+        self.store = store
+        self._holder = make_holder(
+            self._config, store, self._kept, self._workdir, self._whose
+        )
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG
@@ -355,9 +355,10 @@ class Coordinator:
         for waited in self._disk.over():
             lead.journal.alert(waited)
         ending = lead.finished or self._interrupted
-        if self._snapshots.due(now) and not ending:
+        if not ending:
             with self._disk.put_off("a snapshot"):
-                self._saver.write_next(now, lead.state)
+                self._states.write_due(now, lead.state, self._log)
+                self._holder.keep_house(now)
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
@@ -370,13 +371,14 @@ class Coordinator:
 
     def _refresh(self, lead: Lead) -> None:
         now = time.time()
-        own = [*self._snapshots.alerts(time.monotonic()), *self._metrics.alerts]
+        clock = time.monotonic()
+        own = [*self._states.writer.alerts(clock), *self._holder.alerts(clock)]
         self._status = summary.status(
             lead.config,
             lead.state,
             self._roster,
             seconds=now - self._facts.begun_unix,
-            alerts=[*lead.journal.alerts, *own],
+            alerts=[*lead.journal.alerts, *own, *self._metrics.alerts],
             now=now,
             tally=lead.tally,
         )

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax import merge_route
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
+from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan
@@ -60,10 +60,7 @@ def begin(
     """Make the state that the new term begins with: Theta = A, without momentum. The
     tape says so."""
     opened = gathered.opened
-    placement = config.placement
-    passes = merge_route.passes_of(placement.merge_route)
-    pin_s = placement.deadlines.reunion_s
-    store = Store(config.run, plan, gathered.params, pin_s, passes)
+    store = make_store(config, plan, gathered.params)
     for fragment, version in enumerate(opened.versions):
         store.load(fragment, store.arrays(fragment), version)
     tape.append(

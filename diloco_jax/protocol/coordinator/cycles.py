@@ -13,8 +13,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import CycleKept, Effect, KeepFragment
+from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
+from diloco_jax.protocol.holding import CycleKept, KeepFragment
 
 Step = tuple[State, list[Effect]]
 

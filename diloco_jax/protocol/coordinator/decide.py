@@ -30,14 +30,10 @@ from diloco_jax.protocol.coordinator import (
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
-    Commit,
-    CycleKept,
-    DeltaArrived,
     Disconnected,
     Effect,
     Event,
     KeepAsked,
-    MergePrepared,
     Note,
     Persist,
     RunExtended,
@@ -55,6 +51,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_fragment,
 )
+from diloco_jax.protocol.holding import Commit, CycleKept, DeltaArrived, MergePrepared
 from diloco_jax.protocol.messages import (
     Goodbye,
     Hello,

@@ -10,16 +10,9 @@ from kit import Driver, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import cycles
-from diloco_jax.protocol.coordinator.events import (
-    Commit,
-    CycleKept,
-    Effect,
-    KeepAsked,
-    KeepFragment,
-    Merge,
-    Persist,
-)
+from diloco_jax.protocol.coordinator.events import Effect, KeepAsked, Persist
 from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.holding import Commit, CycleKept, KeepFragment, Merge
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
 

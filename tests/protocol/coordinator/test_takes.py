@@ -4,7 +4,8 @@ import pytest
 from kit import Driver, asked, make_config, notes, of, only, persisted, took, verdicts
 
 from diloco_jax.protocol.coordinator.alerts import UNFIT_DELTAS
-from diloco_jax.protocol.coordinator.events import Alert, DeltaArrived, Drop, Merge
+from diloco_jax.protocol.coordinator.events import Alert
+from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     ResendRequest,
     TakeRequest,

@@ -7,7 +7,8 @@ from typing import Any
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Effect, Merge
+from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
     Progress,
