@@ -49,6 +49,11 @@ class Placement:
         help="Names of islands that may join although this config does not describe "
         "them; all others are refused.",
     )
+    first_from: str = setting(
+        "",
+        help="Island whose parameters a new run begins with, as --init gives it; "
+        "empty = they are drawn, or those of model.weights.",
+    )
     time_budget_s: float = setting(
         10.0,
         SOME_SECONDS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config.fields import check_fields, types_of
 from diloco_jax.config.island import IslandConfig
-from diloco_jax.errors import ConfigError
+from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.protocol.values import ISLAND_NAME
@@ -156,6 +156,13 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
         )
     for name in placement.admit:
         check_name(name)
+    known = (*islands, *placement.admit)
+    if placement.first_from and placement.first_from not in known:
+        raise ConfigError(
+            f"placement.first_from = {placement.first_from!r} (--init from-island:"
+            f"NAME): the run has no such island"
+            f"{suggest(placement.first_from, known)}; it has {', '.join(known)}"
+        )
     _port("bind", placement.bind)
     if placement.advertise and not _port("advertise", placement.advertise):
         raise ConfigError(

@@ -68,6 +68,8 @@ class Kind:
     """(leaf, index, value) -> leaf, which is donated."""
     whole: Any
     """(anchor) -> the anchor in f32 tiles."""
+    read: Any
+    """(leaf, index) -> the piece, a copy that lies as an anchor."""
 
     def gathered(self, landed: jax.Array) -> jax.Array:
         """Return the encoded publish that has landed."""
@@ -156,6 +158,7 @@ def kind_of(
         move=_move(lies),
         reset=_reset(lies),
         whole=_whole(lies),
+        read=_read(lies),
     )
 
 
@@ -285,6 +288,14 @@ def _reset(lies: Lies) -> Any:
         return lies.write(stacked, index, *lies.fetch(value))
 
     return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
+
+
+@_kept
+def _read(lies: Lies) -> Any:
+    def read(stacked: Any, index: Any) -> jax.Array:
+        return jnp.copy(lies.read(stacked, index))
+
+    return jax.jit(read, out_shardings=lies.at_rest)
 
 
 @_kept

@@ -69,6 +69,13 @@ class Receiver:
             self._mailbox.arrivals.put(arrival)
         return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
+    def have_all(self, versions: Sequence[Version]) -> None:
+        """Note versions that the island has without a fetch; in place of
+        `fetch_all`."""
+        with self._changed:
+            for fragment, version in enumerate(versions):
+                self._fetching.got(fragment, version)
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
