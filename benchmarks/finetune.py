@@ -28,7 +28,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ LOOKS = 4
 """Points of a curve, besides the start."""
 LIMIT_S = 1800.0
 PROMPTS = (
-    "import json\nimport sys\n\n\ndef main():\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
     "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(",
     "def read_lines(path):\n    with open(path, encoding=",
 )
@@ -100,12 +99,13 @@ def main() -> int:
         held_out = HeldOut.read(weights, 8 if options.quick else 64, SEQUENCE)
         measure = measure_twin if options.twin else measure_run
         found = measure(config, held_out, work, options)
+    found["quick"] = options.quick
     return write_page(options.out, __doc__, part, found)
 
 
 def fine_tune(weights: Path, rows: Path, options: Any) -> Config:
     """Return the config of the run, which its twin follows, too."""
-    every, strike = (4, 5) if options.quick else (12, 40)
+    every, strike = (4, 2) if options.quick else (12, 40)
     run = RunConfig(
         model=ModelConfig(lora_rank=RANK if options.lora else 0),
         data=DataConfig(paths=(str(rows),)),
@@ -131,10 +131,8 @@ def measure_run(
 ) -> dict[str, Any]:
     """Run it as processes; return what it took and how the merged model does."""
     cores = dict(zip(BATCHES, sorted(os.sched_getaffinity(0)), strict=False))
-    began = time.monotonic()
     with Pinned(work / "run", cores) as use:
         run = support.run_in(config, work, LIMIT_S)
-    seconds = time.monotonic() - began
     run_config = evaluation.read_config(run.workdir).run
     model = adapted.base_run(run_config).model
 
@@ -154,7 +152,7 @@ def measure_run(
         subprocess.run([*command, *more], check=True)
     texts.append(said(work / "export"))
     return {
-        "seconds": seconds,
+        "seconds": run.summary["wall_seconds"],
         "curve": curve,
         "fall": held_out.per_byte(first - last),
         "rate": options.rate,

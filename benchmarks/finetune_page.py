@@ -14,7 +14,8 @@ import support
 
 NAME = "finetune"
 SECONDS_MAX = 900.0
-"""Of a run, from its start to its end: start, compilation, kill and return included."""
+"""Of a run, from its coordinator's start to its end: compilation, kill and return
+included."""
 FALL_IN_ERRORS_MIN = 3.0
 RUN_OVER_TWIN_MAX = 1.02
 PARSED_MIN = 0.5
@@ -29,10 +30,15 @@ def write_page(out: Path, doc: str, part: str, found: Mapping[str, Any]) -> int:
     parts = json.loads(raw.read_bytes())["parts"] if raw.exists() else {}
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts[part] = {**found, "date": now}
+    title, _, told = doc.partition("\n")
+    if trials := [name for name, each in parts.items() if each["quick"]]:
+        told = "\n**Trials** of few tokens, which show that all works and not how " + (
+            f"well: {', '.join(trials)}.\n{told}"
+        )
     code = support.write_results(
         out,
         NAME,
-        doc,
+        f"{title}\n{told}",
         {
             "Parts": [row(name, each) for name, each in parts.items()],
             "Islands": [
@@ -131,5 +137,5 @@ def texts(name: str, part: Mapping[str, Any]) -> str:
     for before, after in zip(*part["texts"], strict=True):
         for when, said in (("Before", before), ("After", after)):
             head = f"{when}, {said['parsed']:.0%} of the whole lines are valid Python:"
-            blocks.append(f"{head}\n\n```python\n{said['text'].rstrip()}\n```\n")
+            blocks.append(f"{head}\n\n````python\n{said['text'].rstrip()}\n````\n")
     return "\n".join(blocks)

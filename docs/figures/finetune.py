@@ -36,7 +36,8 @@ def make() -> Figure:
                     label=label,
                 )
         say(axes, what, "tokens trained on, thousands", "held-out bits per byte")
-        axes.legend(frameon=False, labelcolor=INK)
+        if any(name in parts for name in names):
+            axes.legend(frameon=False, labelcolor=INK)
     return figure
 
 
