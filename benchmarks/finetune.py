@@ -17,7 +17,7 @@ neither its start nor its compilation.
 Four parts, each run alone, join into one page. Command, with the folder of
 `benchmarks/smollm2.py`: `export SMOLLM2=FOLDER`, then `python benchmarks/finetune.py`
 with nothing, `--twin`, `--lora`, `--lora --twin`. Cost: about 15 minutes each on two
-cores, 16 GiB of memory and 6 GiB of disk.
+cores, 14 GiB of memory and 8 GiB of disk.
 """
 
 from __future__ import annotations
