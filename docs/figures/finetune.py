@@ -26,18 +26,17 @@ def make() -> Figure:
         for name, (label, colour, style) in zip(names, STYLES, strict=True):
             if name in parts:
                 curve: list[dict[str, Any]] = parts[name]["curve"]
-                axes.errorbar(
+                fall, error = parts[name]["fall"]
+                axes.plot(
                     [point["tokens"] / 1000 for point in curve],
                     [point["bits_per_byte"] for point in curve],
-                    [point["error"] for point in curve],
-                    fmt=style,
+                    style,
                     color=colour,
-                    capsize=3,
-                    label=label,
+                    label=f"{label}:\nfalls by {fall:.4f} ± {error:.4f}",
                 )
         say(axes, what, "tokens trained on, thousands", "held-out bits per byte")
         if any(name in parts for name in names):
-            axes.legend(frameon=False, labelcolor=INK)
+            axes.legend(frameon=False, labelcolor=INK, loc="upper right")
     return figure
 
 
