@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -142,6 +142,23 @@ class PeakUse(_Watch):
             for name in files:
                 with contextlib.suppress(OSError):  # Renamed or removed meanwhile.
                     yield (Path(folder) / name).stat().st_blocks * 512
+
+
+class Pinned(PeakUse):
+    """The same, and each named process is kept on a core of its own from its start."""
+
+    def __init__(self, workdir: Path, cores: Mapping[str, int]) -> None:
+        """cores: number of the core by the name of an island. jax takes as many threads
+        as a process has cores when it is first used."""
+        super().__init__(workdir)
+        self._cores = cores
+
+    def _look(self) -> None:
+        for name, folder in _processes(self._workdir):
+            with contextlib.suppress(OSError):
+                if name in self._cores:
+                    os.sched_setaffinity(int(folder.name), {self._cores[name]})
+        super()._look()
 
 
 @dataclasses.dataclass(kw_only=True)
