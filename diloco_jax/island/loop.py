@@ -51,7 +51,7 @@ class Loop(Stepping):
 
     def _train_step(self, batch: Any) -> None:
         last = self._last_metrics
-        busy = last is not None and not last["loss"].is_ready()
+        busy = last is not None and not last["loss"].is_ready()  # type: ignore[attr-defined]
         with self.timing.step(busy):
             began = self.clock()
             metrics = self.replica.step(batch, self.learning_rate())
