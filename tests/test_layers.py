@@ -22,6 +22,7 @@ MODULES = {
     "pyyaml": "yaml",
     "google-cloud-storage": "google",
     "gcp-storage-emulator": "gcp_storage_emulator",
+    "lm-eval": "lm_eval",
     "jax[tpu]": "jax",
 }
 """Imported under another name than the one they are installed by."""
