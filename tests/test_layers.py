@@ -147,7 +147,7 @@ def declared(extra: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("diloco_jax", ("gcs", "text")),
+        ("diloco_jax", ("gcs", "text", "eval")),
         ("tests", ("test", "fixtures")),
         ("benchmarks", ("test",)),
     ],
