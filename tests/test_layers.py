@@ -149,7 +149,7 @@ def declared(extra: str | None = None) -> set[str]:
     [
         ("diloco_jax", ("gcs", "text", "eval")),
         ("tests", ("test", "fixtures")),
-        ("benchmarks", ("test",)),
+        ("benchmarks", ("test", "fixtures")),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:

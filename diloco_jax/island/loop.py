@@ -44,13 +44,15 @@ class Loop(Stepping):
         """Train until the run is over, or something ends this incarnation."""
         while (ending := self.until_step()) is None:
             self._validate()
-            self._train_step(self.data.next_batch(self._patience_s))
+            self._train_step(self.data.next_batch(self.patience_s))
         return ending
 
     # ---- one step ---------------------------------------------------------------
 
     def _train_step(self, batch: Any) -> None:
-        with self.timing.step():
+        last = self._last_metrics
+        busy = last is not None and not last["loss"].is_ready()
+        with self.timing.step(busy):
             began = self.clock()
             metrics = self.replica.step(batch, self.learning_rate())
             # One step late: the device has the next one to do by now.
