@@ -21,8 +21,8 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import digest_arrays
-from diloco_jax import evaluation
 from diloco_jax.evaluation import kept_facts
+from diloco_jax.evaluation import run as evaluate
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import read_metrics
@@ -164,7 +164,7 @@ def test_the_curve_of_the_merged_model_is_that_of_the_kept_cycles(over):
     assert {line["island"] for line in lines} == {"a", "b"}, "they take turns"
     shared = sorted(curve.keys() & set(kept.numbers(workdir / run_files.KEPT)))
     assert len(shared) >= len(curve) - 1, "both are of every third cycle"
-    found = {c: evaluation.run(config, workdir, c)["eval_loss"] for c in shared}
+    found = {c: evaluate(config, workdir, c)["eval_loss"] for c in shared}
     assert {c: curve[c] for c in shared} == pytest.approx(found, rel=1e-5)
     assert len({round(loss, 4) for loss in found.values()}) == len(shared)
     summary = json.loads((workdir / "summary.json").read_bytes())

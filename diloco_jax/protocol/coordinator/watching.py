@@ -1,10 +1,10 @@
 """The merged model, watched while it trains: which cycle, and whose turn it is.
 
-In every cycle whose number `watch_every` divides, one island copies the anchors of that cycle (`cycles.is_at`),
-each when its version is sure, and evaluates them. Islands of about the pacing speed
-that are not at it take turns, by name: a slower one would miss versions. One cycle is
-asked for at a time. Nothing waits for an island, and nothing is durable: a cycle that
-an island misses has no point on the curve.
+In every cycle whose number `watch_every` divides, one island copies the anchors of that
+cycle (`cycles.is_at`), each when its version is sure, and evaluates them. Islands of
+about the pacing speed that are not at it take turns, by name: a slower one would miss
+versions. One cycle is asked for at a time. Nothing waits for an island, and nothing is
+durable: a cycle that an island misses has no point on the curve.
 """
 
 from __future__ import annotations
