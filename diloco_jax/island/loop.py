@@ -50,7 +50,9 @@ class Loop(Stepping):
     # ---- one step ---------------------------------------------------------------
 
     def _train_step(self, batch: Any) -> None:
-        with self.timing.step():
+        last = self._last_metrics
+        busy = last is not None and not last["loss"].is_ready()
+        with self.timing.step(busy):
             began = self.clock()
             metrics = self.replica.step(batch, self.learning_rate())
             # One step late: the device has the next one to do by now.
