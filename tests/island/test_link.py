@@ -33,7 +33,7 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.server import FetchSource
+from diloco_jax.wire.bulk_server import FetchSource
 
 
 class FakeExchange:
