@@ -89,10 +89,13 @@ class Acceptor:
                     logger.exception("the bulk port failed on a connection")
             self._close_late()
         self._listener.close()
-        for waiting in (*self._shaking, *self._idle, *self._returned()):
-            waiting.close()
-        for one in (self._selector, self._awake, self._alarm):
-            one.close()
+        for connection in (*self._idle, *self._returned()):
+            connection.close()
+        for secured in self._shaking:
+            secured.close()
+        self._selector.close()
+        self._awake.close()
+        self._alarm.close()
 
     def _returned(self) -> list[BulkConnection]:
         with self._lock:
