@@ -13,7 +13,7 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
@@ -27,13 +27,9 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     takes,
 )
-from diloco_jax.protocol.coordinator.events import (
-    MergePrepared,
-    Note,
-    Persist,
-    Tell,
-)
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
@@ -203,8 +199,13 @@ def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
     return lambda f, fleet, name: (f, [])
 
 
-def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, name, known: regrant(state, name, known)[1:]
+def _leaves_a_gap(grant: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, (record, tell) = grant(*arguments)
+        message = replace(tell.message, offset=tell.message.offset + 1)
+        return state, [record, replace(tell, message=message)]
+
+    return broken
 
 
 def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,7 +296,7 @@ PLANTS = {
         "restored", Disk, "restore", _counts_what_was_prepared
     ),
     "takes_are_asked_for_once": Plant("liveness", members, "_ask_again", _asks_once),
-    "grants_have_a_gap": Plant("unbroken", leases, "regrant", _leaves_a_gap),
+    "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 
 

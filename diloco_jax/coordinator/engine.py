@@ -12,18 +12,21 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from diloco_jax.protocol.coordinator.events import (
     Alert,
-    Commit,
-    Drop,
     Effect,
-    Forget,
     Ignored,
-    KeepFragment,
-    Merge,
     Note,
     Persist,
     Tell,
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.holding import (
+    Commit,
+    Drop,
+    Forget,
+    KeepFragment,
+    Merge,
+    ToHolder,
+)
 from diloco_jax.protocol.messages import FromCoordinator, Refused
 from diloco_jax.protocol.new_term.events import Discard, GiveUp, Open, Postpone
 from diloco_jax.protocol.records import Durable, Noted, TurnedAway
@@ -68,20 +71,9 @@ class Messenger(Protocol):
 class Holder(Protocol):
     """The fragments and deltas."""
 
-    def merge(self, merge: Merge) -> None:
-        """Begin a merge; its result arrives as a `MergePrepared`."""
-
-    def commit(self, commit: Commit) -> None:
-        """Make a computed merge the fragment's version."""
-
-    def keep(self, keep: KeepFragment) -> None:
-        """Keep a fragment as it is now; a `CycleKept` follows the last one."""
-
-    def drop(self, drop: Drop) -> None:
-        """Free a delta; unknown deltas are ignored."""
-
-    def forget(self, forget: Forget) -> None:
-        """Free everything that earlier incarnations of an island sent."""
+    def hold(self, message: ToHolder) -> None:
+        """Do what the message says. Messages come in order; deltas that they name may
+        be unknown. What a holder answers comes as an event, later."""
 
 
 class AnchorHolder(Protocol):
@@ -150,7 +142,8 @@ class Engine(Generic[S, E]):
             case Persist() | Note() | Ignored() | Alert():
                 self._write(effect)
             case Merge() | Commit() | KeepFragment() | Drop() | Forget():
-                self._hold(effect)
+                assert self._holder is not None
+                self._holder.hold(effect)
             case Discard() | Open() | GiveUp():
                 self._gather(effect)
 
@@ -165,20 +158,6 @@ class Engine(Generic[S, E]):
                 self._log.ignored(effect)
             case Alert(text=text):
                 self._log.alert(text)
-
-    def _hold(self, effect: Merge | Commit | KeepFragment | Drop | Forget) -> None:
-        assert self._holder is not None
-        match effect:
-            case Merge():
-                self._holder.merge(effect)
-            case Commit():
-                self._holder.commit(effect)
-            case KeepFragment():
-                self._holder.keep(effect)
-            case Drop():
-                self._holder.drop(effect)
-            case Forget():
-                self._holder.forget(effect)
 
     def _gather(self, effect: Discard | Open | GiveUp) -> None:
         assert self._gatherer is not None

@@ -1,5 +1,9 @@
 """Hold parameters and deltas in the lead's own process.
 
+The lead speaks to a holder in messages (`protocol/holding.py`) and reads nothing of it.
+Islands' bytes come and go by `upload_begin`, `upload_end` and `fetch`, once the caller
+has made sure that the island may.
+
 Merges are computed on a few threads, one fragment on each. The same thread writes the
 publish to disk, which prepares the merge, and says so with an event. A publish that
 cannot be written is tried again, for as long as islands last without a coordinator: the
@@ -14,31 +18,47 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import machine
-from diloco_jax.coordinator import notes
+from diloco_jax import checkpoint, machine, run_files
+from diloco_jax.config import Config
 from diloco_jax.coordinator.disk_wait import given_up
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.restoring import restore
+from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import ComputedMerge, Store
-from diloco_jax.core.fragment_merge import Squares
+from diloco_jax.core.fragment_merge import Squares, is_fit
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.memory import give_back
-from diloco_jax.observability.metrics import Metrics
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.holding import (
     Commit,
     CycleKept,
+    DeltaArrived,
     Drop,
     Forget,
+    FragmentsRestored,
+    FromHolder,
+    HolderTroubled,
     KeepFragment,
     Merge,
+    MergeDigested,
+    MergeMeasured,
     MergePrepared,
+    MergesCompiled,
+    RestoreFragments,
+    ToHolder,
 )
 from diloco_jax.protocol.values import DeltaKey, Prepared
+from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.errors import RemoteProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +68,32 @@ MERGES_AT_ONCE = 4
 """Merges under way, at most: each holds three f32 arrays of its fragment."""
 WRITE_AGAIN_S = 2.0
 """Pause before a publish that could not be written is tried again, in seconds."""
+CHECKS_AT_ONCE = 2
+"""Deltas that are checked at a time; others wait for their turn."""
+
+
+class _PreparedMerge(NamedTuple):
+    merge: Merge
+    merged: ComputedMerge
+    seconds: float
+
+    def measured(self) -> MergeMeasured:
+        contributions = self.merge.contributions
+        return MergeMeasured(
+            fragment=self.merge.fragment,
+            version=self.merge.version,
+            islands=tuple(c.island for c in contributions),
+            tokens=sum(c.tokens for c in contributions),
+            share=self.merge.share,
+            norm=self.merged.norm,
+            seconds=self.seconds,
+            measures=self.merged.measures._asdict(),
+        )
 
 
 class StoreHolder:
     """The `Holder` of the service's engine.
 
-    post: queues an event for the engine's thread, with a function to call there just
-    before it. failed: called with the error of a merge. note: writes to the tape.
-    alert: tells people. The last two are called on the engine's thread.
     write_within_s: seconds after which a publish that cannot be written has failed.
     """
 
@@ -64,33 +102,37 @@ class StoreHolder:
         store: Store,
         inbox: Inbox,
         publishes: Publishes,
-        metrics: Metrics,
+        snapshots: FragmentSnapshots,
         kept: KeptCycles,
-        post: Callable[[MergePrepared | CycleKept | None, Callable[[], None]], None],
-        failed: Callable[[BaseException], None],
-        note: Callable[[notes.Note], None],
-        alert: Callable[[str], None],
         *,
         write_within_s: float,
     ) -> None:
-        self._store, self._inbox, self._metrics = store, inbox, metrics
-        self._publishes, self._kept = publishes, kept
-        self._post, self._failed = post, failed
-        self._note, self._alert = note, alert
+        self._store, self._inbox = store, inbox
+        self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
+        self._saver = Saver(store, snapshots, publishes)
         self._write_within_s = write_within_s
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
         )
-        self._prepared: dict[int, tuple[ComputedMerge, list[DeltaKey]]] = {}
+        self._prepared: dict[int, _PreparedMerge] = {}
         self._closing = threading.Event()
+        self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
 
-    def warm_up(self, compiled: Callable[[], None]) -> None:
-        """Compile what merges need, ahead of the first merge. compiled: called on the
-        engine's thread once that is done."""
+    def answer(
+        self,
+        tell: Callable[[FromHolder], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Say to whom to answer. tell: called with each message, on any thread.
+        failed: called with the error of a merge, after which the process must end."""
+        self._tell, self._failed = tell, failed
+
+    def warm_up(self) -> None:
+        """Compile what merges need, ahead of the first merge."""
 
         def compile_all() -> None:
             self._store.warm_up(self._closing.is_set)
-            self._post(None, compiled)
+            self._tell(MergesCompiled())
 
         self._submit(compile_all)
 
@@ -99,47 +141,124 @@ class StoreHolder:
         self._closing.set()
         self._merger.shutdown(wait=True, cancel_futures=True)
 
-    def merge(self, merge: Merge) -> None:
-        keys = _keys(merge)
-        payloads = [self._inbox.payload(key) for key in keys]
-        squares = [self._inbox.squares(key) for key in keys]
-        self._submit(lambda: self._prepare(merge, keys, payloads, squares))
+    # ---- what the lead says ---------------------------------------------------------
 
-    def commit(self, commit: Commit) -> None:
-        merged, keys = self._prepared.pop(commit.fragment)
-        self._store.commit(commit.fragment, merged)
-        for key in keys:
-            self._inbox.drop(key)
-        self._note(
-            notes.Measured(
-                fragment=commit.fragment,
-                version=merged.version,
-                **merged.measures._asdict(),
+    def hold(self, message: ToHolder) -> None:
+        """See engine.Holder."""
+        match message:
+            case Merge():
+                self._merge(message)
+            case Commit():
+                self._commit(message)
+            case KeepFragment():
+                theta = self._store.arrays(message.fragment)["theta"]
+                self._kept.keep(message, theta, self._cycle_kept)
+            case Drop():
+                self._inbox.drop(message.delta)
+            case Forget():
+                kept = frozenset(message.kept)
+                self._inbox.drop_island(message.island, message.before, kept)
+
+    # ---- what the process around it asks for ----------------------------------------
+
+    def begin(self) -> None:
+        """Make the fragments of a new run or term durable; see `Saver.begin`."""
+        self._saver.begin()
+
+    def restore(self, asked: RestoreFragments) -> FragmentsRestored:
+        """Bring the fragments to what is committed; see `restoring.restore`."""
+        return restore(asked, self._store, self._snapshots, self._publishes)
+
+    def keep_house(self, now: float) -> None:
+        """Begin to write the snapshot that is due, if any is."""
+        self._saver.write_due(now)
+
+    def save_all(self, within_s: float | None) -> None:
+        """Write the snapshots of the end; see `Saver.write_last`."""
+        self._saver.write_last(within_s)
+
+    def wait(self, patience_s: Callable[[], float]) -> bool:
+        """Wait for the snapshot under way; see `SnapshotWriter.wait`."""
+        return self._snapshots.writer.wait(patience_s)
+
+    def alerts(self, now: float) -> list[str]:
+        """Return what people should know about its snapshots."""
+        return self._snapshots.writer.alerts(now)
+
+    def digest(self) -> str:
+        """Return 16 hex digits over the Theta of all fragments."""
+        return self._store.digest()
+
+    # ---- islands' bytes, on many threads --------------------------------------------
+
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
+        """Return the place of a stripe of a delta that is awaited; see
+        `Inbox.begin`."""
+        return self._inbox.begin(start)
+
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
+        """Accept a stripe in its place; the last one makes the delta an event."""
+        if not self._inbox.end(start, place):
+            return False
+        key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
+        try:
+            with self._checks:
+                payload = self._inbox.payload(key)
+                squares = self._store.squares(start.fragment, payload)
+                self._inbox.checked(key, squares)
+        except BaseException:
+            # The protocol does not know that the delta has arrived: its last part must
+            # come again.
+            self._inbox.reopen(start)
+            raise
+        if not (fit := is_fit(squares)):
+            logger.warning(
+                "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
+                "or a norm that are not finite, but all must be: it is not merged; "
+                "lower inner.learning_rate, or start that island again",
+                start.fragment,
+                start.tick,
+                start.island,
+                start.incarnation,
             )
-        )
-        self._submit(lambda: self._follow_up(commit.fragment, merged))
+        arrived = DeltaArrived(**key._asdict(), refusal="" if fit else "non_finite")
+        self._tell(arrived)
+        return True
 
-    def keep(self, keep: KeepFragment) -> None:
-        theta = self._store.arrays(keep.fragment)["theta"]
-        self._kept.keep(keep, theta, self._cycle_kept)
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+        """Return published fragments for an island."""
+        try:
+            return self._store.fetch(
+                request.fragment, request.want, request.have, request.part
+            )
+        except ValueError as error:
+            raise RemoteProtocolError(
+                f"{request.island!r} asks for fragment {request.fragment}: {error}"
+            ) from error
 
-    def drop(self, drop: Drop) -> None:
-        self._inbox.drop(drop.delta)
+    # ---- inside ---------------------------------------------------------------------
 
-    def forget(self, forget: Forget) -> None:
-        self._inbox.drop_island(forget.island, forget.before, frozenset(forget.kept))
+    def _merge(self, merge: Merge) -> None:
+        payloads = [self._inbox.payload(key) for key in merge.deltas]
+        squares = [self._inbox.squares(key) for key in merge.deltas]
+        self._submit(lambda: self._prepare(merge, payloads, squares))
+
+    def _commit(self, commit: Commit) -> None:
+        prepared = self._prepared.pop(commit.fragment)
+        self._store.commit(commit.fragment, prepared.merged)
+        for key in prepared.merge.deltas:
+            self._inbox.drop(key)
+        self._tell(prepared.measured())
+        self._submit(lambda: self._follow_up(commit.fragment, prepared.merged))
 
     def _cycle_kept(self, cycle: int, trouble: str) -> None:
-        def tell() -> None:
-            if trouble:
-                self._alert(trouble)
-
-        self._post(CycleKept(cycle=cycle), tell)
+        if trouble:
+            self._tell(HolderTroubled(text=trouble))
+        self._tell(CycleKept(cycle=cycle))
 
     def _prepare(
         self,
         merge: Merge,
-        keys: list[DeltaKey],
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares],
     ) -> None:
@@ -158,15 +277,12 @@ class StoreHolder:
         prepared = self._written(merge, merged)
         if prepared is None:
             return
-
-        def keep() -> None:
-            self._prepared[merge.fragment] = merged, keys
-            self._measured(merge, merged, seconds)
-
-        event = MergePrepared(
-            fragment=merge.fragment, version=merge.version, prepared=prepared
+        self._prepared[merge.fragment] = _PreparedMerge(merge, merged, seconds)
+        self._tell(
+            MergePrepared(
+                fragment=merge.fragment, version=merge.version, prepared=prepared
+            )
         )
-        self._post(event, keep)
 
     def _written(self, merge: Merge, merged: ComputedMerge) -> Prepared | None:
         """Write the publish, however often that takes; None if this process ends.
@@ -200,18 +316,18 @@ class StoreHolder:
             f"{self._write_within_s:g} s (4 * placement.outage_budget_s), and it goes "
             f"on; after that the coordinator ends"
         )
-        self._post(None, lambda: self._alert(text))
+        self._tell(HolderTroubled(text=text))
 
     def _follow_up(self, fragment: int, merged: ComputedMerge) -> None:
         """Do what a merge has left, once it is committed and nobody waits for it."""
-        note = notes.Digested(
+        digested = MergeDigested(
             fragment=fragment,
             version=merged.version,
             digest=digest_arrays(merged.state.theta),
         )
         self._store.expire_pins()
         give_back()
-        self._post(None, lambda: self._note(note))
+        self._tell(digested)
 
     def _submit(self, job: Callable[[], None]) -> None:
         """Call a function on a merging thread; its error ends the process."""
@@ -224,30 +340,25 @@ class StoreHolder:
 
         self._merger.submit(attempt)
 
-    def _measured(self, merge: Merge, merged: ComputedMerge, seconds: float) -> None:
-        self._metrics.append(
-            {
-                "kind": "merge",
-                "time": time.time(),
-                "fragment": merge.fragment,
-                "version": merge.version.number,
-                "islands": [c.island for c in merge.contributions],
-                "tokens": sum(c.tokens for c in merge.contributions),
-                "share": merge.share,
-                "norm": merged.norm,
-                **merged.measures._asdict(),
-                "seconds": seconds,
-            }
-        )
-
 
 def merges_at_once(cores: int) -> int:
     """Return the most merges that so many cores compute at a time."""
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 
-def _keys(merge: Merge) -> list[DeltaKey]:
-    return [
-        DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-        for c in merge.contributions
-    ]
+def make_holder(
+    config: Config, store: Store, kept: KeptCycles, workdir: Path, whose: dict[str, Any]
+) -> StoreHolder:
+    """Return the holder of a coordinator, with its folders. whose: see
+    `checkpoint`."""
+    placement, plan = config.placement, store.plan
+    rooms = Rooms(placement.merge_buffer_bytes, workdir, SPARED_BYTES * plan.total)
+    folder = checkpoint.snapshots_folder(placement, workdir)
+    return StoreHolder(
+        store,
+        Inbox(store.layouts_up, rooms),
+        Publishes(workdir / run_files.PUBLISHES),
+        FragmentSnapshots(folder, placement, len(plan.fragments), whose),
+        kept,
+        write_within_s=placement.alone_s,
+    )

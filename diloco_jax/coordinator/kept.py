@@ -19,7 +19,7 @@ import numpy as np
 from diloco_jax import run_files, sealed
 from diloco_jax.coordinator.publishes import require_space
 from diloco_jax.files import write_json
-from diloco_jax.protocol.coordinator.events import KeepFragment
+from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.wire.threads import DaemonPool
 
 logger = logging.getLogger(__name__)

@@ -8,33 +8,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
-from typing import Generic, cast
+from typing import Any, Generic, cast
 
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.engine import E, Engine, S
 from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.journal import Journal
-from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.store import Store
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import (
-    DeltaArrived,
-    Disconnected,
-    Event,
-    Said,
-    Timer,
-)
+from diloco_jax.protocol.coordinator.events import Disconnected, Event, Said, Timer
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import (
+    CycleKept,
+    DeltaArrived,
+    FromHolder,
+    HolderTroubled,
+    MergeDigested,
+    MergeMeasured,
+    MergePrepared,
+    MergesCompiled,
+)
 from diloco_jax.protocol.messages import Hello, Refused
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class EngineThread(Generic[S, E]):
         self._ended = False
         """True once nothing takes events any more: those that come are dropped."""
         self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def state(self) -> S:
@@ -110,6 +112,7 @@ class EngineThread(Generic[S, E]):
         end then, and start again from what is durable. If no decision can be made upon
         a peer's event, only that peer's session ends.
         """
+        self._thread = threading.current_thread()
         try:
             while not self._stopping:
                 self._turn()
@@ -173,36 +176,21 @@ class Lead(EngineThread[State, Event]):
         config: PolicyConfig,
         state: State,
         *,
-        store: Store,
-        inbox: Inbox,
-        publishes: Publishes,
+        holder: StoreHolder,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
-        kept: KeptCycles,
         sessions: Sessions,
         faults: Faults,
         slow_s: float,
-        write_within_s: float,
         housekeeping: Callable[[Lead], None],
     ) -> None:
-        """slow_s: see `Journal`. write_within_s: see `StoreHolder`. housekeeping:
-        called on the engine's thread at least twice a second."""
+        """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
+        twice a second."""
         self.config = config
         self.tally = Tally()
         """Sums of the islands' accounts."""
-        self._holder = StoreHolder(
-            store,
-            inbox,
-            publishes,
-            metrics,
-            kept,
-            self.post,
-            self.fail,
-            lambda note: self.journal.note(note),
-            lambda text: self.journal.alert(text),
-            write_within_s=write_within_s,
-        )
+        self._holder, self._metrics = holder, metrics
         self.journal = Journal(
             log,
             tape,
@@ -216,7 +204,7 @@ class Lead(EngineThread[State, Event]):
             state,
             log=self.journal,
             sender=sessions,
-            holder=self._holder,
+            holder=holder,
         )
         super().__init__(
             engine,
@@ -225,11 +213,49 @@ class Lead(EngineThread[State, Event]):
             self._peer,
             lambda: housekeeping(self),
         )
+        holder.answer(self.hear, self.fail)
 
     @property
     def finished(self) -> bool:
         """True once the run is over."""
         return self.state.phase == "done"
+
+    def hear(self, message: FromHolder) -> None:
+        """Take a holder's message, on any thread."""
+        match message:
+            case DeltaArrived() | MergePrepared() | CycleKept():
+                self.post(message)
+            case _ if threading.current_thread() is self._thread:
+                # A full queue would never take it: only this thread empties it.
+                self._write_down(message)
+            case _:
+                self.post(None, lambda: self._write_down(message))
+
+    def _write_down(
+        self, message: MergesCompiled | MergeMeasured | MergeDigested | HolderTroubled
+    ) -> None:
+        match message:
+            case MergesCompiled():
+                self.journal.note(notes.Compiled())
+            case MergeMeasured():
+                self.journal.note(
+                    notes.Measured(
+                        fragment=message.fragment,
+                        version=message.version,
+                        **message.measures,
+                    )
+                )
+                self._metrics.append(merge_line(message))
+            case MergeDigested():
+                self.journal.note(
+                    notes.Digested(
+                        fragment=message.fragment,
+                        version=message.version,
+                        digest=message.digest,
+                    )
+                )
+            case HolderTroubled(text=text):
+                self.journal.alert(text)
 
     def _peer(self, event: Event | None) -> Disconnected | None:
         match event:
@@ -245,8 +271,24 @@ class Lead(EngineThread[State, Event]):
     def run(self) -> None:
         """Decide until `stop`, see EngineThread; compile what merges need at the same
         time."""
-        self._holder.warm_up(lambda: self.journal.note(notes.Compiled()))
+        self._holder.warm_up()
         try:
             super().run()
         finally:
             self._holder.close()
+
+
+def merge_line(measured: MergeMeasured) -> dict[str, Any]:
+    """Return a merge's line of metrics."""
+    return {
+        "kind": "merge",
+        "time": time.time(),
+        "fragment": measured.fragment,
+        "version": measured.version.number,
+        "islands": list(measured.islands),
+        "tokens": measured.tokens,
+        "share": measured.share,
+        "norm": measured.norm,
+        **measured.measures,
+        "seconds": measured.seconds,
+    }

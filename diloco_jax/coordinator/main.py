@@ -7,7 +7,6 @@ for islands, and a new term begins with their anchors.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import signal
 import threading
@@ -26,41 +25,39 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     admitted,
-    admitted_hosts,
     policy_config,
     require_room,
+    server_of,
 )
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.store import Store
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
+from diloco_jax.models.model import Params
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.values import FIRST_VERSION
 from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.server import Handlers, Server
+from diloco_jax.wire.server import Handlers
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
 
-SPARE_ISLANDS = 8
-"""Places for streams of islands that are told that they may not come in."""
 REFRESH_S = 0.5
 """Greatest age of what `diloco status` shows, in seconds."""
 
@@ -75,9 +72,9 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
       resume: the run was stopped as a whole; islands begin anew.
 
     Raises:
-      ConfigError: no run to go on with, and no island that has one; another run in the
-        workdir, an address that cannot be bound, snapshots that cannot be written, a
-        coordinator that is there already.
+      ConfigError: neither the workdir nor any island has a run to go on with; the
+        workdir has another run, or a coordinator at work; the address cannot be bound;
+        snapshots cannot be written.
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
@@ -144,46 +141,46 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
-        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
-        self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
-        self._publishes = Publishes(workdir / run_files.PUBLISHES)
-        found = self._snapshots.newest()
-        if found is None and not self._init and gathered is None:
+        self._whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        self._states = StateSnapshots(
+            self._folder, placement, self.policy_config, self._whose
+        )
+        found = self._states.newest()
+        giver = "" if workdirs.has_begun(workdir) else placement.first_from
+        given, new = None, found is None and gathered is None
+        if new and not self._init and not giver:
             raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
-        if found is None and gathered is None:
+        if new:
             # Left by a start that failed: no run exists before the first snapshot.
             remove_tape(workdir / run_files.TAPE)
+        if new and giver:
+            given = term.first_given(
+                config, self.policy_config, self._plan, self._serve_early
+            )
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
-        state = self._make_state(gathered, found)
+        keep, sizes = placement.exports_kept, self._plan.sizes
+        self._kept = KeptCycles(workdir, keep, self._whose, sizes)
+        self._open.callback(self._kept.close, self._deadlines.stop_s)
+        state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
-        self._saver = Saver(self.store, self._snapshots, self._publishes, self._log)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         # Unix time; 0 if the run was not over before this life.
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
-        spared = SPARED_BYTES * self.policy_config.parameters
-        rooms = Rooms(placement.merge_buffer_bytes, workdir, spared)
-        inbox, sessions = Inbox(self.store.layouts_up, rooms), Sessions()
-        keep, sizes = placement.exports_kept, self._plan.sizes
-        kept = KeptCycles(workdir, keep, whose, sizes)
-        self._open.callback(kept.close, self._deadlines.stop_s)
+        sessions = Sessions()
         self.lead = Lead(
             self.policy_config,
             state,
-            store=self.store,
-            inbox=inbox,
-            publishes=self._publishes,
+            holder=self._holder,
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
-            kept=kept,
             sessions=sessions,
             faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
             slow_s=self._deadlines.report_s,
-            write_within_s=placement.alone_s,
             housekeeping=self._keep_house,
         )
         self._sessions = sessions
@@ -199,22 +196,19 @@ class Coordinator:
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
-            store=self.store,
-            inbox=inbox,
+            holder=self._holder,
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
-            kept=kept,
+            kept=self._kept,
             status=self._shown,
         )
-        if gathered is not None:
+        if gathered is not None or given is not None:
             self._server.hand_over(service)
             self._open.callback(self._server.stop, 0.0)  # Before its files.
         else:
             self._serve(service)
-        address_file = workdir / run_files.ADDRESS
-        files.write_text(addresses.on_this_machine(self.address), address_file)
-        self._open.callback(address_file.unlink, missing_ok=True)
+        self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
     def run(self) -> int:
@@ -235,7 +229,10 @@ class Coordinator:
         if not finished:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
-        if self._snapshots.wait(self._patience_s):
+        began = time.monotonic()
+        if self._states.writer.wait(self._patience_s) and self._holder.wait(
+            lambda: self._patience_s() - (time.monotonic() - began)
+        ):
             write("a snapshot", self._save)
         else:
             logger.error(
@@ -254,7 +251,8 @@ class Coordinator:
     def _save(self) -> None:
         """Write the last snapshots; before the run is over, what there is time for."""
         within_s = None if self.lead.finished else self._deadlines.stop_s / 2
-        self._saver.save_all(self.lead.state, within_s)
+        self._states.write_last(self.lead.state, self._log)
+        self._holder.save_all(within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""
@@ -265,7 +263,7 @@ class Coordinator:
             self._roster,
             begun_unix=self._facts.begun_unix,
             over_unix=self._over,
-            digest=self.store.digest(),
+            digest=self._holder.digest(),
         )
 
     def close(self) -> None:
@@ -273,23 +271,22 @@ class Coordinator:
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
-        placement, hosts = self._config.placement, admitted_hosts(self._config)
-        self._server = Server(
-            placement.bind,
-            handlers,
-            tls=self._tls,
-            deadlines=self._deadlines,
-            max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
-            max_hosts=sum(hosts) + SPARE_ISLANDS,
-            max_hosts_each=max(hosts),
-            bulk_channels=placement.bulk_channels,
-            insecure=placement.insecure,
-            config=dataclasses.asdict(self._config),
-        )
+        placement = self._config.placement
+        self._server = server_of(self._config, handlers, self._tls)
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
         self.address = placement.advertise or bound
         addresses.parse_address(self.address)
+
+    def _serve_early(self, handlers: Handlers) -> None:
+        """Serve a run that has yet to begin: islands need the address to begin it."""
+        self._serve(handlers)
+        self._tell_address()
+
+    def _tell_address(self) -> None:
+        file = self._workdir / run_files.ADDRESS
+        files.write_text(addresses.on_this_machine(self.address), file)
+        self._open.callback(file.unlink, missing_ok=True)
 
     def _gather(self) -> Gathered:
         config, workdir = self._config, self._workdir
@@ -299,38 +296,37 @@ class Coordinator:
         workdir.mkdir(parents=True, exist_ok=True)
         return gathered
 
-    def _make_state(self, gathered: Gathered | None, found: int | None) -> State:
+    def _make_state(
+        self, gathered: Gathered | None, found: int | None, given: Params | None
+    ) -> State:
         """Make the store and its state: of a new term from islands' anchors, of a new
         run, or of this run as far as it was durable. A new one is durable before any
         island can ask for it."""
         config, policy, plan = self._config, self.policy_config, self._plan
         workdir = self._workdir
         if gathered is None and found is not None:
-            self.store, state, found = origin.recover(
-                config,
-                policy,
-                plan,
-                self._snapshots,
-                self._publishes,
-                workdir / run_files.LOG,
-                self._tape,
-            )
+            recovered = origin.recover(policy, self._states, workdir / run_files.LOG)
+            self._hold(make_store(config, plan, None))
+            restored = self._holder.restore(recovered.restore)
+            origin.tell_recovered(config, recovered, restored, self._tape)
             # After the snapshot: a kill may have come between snapshot and log.
-            self._log = self._open_log(found)
-            return state
+            self._log = self._open_log(recovered.snapshot)
+            return recovered.state
         if gathered is not None:
             if found is not None:  # Of an older run, as where snapshots go elsewhere.
-                self._snapshots.require_own(found)
-            self.store, state = term.begin(gathered, config, policy, plan, self._tape)
+                self._states.require_own(found)
+            store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
-            self.store, state = origin.initialise(
-                config, policy, self._model, plan, self._tape, workdir
+            store, state = origin.initialise(
+                config, policy, self._model, plan, self._tape, workdir, given
             )
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
         number = durable.next_number(workdir / run_files.LOG, after)
-        self._snapshots.save_first(number, state, self.store.arrays)
-        self._publishes.discard([FIRST_VERSION] * len(state.fragments))
+        self._hold(store)
+        self._holder.begin()
+        with self._states.beginning():
+            self._states.save(number, state)
         self._log = self._open_log(number)
         self._log.forget(number)
         if gathered is not None:
@@ -338,6 +334,13 @@ class Coordinator:
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
         return state
+
+    def _hold(self, store: Store) -> None:
+        """Make the holder of these fragments."""
+        self.store = store
+        self._holder = make_holder(
+            self._config, store, self._kept, self._workdir, self._whose
+        )
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG
@@ -355,28 +358,28 @@ class Coordinator:
         for waited in self._disk.over():
             lead.journal.alert(waited)
         ending = lead.finished or self._interrupted
-        if self._snapshots.due(now) and not ending:
+        if not ending:
             with self._disk.put_off("a snapshot"):
-                self._saver.write_next(now, lead.state)
+                self._states.write_due(now, lead.state, self._log)
+                self._holder.keep_house(now)
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
                 # A stop of the coordinator alone does not wait long: islands train on.
-                deadlines = self._deadlines
-                patience = deadlines.stop_s if lead.finished else deadlines.report_s
-                self._end_by = now + patience
+                waits = self._deadlines
+                self._end_by = now + (waits.stop_s if lead.finished else waits.report_s)
             if not self._sessions.connected() or now >= self._end_by:
                 lead.stop()
 
     def _refresh(self, lead: Lead) -> None:
-        now = time.time()
-        own = [*self._snapshots.alerts(time.monotonic()), *self._metrics.alerts]
+        now, clock = time.time(), time.monotonic()
+        own = [*self._states.writer.alerts(clock), *self._holder.alerts(clock)]
         self._status = summary.status(
             lead.config,
             lead.state,
             self._roster,
             seconds=now - self._facts.begun_unix,
-            alerts=[*lead.journal.alerts, *own],
+            alerts=[*lead.journal.alerts, *own, *self._metrics.alerts],
             now=now,
             tally=lead.tally,
         )

@@ -1,6 +1,8 @@
 """Make the coordinator's state: for a new run, or from the durable part of an old one.
 
-The third way, from what islands have, is in `term.py`.
+After a crash the lead recovers from its log, and says what that has committed; the
+holder recovers its fragments up to there (`restoring.py`). The third way, from what
+islands have, is in `term.py`.
 """
 
 from __future__ import annotations
@@ -10,29 +12,28 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from etils.epath import Path as Folder
 
-from diloco_jax import merge_route
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.memory import give_back
-from diloco_jax.models.model import Model
+from diloco_jax.models.model import Model, Params
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.holding import Committed, FragmentsRestored, RestoreFragments
 from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,17 +46,19 @@ def initialise(
     plan: FragmentPlan,
     tape: Tape,
     workdir: Path,
+    given: Params | None = None,
 ) -> tuple[Store, State]:
     """Begin a new run: draw the parameters, or read them. The tape says so first, since
     a run with a snapshot goes on after a crash.
 
-    workdir: of the run, for files of the time of the read."""
+    workdir: of the run, for files of the time of the read. given: the parameters, of
+    the island that was to give them."""
     run = config.run
-    pin_s = config.placement.deadlines.reunion_s
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()
-    passes = merge_route.passes_of(config.placement.merge_route)
-    store = Store(run, plan, first_pieces(run, model, workdir), pin_s, passes)
+    first = first_pieces(run, model, workdir) if given is None else given
+    store = make_store(config, plan, first)
+    del first
     if run.model.weights:
         logger.info(
             "%d parameters of %s, read in %.1f s",
@@ -74,52 +77,58 @@ def initialise(
                 plan=plan.digest(),
                 total_tokens=run.total_tokens,
                 environment=store.describe(),
+                first_from="" if given is None else config.placement.first_from,
+                parameters_digest="" if given is None else store.digest(),
             )
         )
     )
     return store, initial(policy)
 
 
-def recover(
-    config: Config,
-    policy: PolicyConfig,
-    plan: FragmentPlan,
-    snapshots: Snapshots,
-    publishes: Publishes,
-    log: Path,
-    tape: Tape,
-) -> tuple[Store, State, int]:
-    """Continue the run from its snapshots, the records in `log` and the publishes. The
-    tape gets the records that it lacks, and says where the cut was. Return the store,
-    the state and the number of the state's snapshot."""
-    found, snapshot = snapshots.load_state(functools.partial(durable.goes_on_from, log))
+class FromLog(NamedTuple):
+    """What the lead's snapshots and log have."""
+
+    state: State
+    snapshot: int
+    """Number of the snapshot of the state."""
+    lines: list[durable.Line]
+    """Records after it."""
+    restore: RestoreFragments
+    """What the holder must restore."""
+
+
+def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromLog:
+    """Rebuild the lead's state after a crash."""
+    found, snapshot = snapshots.load(functools.partial(durable.goes_on_from, log))
     lines = list(durable.read(log, after=found))
-    log_records = [
+    later = [
         _record(line, f"{log}, record {number} after snapshot {found}")
         for number, line in enumerate(lines, start=1)
     ]
-    state = recovery.recover(policy, snapshot, log_records, time.monotonic())
-    discarded = publishes.discard([f.version for f in state.fragments])
-    if discarded:
-        logger.info("%d merges were prepared and never committed", discarded)
-    committed = {
-        (record.fragment, record.version): record.digest
-        for record in log_records
-        if isinstance(record, records.Merged)
-    }
-    placement = config.placement
-    passes = merge_route.passes_of(placement.merge_route)
-    store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
-    begins, behind = [], False
-    for fragment in state.fragments:
-        begin, replayed = _restore(
-            store, snapshots, publishes, committed, fragment.index, fragment.version
+    state = recovery.recover(policy, snapshot, later, time.monotonic())
+    digests: list[dict[int, str]] = [{} for _ in state.fragments]
+    for record in later:
+        if isinstance(record, records.Merged):
+            digests[record.fragment][record.version.number] = record.digest
+    restore = RestoreFragments(
+        fragments=tuple(
+            Committed(fragment=f.index, version=f.version, digests=digests[f.index])
+            for f in state.fragments
         )
-        begins.append(begin)
-        behind |= replayed
-        give_back()
+    )
+    return FromLog(state, found, lines, restore)
+
+
+def tell_recovered(
+    config: Config, recovered: FromLog, restored: FragmentsRestored, tape: Tape
+) -> None:
+    """Give the tape the records that it lacks, and say where the cut was."""
+    lines = recovered.lines
+    if restored.discarded:
+        logger.info("%d merges were prepared and never committed", restored.discarded)
+    behind = any(fragment.moved for fragment in restored.fragments)
     untouched = behind and not outer.is_invertible(outer_settings(config.run))
-    digest = store.digest()
+    digest = digest_all(fragment.digest for fragment in restored.fragments)
     if untouched:
         logger.warning(
             "the momentum of outer.optimizer = %r is that of the fragments' snapshots: "
@@ -128,7 +137,7 @@ def recover(
         )
     logger.info(
         "recovered from snapshot %d and %d records after it: global parameters %s",
-        found,
+        recovered.snapshot,
         len(lines),
         digest,
     )
@@ -137,49 +146,17 @@ def recover(
     tape.append(
         notes.dated(
             notes.Recovered(
-                snapshot=found,
-                snapshot_versions=tuple(begins),
+                snapshot=recovered.snapshot,
+                snapshot_versions=tuple(f.snapshot for f in restored.fragments),
                 records=len(lines),
-                discarded=discarded,
-                versions=tuple(f.version for f in state.fragments),
+                discarded=restored.discarded,
+                versions=tuple(f.version for f in recovered.state.fragments),
                 parameters_digest=digest,
-                environment=store.describe(),
+                environment=restored.environment,
                 momentum_untouched=untouched,
             )
         )
     )
-    return store, state, found
-
-
-def _restore(
-    store: Store,
-    snapshots: Snapshots,
-    publishes: Publishes,
-    committed: Mapping[tuple[int, Version], str],
-    fragment: int,
-    through: Version,
-) -> tuple[Version, bool]:
-    """Load a fragment from its newest snapshot that reads, and apply the publishes
-    after it. Return the snapshot's version, and True if a publish that moves the outer
-    optimizer came after it. committed: digests of the publishes in the log."""
-    begin, arrays = snapshots.load_fragment(fragment, through, store.like(fragment))
-    if begin.term != through.term:
-        raise durable.DurableError(
-            f"the newest snapshot of fragment {fragment} is of version {tuple(begin)}, "
-            f"the log is at {tuple(through)}: it is of another term; restore the "
-            f"workdir from a copy"
-        )
-    store.load(fragment, arrays, begin)
-    version, moved = begin, False
-    while version < through:
-        version = version.next()
-        payload, final = publishes.read(
-            fragment, version, committed.get((fragment, version))
-        )
-        store.replay(fragment, version, payload, final=final)
-        store.put_aside(fragment, publishes.mapped)
-        moved |= not final
-    return begin, moved
 
 
 def without_snapshot(workdir: Path, run_id: str, folder: Folder) -> ConfigError:

@@ -15,28 +15,20 @@ from typing import Any
 
 from diloco_jax.coordinator import door, notes
 from diloco_jax.coordinator.door import Likeness
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
-from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import cycles, takes
-from diloco_jax.protocol.coordinator.events import (
-    DeltaArrived,
-    Disconnected,
-    KeepAsked,
-    Said,
-)
+from diloco_jax.protocol.coordinator.events import Disconnected, KeepAsked, Said
 from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
-from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
+from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -44,8 +36,6 @@ logger = logging.getLogger(__name__)
 METRICS_EVERY_S = 1.0
 DECIDED_WITHIN_S = 10.0
 """Longest wait for the thread of decisions by who asks for a cycle."""
-CHECKS_AT_ONCE = 2
-"""Deltas that are checked at a time; others wait for their turn."""
 
 
 class Service:
@@ -56,8 +46,7 @@ class Service:
         likeness: Likeness,
         *,
         lead: Lead,
-        store: Store,
-        inbox: Inbox,
+        holder: StoreHolder,
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,
@@ -65,10 +54,9 @@ class Service:
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._likeness = likeness
-        self._lead, self._store, self._inbox = lead, store, inbox
+        self._lead, self._holder = lead, holder
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
         self._status, self._kept = status, kept
-        self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self._written: dict[str, float] = {}
         """Time of the last line of metrics, by admitted island."""
 
@@ -153,54 +141,16 @@ class Service:
                 f"{start.island!r} is not waited for; the coordinator asks for "
                 f"those that are to be sent again",
             )
-        return self._inbox.begin(start)
+        return self._holder.upload_begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """Accept a stripe in its place; the last one makes the delta an event."""
-        if not self._inbox.end(start, place):
-            return False
-        key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
-        try:
-            with self._checks:
-                payload = self._inbox.payload(key)
-                squares = self._store.squares(start.fragment, payload)
-                self._inbox.checked(key, squares)
-        except BaseException:
-            # The protocol does not know that the delta has arrived: its last part must
-            # come again.
-            self._inbox.reopen(start)
-            raise
-        if not (fit := is_fit(squares)):
-            logger.warning(
-                "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
-                "or a norm that are not finite, but all must be: it is not merged; "
-                "lower inner.learning_rate, or start that island again",
-                start.fragment,
-                start.tick,
-                start.island,
-                start.incarnation,
-            )
-        arrived = DeltaArrived(
-            island=start.island,
-            incarnation=start.incarnation,
-            fragment=start.fragment,
-            tick=start.tick,
-            refusal="" if fit else "non_finite",
-        )
-        self._lead.post(arrived)
-        return True
+        return self._holder.upload_end(start, place)
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Return published fragments for an island."""
         self._check(request)
-        try:
-            return self._store.fetch(
-                request.fragment, request.want, request.have, request.part
-            )
-        except ValueError as error:
-            raise RemoteProtocolError(
-                f"{request.island!r} asks for fragment {request.fragment}: {error}"
-            ) from error
+        return self._holder.fetch(request)
 
     def status(self) -> dict[str, Any]:
         """Return what `diloco status` shows."""

@@ -9,7 +9,6 @@ alone puts them in their own.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from diloco_jax.core.fragment_merge import (
 from diloco_jax.core.fragments import (
     FragmentPlan,
     Params,
+    digest_all,
     digest_arrays,
     from_pieces,
     get_piece,
@@ -313,8 +313,7 @@ class Store:
 
     def digest(self) -> str:
         """Return 16 hex digits over the Theta of all fragments."""
-        digests = "".join(map(self.digest_of, range(len(self._fragments))))
-        return hashlib.sha256(digests.encode()).hexdigest()[:16]
+        return digest_all(map(self.digest_of, range(len(self._fragments))))
 
     def digest_of(self, fragment: int) -> str:
         """Return 64 hex digits over a fragment's Theta, in the order of its tiles. It
@@ -333,6 +332,17 @@ class Store:
         merges go on."""
         with self._lock:
             return _as_lists(self._fragments[fragment].state)
+
+    def versions(self) -> list[Version]:
+        """Return the current version of every fragment."""
+        with self._lock:
+            return [fragment.version for fragment in self._fragments]
+
+    def current(self, fragment: int) -> tuple[Version, dict[str, list[Any]]]:
+        """Return the version of a fragment, and its `arrays`."""
+        with self._lock:
+            found = self._fragments[fragment]
+            return found.version, _as_lists(found.state)
 
     def like(self, fragment: int) -> dict[str, list[Any]]:
         """Return `arrays` as `jax.ShapeDtypeStruct`, without arrays."""

@@ -1,4 +1,5 @@
-"""Begin a new term with the anchors of islands, for a coordinator without its state."""
+"""Begin with anchors of islands: a new term of a coordinator without its state, or a
+run whose first parameters one island gives."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax import merge_route
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
+from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.new_term import gathering
@@ -50,6 +51,23 @@ def gather(
         ) from error
 
 
+def first_given(
+    config: Config,
+    policy: PolicyConfig,
+    plan: FragmentPlan,
+    serve: Callable[[Handlers], None],
+) -> Params:
+    """Wait for the first parameters of the run from `placement.first_from`; write
+    nothing.
+
+    Raises ConfigError if they do not come in time: another start waits again.
+    """
+    giver = config.placement.first_from
+    gatherer = Gatherer(config.run, policy, plan, frozenset((giver,)), new=True)
+    serve(gatherer)
+    return gatherer.gather().params
+
+
 def begin(
     gathered: Gathered,
     config: Config,
@@ -60,10 +78,7 @@ def begin(
     """Make the state that the new term begins with: Theta = A, without momentum. The
     tape says so."""
     opened = gathered.opened
-    placement = config.placement
-    passes = merge_route.passes_of(placement.merge_route)
-    pin_s = placement.deadlines.reunion_s
-    store = Store(config.run, plan, gathered.params, pin_s, passes)
+    store = make_store(config, plan, gathered.params)
     for fragment, version in enumerate(opened.versions):
         store.load(fragment, store.arrays(fragment), version)
     tape.append(

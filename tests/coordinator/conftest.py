@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES
-from engine_support import WAIT_S, Island, hello, report
+from engine_support import WAIT_S, Island, Piped, hello, report
+from etils import epath
 
-from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
+from diloco_jax.config import OuterConfig, Placement, RunConfig, SyncConfig
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
@@ -87,20 +90,24 @@ def make_engine(tmp_path, store, island):
         log = log or RecordLog(tmp_path / "log")
         files.extend((log, Tape(tmp_path / "tape.jsonl")))
         files.append(Metrics(tmp_path))
+        holder = StoreHolder(
+            store,
+            island.inbox,
+            Publishes(tmp_path / "publishes"),
+            FragmentSnapshots(epath.Path(tmp_path / "snapshots"), Placement(), 2, {}),
+            KeptCycles(tmp_path, 2, {}, store.plan.sizes),
+            write_within_s=write_within_s,
+        )
         engine = Lead(
             config,
             initial(config),
-            store=store,
-            inbox=island.inbox,
-            publishes=Publishes(tmp_path / "publishes"),
+            holder=Piped(holder),
             log=log,
             tape=files[-2],
             metrics=files[-1],
-            kept=KeptCycles(tmp_path, 2, {}, store.plan.sizes),
             sessions=island,
             faults=Faults(tuple(faults)),
             slow_s=slow_s,
-            write_within_s=write_within_s,
             housekeeping=keep_house,
         )
         island.engine = engine

@@ -24,6 +24,7 @@ from diloco_jax.config import (
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gatherer
+from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.publishes import Publishes
@@ -142,28 +143,31 @@ class Coordinator:
         store = store or Store()
         log: Any = SimpleNamespace(append=lambda line: json.dumps(line))
         metrics = SimpleNamespace(append=lambda line: json.dumps(line, allow_nan=False))
+        holder = StoreHolder(
+            store,
+            self.inbox,
+            Publishes(folder / f"publishes-{time.monotonic_ns()}"),
+            cast(Any, None),
+            cast(Any, None),
+            write_within_s=math.inf,
+        )
+        holder._merger = cast(Any, AtOnce())
         self.lead = Lead(
             config,
             state or initial(config),
-            store=store,
-            inbox=self.inbox,
-            publishes=Publishes(folder / f"publishes-{time.monotonic_ns()}"),
+            holder=holder,
             log=log,
             tape=self.tape,
             metrics=cast(Metrics, metrics),
-            kept=cast(Any, None),
             sessions=self.sessions,
             faults=Faults(()),
             slow_s=math.inf,
-            write_within_s=math.inf,
             housekeeping=self.keep_house_now_and_then,
         )
-        self.lead._holder._merger = cast(Any, AtOnce())
         self.handlers = Service(
             Likeness(RUN, PLAN),
             lead=self.lead,
-            store=store,
-            inbox=self.inbox,
+            holder=holder,
             sessions=self.sessions,
             roster=self.roster,
             metrics=cast(Metrics, metrics),

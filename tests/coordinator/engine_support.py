@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from diloco_jax.coordinator.log import read
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import DeltaArrived, Said
+from diloco_jax.protocol import holding, messages
+from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import DeltaKey, Record
 from diloco_jax.wire import bulk
@@ -78,6 +81,35 @@ class Island:
                 island="a", incarnation=1, fragment=take.fragment, tick=take.tick
             )
         )
+
+
+class Piped:
+    """A holder to which every message goes as bytes, and whose messages come so."""
+
+    def __init__(self, holder) -> None:
+        self._holder = holder
+        self.passed = []
+        """Names of the messages, in their order."""
+
+    def hold(self, message) -> None:
+        self._holder.hold(self._through(message, holding.ToHolder))
+
+    def answer(self, tell, failed) -> None:
+        self._holder.answer(
+            lambda message: tell(self._through(message, holding.FromHolder)), failed
+        )
+
+    def __getattr__(self, name):
+        return getattr(self._holder, name)
+
+    def _through(self, message, kind):
+        self.passed.append(type(message).__name__)
+        return as_bytes(message, kind)
+
+
+def as_bytes(message, kind):
+    """A message of this kind, as it is at the other end."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 
 
 def report(steps, *records, island="a", session="s"):

@@ -18,7 +18,8 @@ from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import DeltaArrived, Disconnected, Said
+from diloco_jax.protocol.coordinator.events import Disconnected, Said
+from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import Version
 

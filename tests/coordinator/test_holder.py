@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,46 @@ def test_the_digest_of_the_parameters_follows_on_the_tape(
     )
     assert (fragment, version) == (0, [1, 1])
     assert digest == island.store.digest_of(0)
+
+
+def test_a_merge_is_ordered_prepared_and_committed_in_messages_alone(
+    make_engine, island
+):
+    """They pass as bytes: nothing else of the lead's reaches the holder."""
+
+    def done():
+        return "MergeDigested" in passed
+
+    engine = make_engine(done=done)
+    passed = engine._holder.passed
+    engine.run()
+    order = [name for name in passed if name.startswith(("Merge", "Commit"))]
+    made = ["Merge", "MergePrepared", "Commit", "MergeMeasured", "MergeDigested"]
+    assert [name for name in order if name != "MergesCompiled"] == made
+    assert island.told(messages.Published)
+
+
+def test_what_a_holder_says_while_it_is_told_does_not_wait_for_the_lead(
+    make_engine, island, tmp_path, monkeypatch
+):
+    """The queue may be full, and only the lead's thread empties it."""
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    hold, post = engine._holder.hold, engine.post
+
+    def held(message):
+        def from_elsewhere(*arguments):
+            assert threading.current_thread() is not lead
+            post(*arguments)
+
+        lead = threading.current_thread()
+        with monkeypatch.context() as now:
+            now.setattr(engine, "post", from_elsewhere)
+            hold(message)
+
+    engine._holder.hold = held
+    engine.run()
+    kinds = [record["kind"] for record in read_tape(tmp_path / "tape.jsonl")]
+    assert kinds[kinds.index("merged") + 1] == "measured"
 
 
 def test_a_publish_that_cannot_be_written_keeps_its_merge_and_nothing_else_waits(

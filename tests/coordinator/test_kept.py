@@ -10,7 +10,7 @@ import pytest
 from diloco_jax import run_files, sealed
 from diloco_jax.coordinator import kept
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.protocol.coordinator.events import KeepFragment
+from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 
 SIZES = (6, 2)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from engine_support import as_bytes
 from etils import epath
 from msgspec.structs import replace
 
@@ -18,19 +19,18 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.coordinator import origin
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.restoring import make_store, restore
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.snapshots import (
-    Snapshots,
-    fragment_path,
-    state_path,
-    states,
-    versions,
-)
+from diloco_jax.coordinator.snapshots import fragment_path, state_path, versions
+from diloco_jax.coordinator.snapshots import states as numbers
+from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.holding import FragmentsRestored, RestoreFragments
 from diloco_jax.protocol.values import Contribution, Version
 
 JOINED = records.Joined(
@@ -58,29 +58,37 @@ def recover(run, store, folder, publishes, tmp_path):
     policy = policy_config(run, Placement(), "r", store.plan.sizes)
 
     def recovered(*lines, torn=False, forgotten=False, saved=None):
-        snapshots = Snapshots(
-            folder, Placement(), policy, checkpoint.whose(run, "r", store.plan)
-        )
-        snapshots.save_first(0, initial(policy), store.arrays)
+        whose = checkpoint.whose(run, "r", store.plan)
+        states = StateSnapshots(folder, Placement(), policy, whose)
+        count = len(store.plan.fragments)
+        snapshots = FragmentSnapshots(folder, Placement(), count, whose)
+        for fragment in range(count):
+            snapshots.save_first(fragment, Version(), store.arrays(fragment))
+        states.save(0, initial(policy))
         log = RecordLog(tmp_path / "log", after=0)
         for line in lines:
             log.append(line)
         for version, arrays in (saved or {}).items():
-            snapshots.save_fragment(0, version, arrays)
+            snapshots.save(0, version, arrays)
         if saved:
             fragment_path(folder, 0, max(saved)).write_bytes(b"")
         if torn:
             number = log.rotate()
-            snapshots.save_state(number, initial(policy))
+            states.save(number, initial(policy))
             state_path(folder, number).write_bytes(b"")
             if forgotten:
                 log.forget(number)
         log.close()
         tape = Tape(tmp_path / "tape.jsonl")
         try:
-            return origin.recover(
-                config, policy, store.plan, snapshots, publishes, tmp_path / "log", tape
+            own = origin.recover(policy, states, tmp_path / "log")
+            found = make_store(config, store.plan, None)
+            asked = as_bytes(own.restore, RestoreFragments)
+            answer = restore(asked, found, snapshots, publishes)
+            origin.tell_recovered(
+                config, own, as_bytes(answer, FragmentsRestored), tape
             )
+            return found, own.state, own.snapshot
         finally:
             tape.close()
 
@@ -164,7 +172,7 @@ def test_a_snapshot_torn_by_a_power_cut_is_passed_over_while_the_log_goes_back(
     assert warning.endswith(
         "; going on from snapshot 0, after which the log is complete"
     )
-    assert states(folder) == [0], "what does not read must not count as kept"
+    assert numbers(folder) == [0], "what does not read must not count as kept"
 
 
 def test_a_damaged_snapshot_that_the_log_was_cut_off_for_is_refused(recover):

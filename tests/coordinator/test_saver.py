@@ -19,31 +19,24 @@ class Snapshots:
     def unsaved(self, current):
         return [f for f in range(len(current)) if f != 1]
 
-    def save_state(self, number, state):
-        self.saved.append("state")
-
-    def save_fragment(self, fragment, version, arrays):
-        self.saved.append(fragment)
-
-    def oldest(self):
-        return 0
+    def save(self, fragment, version, arrays):
+        self.saved.append((fragment, version))
 
     def oldest_of(self, fragment):
         return NEWEST
 
 
 @pytest.mark.parametrize(
-    ("within_s", "saved"),
-    [(None, ["state", 0, 2]), (60.0, ["state", 0, 2]), (0.0, ["state"])],
+    ("within_s", "saved"), [(None, [0, 2]), (60.0, [0, 2]), (0.0, [])]
 )
-def test_the_state_comes_first_and_fragments_as_far_as_there_is_time(within_s, saved):
-    snapshots = Snapshots()
+def test_fragments_are_written_as_far_as_there_is_time(within_s, saved):
+    snapshots, forgotten = Snapshots(), []
     saver = Saver(
-        SimpleNamespace(arrays=lambda fragment: {}),
+        SimpleNamespace(
+            versions=lambda: [NEWEST] * 3, current=lambda fragment: (NEWEST, {})
+        ),
         snapshots,
-        SimpleNamespace(forget=lambda fragment, through: None),
-        SimpleNamespace(rotate=lambda: 7, forget=lambda through: None),
+        SimpleNamespace(forget=lambda *through: forgotten.append(through)),
     )
-    state = SimpleNamespace(fragments=[SimpleNamespace(version=NEWEST)] * 3)
-    saver.save_all(state, within_s)
-    assert snapshots.saved == saved
+    saver.write_last(within_s)
+    assert snapshots.saved == forgotten == [(fragment, NEWEST) for fragment in saved]

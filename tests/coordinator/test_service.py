@@ -34,8 +34,7 @@ def serve(posted: list[Any]) -> Service:
     return Service(
         Likeness(RunConfig(), PLAN),
         lead=cast(Any, lead),
-        store=nothing,
-        inbox=nothing,
+        holder=nothing,
         sessions=cast(Any, sessions),
         roster=nothing,
         metrics=nothing,

@@ -13,8 +13,8 @@ from store_support import contribution, encoded_delta, merge_once, own_order
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Placement
-from diloco_jax.coordinator.settings import outer_settings, policy_config
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.store import (
     Store,
 )
@@ -25,7 +25,6 @@ from diloco_jax.core.fragments import plan_fragments, to_pieces
 from diloco_jax.core.merge.merging import merge_deltas, rule_for
 from diloco_jax.core.merge.rda import RDA
 from diloco_jax.core.outer.optimizer import make_outer, outer_step
-from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Version
 
 
@@ -159,15 +158,15 @@ def test_a_rule_that_is_not_bundled_is_in_snapshots_with_what_it_keeps(
     run = replace(run, sync=replace(run.sync, merge=rule, fragments=3))
     plan = plan_fragments(SHAPES, AXES, 3)  # The embedding, which keeps nothing, alone.
     store = Store(run, plan, params, PIN_S)
-    policy = policy_config(run, Placement(), "r", plan.sizes)
     folder = epath.Path(tmp_path / "snapshots")
-    snapshots = Snapshots(folder, Placement(), policy, checkpoint.whose(run, "r", plan))
+    whose = checkpoint.whose(run, "r", plan)
+    snapshots = FragmentSnapshots(folder, Placement(), 3, whose)
     for fragment in range(3):
         merge_once(store, fragment, Version(1, 1))
-    snapshots.save_first(0, initial(policy), store.arrays)
+        snapshots.save(fragment, Version(), store.arrays(fragment))
     other = Store(run, plan, params, PIN_S)
     saved = [
-        snapshots.load_fragment(fragment, Version(), own)[1]
+        snapshots.load(fragment, Version(), own)[1]
         for fragment, own in enumerate(like(other))
     ]
     load(other, saved, [Version(1, 1)] * 3)

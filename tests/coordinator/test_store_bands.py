@@ -11,8 +11,7 @@ from store_support import contribution
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.snapshots import Snapshots
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
@@ -20,7 +19,6 @@ from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.merging import may_cut
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Version
 
 SHAPES = {"embed": (200, 16), "w": (2, 16, 16)}
@@ -114,17 +112,18 @@ def test_islands_fetch_bands_in_the_order_of_their_own_tiles(run, params):
 
 def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
     store, placement = Store(run, CUT, params, PIN_S), Placement()
-    policy = policy_config(run, placement, "r", CUT.sizes)
 
     def opened(plan):
         folder = epath.Path(tmp_path / "snapshots")
-        return Snapshots(folder, placement, policy, whose(run, "r", plan))
+        count = len(plan.fragments)
+        return FragmentSnapshots(folder, placement, count, whose(run, "r", plan))
 
     merge_all(store, 1)
-    opened(CUT).save_first(1, initial(policy), store.arrays)
     again, snapshots = Store(run, CUT, None, PIN_S), opened(CUT)
     for fragment in range(FRAGMENTS):
-        kept = snapshots.load_fragment(fragment, Version(1, 1), store.like(fragment))
+        snapshots.save(fragment, *store.current(fragment))
+    for fragment in range(FRAGMENTS):
+        kept = snapshots.load(fragment, Version(1, 1), store.like(fragment))
         again.load(fragment, kept[1], Version(1, 1))
     assert again.digest() == store.digest()
     assert_same(again.params(), store.params())
@@ -135,4 +134,4 @@ def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
         ours, theirs = (s.fetch(fragment, Version(1, 3), None) for s in (again, store))
         assert [*map(bytes, ours.buffers)] == [*map(bytes, theirs.buffers)]
     with pytest.raises(ConfigError, match="does not fit: the model's parameters"):
-        opened(WHOLE).load_fragment(0, Version(1, 1), store.like(0))
+        opened(WHOLE).load(0, Version(1, 1), store.like(0))

@@ -1,21 +1,23 @@
 """The disk that is planned is what snapshots, publishes and lines take."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
 import pytest
 from etils import epath
-from msgspec import structs
 from plan_support import CONFIG
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import OuterConfig, Placement
 from diloco_jax.coordinator import inbox, notes, service, snapshots
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import SPARED_BYTES, Publishes
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import Metrics
@@ -50,46 +52,37 @@ class Clocked:
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(snapshots, "time", clock)
         policy = policy_config(RUN, placement, "r", PLAN.sizes)
-        self.snapshots = snapshots.Snapshots(
-            epath.Path(folder / "checkpoints"), placement, policy, whose(RUN, "r", PLAN)
-        )
+        where, of_run = epath.Path(folder / "checkpoints"), whose(RUN, "r", PLAN)
+        self.states = StateSnapshots(where, placement, policy, of_run)
+        self.snapshots = FragmentSnapshots(where, placement, FRAGMENTS, of_run)
         model = build(RUN)
-        store = Store(RUN, PLAN, model.init(jax.random.key(0)), 60.0)
+        self.store = Store(RUN, PLAN, model.init(jax.random.key(0)), 60.0)
         self.publishes = Publishes(folder / "publishes")
         self.log = RecordLog(folder / "log")
-        self.saver = Saver(store, self.snapshots, self.publishes, self.log)
-        self.versions = [0] * FRAGMENTS
-        self.first = initial(policy)
-        self.snapshots.save_first(self.log.rotate(), self.first, store.arrays)
+        self.saver = Saver(self.store, self.snapshots, self.publishes)
+        self.state = initial(policy)
+        self.saver.begin()
+        self.states.save(self.log.rotate(), self.state)
         self.payloads = payload_bytes(RUN.sync.codec_down, PLAN)
-        remove = self.snapshots._remove
+        for kind in (self.states, self.snapshots):
+            kind._remove = functools.partial(self._look_and_remove, kind._remove)
 
-        def look_and_remove(path):  # The new snapshot lies beside the old one.
-            self.look()
-            remove(path)
-
-        self.snapshots._remove = look_and_remove
-
-    @property
-    def state(self):
-        fragments = tuple(
-            structs.replace(fragment, version=Version(1, number))
-            for fragment, number in zip(
-                self.first.fragments, self.versions, strict=True
-            )
-        )
-        return structs.replace(self.first, fragments=fragments)
+    def _look_and_remove(self, remove, path):
+        """The new snapshot lies beside the old one."""
+        self.look()
+        remove(path)
 
     def merge(self, fragment):
-        self.versions[fragment] += 1
-        version = Version(1, self.versions[fragment])
+        version = self.store.versions()[fragment].next()
+        self.store.load(fragment, self.store.arrays(fragment), version)
         payload = bytes(self.payloads[fragment])
         self.publishes.write(fragment, version, payload, final=False)
 
     def keep_house(self):
-        if self.snapshots.due(self.now):
-            self.saver.write_next(self.now, self.state)
-            assert self.snapshots.wait(lambda: 1e9)
+        self.states.write_due(self.now, self.state, self.log)
+        assert self.states.writer.wait(lambda: 1e9)
+        self.saver.write_due(self.now)
+        assert self.snapshots.writer.wait(lambda: 1e9)
 
     def look(self):
         self.most = max(self.most, size_of(self.folder))

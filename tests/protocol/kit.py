@@ -13,14 +13,10 @@ from typing import Any
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import decide, ledger
 from diloco_jax.protocol.coordinator.events import (
-    DeltaArrived,
     Disconnected,
-    Drop,
     Effect,
     Event,
     Ignored,
-    Merge,
-    MergePrepared,
     Note,
     Persist,
     Said,
@@ -35,6 +31,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     initial,
 )
+from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge, MergePrepared
 from diloco_jax.protocol.messages import Goodbye, Hello, Published, Report, TakeRequest
 from diloco_jax.protocol.reasons import EndReason, Refusal
 from diloco_jax.protocol.values import (

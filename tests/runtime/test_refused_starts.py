@@ -139,7 +139,7 @@ def test_a_run_whose_first_snapshot_was_not_written_begins_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killing:
-        killing.setattr("diloco_jax.coordinator.snapshots.Snapshots.save_state", killed)
+        killing.setattr("diloco_jax.coordinator.main.StateSnapshots.save", killed)
         first = Coordinator(config, tmp_path, init=True)
         with pytest.raises(KeyboardInterrupt):
             first.start()

@@ -13,8 +13,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import CycleKept, Effect, KeepFragment
+from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
+from diloco_jax.protocol.holding import CycleKept, KeepFragment
 
 Step = tuple[State, list[Effect]]
 
@@ -93,10 +94,6 @@ def _is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -
 
 
 def _same(before: State, state: State) -> bool:
-    """Tell whether nothing happened that could bring a fragment to a cycle."""
-    return (
-        before.unkept is state.unkept
-        and before.tick == state.tick
-        and before.phase == state.phase
-        and before.fragments is state.fragments
-    )
+    """Tell whether nothing happened that could bring a fragment to a cycle: each tick
+    replaces a fragment, too."""
+    return before.unkept is state.unkept and before.fragments is state.fragments

@@ -30,14 +30,10 @@ from diloco_jax.protocol.coordinator import (
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
-    Commit,
-    CycleKept,
-    DeltaArrived,
     Disconnected,
     Effect,
     Event,
     KeepAsked,
-    MergePrepared,
     Note,
     Persist,
     RunExtended,
@@ -55,6 +51,7 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_fragment,
 )
+from diloco_jax.protocol.holding import Commit, CycleKept, DeltaArrived, MergePrepared
 from diloco_jax.protocol.messages import (
     Goodbye,
     Hello,
@@ -162,8 +159,7 @@ def _report(
         state, grants = leases.top_up(config, state, event.island, now)
         effects += grants
     tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
-    if tokens > state.progress_tokens:
-        state = replace(state, progress_tokens=tokens)
+    state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
     state, asks = leaving.stopped(config, state, event.island)
     effects += asks

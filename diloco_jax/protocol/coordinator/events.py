@@ -2,8 +2,9 @@
 
 Events go in with a time; effects come out in the order in which the shell must carry
 them out. A `Persist` is durable before any later effect of the same step is visible.
-A `Tell` carries the message itself, addressed to a session. Steps count from 0 within
-an incarnation. Intervals of steps are half-open. `tokens` counts one island's tokens.
+A `Tell` carries the message itself, addressed to a session. What a holder of fragments
+is told, and tells, is in `protocol/holding.py`. Steps count from 0 within an
+incarnation. Intervals of steps are half-open. `tokens` counts one island's tokens.
 
 Only the shell uses `Hello.run`, `plan`, `island_config` and `environment` (compared and
 noted before the hello becomes an event) and `Report.measures`. A hello's `versions`,
@@ -15,10 +16,14 @@ from __future__ import annotations
 
 import msgspec
 
+from diloco_jax.protocol.holding import (
+    CycleKept,
+    DeltaArrived,
+    MergePrepared,
+    ToHolder,
+)
 from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
-from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.records import Durable, Noted
-from diloco_jax.protocol.values import Contribution, DeltaKey, Prepared, Version
 
 # ---- events -------------------------------------------------------------------
 
@@ -30,25 +35,6 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     island: str
     session: str
     message: Report | Goodbye
-
-
-class DeltaArrived(msgspec.Struct, frozen=True, kw_only=True):
-    """All bytes of a take have arrived; `refusal` says why they are unfit, if so."""
-
-    island: str
-    incarnation: int
-    fragment: int
-    tick: int
-    refusal: Refusal = ""
-
-
-class MergePrepared(msgspec.Struct, frozen=True, kw_only=True):
-    """The ordered merge is computed, and its encoded publish is on disk. It becomes
-    visible with its record (`Persist`) and `Commit`, or never was."""
-
-    fragment: int
-    version: Version
-    prepared: Prepared
 
 
 class Timer(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +64,6 @@ class RunExtended(msgspec.Struct, frozen=True, kw_only=True):
 class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody wants the parameters of one cycle: the one that is being kept, or that
     in which the run is."""
-
-
-class CycleKept(msgspec.Struct, frozen=True, kw_only=True):
-    """All fragments of a kept cycle are on disk, or it was given up."""
-
-    cycle: int
 
 
 Event = (
@@ -122,52 +102,6 @@ class Tell(msgspec.Struct, frozen=True, kw_only=True):
     message: FromCoordinator
 
 
-class Drop(msgspec.Struct, frozen=True, kw_only=True):
-    """Drop the bytes of a delta, which are no longer needed."""
-
-    delta: DeltaKey
-
-
-class Forget(msgspec.Struct, frozen=True, kw_only=True):
-    """Drop the deltas of the island's incarnations below `before`, except `kept`: a
-    new incarnation joined."""
-
-    island: str
-    before: int
-    kept: tuple[DeltaKey, ...]
-
-
-class Merge(msgspec.Struct, frozen=True, kw_only=True):
-    """Merge these deltas, in this order, into `version` of the fragment. `share`: the
-    factor applied to the merged delta. `final`: merge as in the flush (weighted mean,
-    learning rate 1, momentum untouched)."""
-
-    fragment: int
-    version: Version
-    contributions: tuple[Contribution, ...]
-    share: float
-    final: bool
-
-
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the prepared merge, whose record is durable now, the fragment's version.
-    Its deltas are not needed any more."""
-
-    fragment: int
-    version: Version
-
-
-class KeepFragment(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep the fragment's parameters at its present version, which is that of the
-    cycle; `merges` led to it, with so many tokens."""
-
-    cycle: int
-    fragment: int
-    version: Version
-    merges: int
-    tokens: int
-
-
 class Ignored(msgspec.Struct, frozen=True, kw_only=True):
     """Count a message that made no move in its machine's state (`machines.py`).
     expected: this happens on a lossy wire; otherwise the two ends disagree."""
@@ -184,15 +118,4 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-Effect = (
-    Persist
-    | Note
-    | Tell
-    | Drop
-    | Forget
-    | Merge
-    | Commit
-    | KeepFragment
-    | Ignored
-    | Alert
-)
+Effect = Persist | Note | Tell | ToHolder | Ignored | Alert

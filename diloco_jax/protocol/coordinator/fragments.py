@@ -16,12 +16,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger, takes
-from diloco_jax.protocol.coordinator.events import (
-    Effect,
-    Merge,
-    Note,
-    Tell,
-)
+from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.machines import FRAGMENT
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
@@ -32,6 +27,7 @@ from diloco_jax.protocol.coordinator.state import (
     averaged,
     with_account,
 )
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Contribution, Verdict
 

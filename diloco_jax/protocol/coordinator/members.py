@@ -25,7 +25,6 @@ from diloco_jax.protocol.coordinator import (
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Effect,
-    Forget,
     Note,
     Persist,
     RunResumed,
@@ -42,6 +41,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import DeltaKey, Outstanding

@@ -10,12 +10,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import alerts
-from diloco_jax.protocol.coordinator.events import (
-    Drop,
-    Effect,
-    Note,
-    Tell,
-)
+from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.machines import TAKE, ignored, take_state
 from diloco_jax.protocol.coordinator.state import (
     Account,
@@ -26,6 +21,7 @@ from diloco_jax.protocol.coordinator.state import (
     averaged,
     with_account,
 )
+from diloco_jax.protocol.holding import Drop
 from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
 from diloco_jax.protocol.reasons import (
     NON_FINITE,
@@ -117,8 +113,8 @@ def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bo
 
 
 def pending(fragment: Fragment, name: str) -> list[Effect]:
-    """Tell an island, which may be about to adopt the current version, that its
-    outstanding take came too late for that merge."""
+    """Tell an island that its outstanding take came too late for the current
+    version, which it may be about to adopt."""
     take = fragment.accounts[name].take
     if take is None or take.end is None or take.base >= fragment.version:
         return []

@@ -27,7 +27,7 @@ from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
-from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version

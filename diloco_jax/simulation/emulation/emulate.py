@@ -43,7 +43,7 @@ from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
-from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation import history
@@ -53,7 +53,7 @@ from diloco_jax.simulation.emulation.history import History
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
-from diloco_jax.weights.first import first_pieces
+from diloco_jax.weights.first import first_pieces, require_repeatable
 
 Show = Callable[[dict[str, Any]], None]
 """Callback for the status of the run, about once a second, as in `diloco status`."""
@@ -197,6 +197,7 @@ class _Emulator:
         plan = build_plan(run, model)
         deadlines = placement.deadlines
         passes = merge_route.passes_of(placement.merge_route)
+        require_repeatable(placement, "emulation")
         first = first_pieces(run, model)
         self._store = Store(run, plan, first, deadlines.pin_s, passes)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)

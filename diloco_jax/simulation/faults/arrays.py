@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
-from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import AdoptTraits, Outcome
 from diloco_jax.protocol.reasons import NON_FINITE, Refusal
 from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Prepared, Version

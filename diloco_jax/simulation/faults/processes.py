@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.protocol.coordinator.events import Commit, Event, Persist
+from diloco_jax.protocol.coordinator.events import Event, Persist
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import Commit
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer

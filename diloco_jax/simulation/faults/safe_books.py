@@ -10,8 +10,9 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Commit, Tell
+from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
     Finished,
     FromCoordinator,

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.events import Merge, Note, Persist, Tell
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.records import (
     Durable,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.events import KeepFragment, Tell
+from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.protocol.values import Outstanding, Version

@@ -13,8 +13,8 @@ from collections import Counter
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
-from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.protocol.values import Prepared
 from diloco_jax.simulation.faults import liveness

@@ -15,21 +15,19 @@ from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.holder import WRITE_AGAIN_S
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.protocol.coordinator import decide, takes
-from diloco_jax.protocol.coordinator.events import (
+from diloco_jax.protocol.coordinator.events import Disconnected, Event, Ignored, Timer
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import (
     Commit,
     CycleKept,
     DeltaArrived,
-    Disconnected,
     Drop,
-    Event,
     Forget,
-    Ignored,
     KeepFragment,
     Merge,
     MergePrepared,
-    Timer,
+    ToHolder,
 )
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
@@ -146,34 +144,42 @@ class VirtualCoordinator(Engine[State, Event]):
 
     # ---- as a holder ----------------------------------------------------------------
 
-    def merge(self, merge: Merge) -> None:
-        """See engine.Holder. Computes at once: the deltas may be dropped before the
-        result is due.
-        """
-        deltas = [self._deltas[key] for key in _keys(merge)]
+    def hold(self, message: ToHolder) -> None:
+        match message:
+            case Merge():
+                self._merge(message)
+            case Commit():
+                self._commit(message)
+            case KeepFragment():
+                self._keep(message)
+            case Drop():
+                self._deltas.pop(message.delta, None)
+            case Forget():
+                self._forget(message)
+
+    def _merge(self, merge: Merge) -> None:
+        """Compute at once: the deltas may be dropped before the result is due."""
+        deltas = [self._deltas[key] for key in merge.deltas]
         prepared = self.merging.compute(merge, deltas)
         self._prepared[merge.fragment] = merge
         self.clock.after(
             self._merge_seconds(merge), lambda: self._prepare(merge, prepared)
         )
 
-    def commit(self, commit: Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
         merge = self._prepared.pop(commit.fragment)
         self.merging.commit(commit.fragment, commit.version)
-        for key in _keys(merge):
+        for key in merge.deltas:
             self._deltas.pop(key, None)
 
-    def keep(self, keep: KeepFragment) -> None:
+    def _keep(self, keep: KeepFragment) -> None:
         self._unkept = self._unkept or self.config.fragments
         self._unkept -= 1
         if not self._unkept:
             kept = CycleKept(cycle=keep.cycle)
             self.clock.after(0.0, lambda: self.hear(kept))
 
-    def drop(self, drop: Drop) -> None:
-        self._deltas.pop(drop.delta, None)
-
-    def forget(self, forget: Forget) -> None:
+    def _forget(self, forget: Forget) -> None:
         for key in [key for key in self._deltas if key.island == forget.island]:
             if key.incarnation < forget.before and key not in forget.kept:
                 del self._deltas[key]
@@ -216,11 +222,3 @@ class VirtualCoordinator(Engine[State, Event]):
     def _ring(self) -> None:
         self._timer = None
         self.hear(Timer())
-
-
-def _keys(merge: Merge) -> list[DeltaKey]:
-    """Return the keys of a merge's deltas, in their order."""
-    return [
-        DeltaKey(c.island, c.incarnation, merge.fragment, c.tick)
-        for c in merge.contributions
-    ]

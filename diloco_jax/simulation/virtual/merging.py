@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.reasons import Refusal
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco_jax.config import RunConfig
-from diloco_jax.protocol.coordinator.events import Merge
 from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.records import Durable
 from diloco_jax.simulation.virtual.body import Body, NoBody
 from diloco_jax.simulation.virtual.clock import Clock

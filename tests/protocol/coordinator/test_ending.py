@@ -5,7 +5,8 @@ from typing import Any
 from kit import Driver, asked, kinds, of, only, persisted
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Alert, Effect, Merge, Persist
+from diloco_jax.protocol.coordinator.events import Alert, Effect, Persist
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Finished,
     Granted,

@@ -4,9 +4,10 @@ from kit import Driver, asked, kinds, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Merge, RunExtended
+from diloco_jax.protocol.coordinator.events import RunExtended
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Refused, Welcome
 from diloco_jax.protocol.values import Version
 

@@ -12,7 +12,8 @@ from kit import (
     verdicts,
 )
 
-from diloco_jax.protocol.coordinator.events import Alert, Commit, Drop, Merge, Persist
+from diloco_jax.protocol.coordinator.events import Alert, Persist
+from diloco_jax.protocol.holding import Commit, Drop, Merge
 from diloco_jax.protocol.messages import Published, TakeRequest
 from diloco_jax.protocol.values import Version
 

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 from kit import Driver, asked, notes, of, only, persisted, verdicts
 
-from diloco_jax.protocol.coordinator.events import DeltaArrived, Drop, Effect, Merge
+from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 
 
 def whose(effects: list[Effect]) -> list[tuple[str, int, int, int]]:

@@ -6,7 +6,7 @@ import pytest
 from kit import Driver, asked, merged_islands, of, only
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.holding import Merge
 
 
 def grace_driver() -> Driver:

@@ -2,7 +2,7 @@
 
 from kit import Driver, asked, notes, of, only, persisted
 
-from diloco_jax.protocol.coordinator.events import Merge
+from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import MayLeave, TakeRequest
 
 

@@ -4,14 +4,8 @@ import pytest
 from kit import Driver, asked, kinds, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import (
-    Drop,
-    Effect,
-    Merge,
-    Note,
-    Persist,
-    Said,
-)
+from diloco_jax.protocol.coordinator.events import Effect, Note, Persist, Said
+from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import (
     Goodbye,
     Granted,

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, only, persisted
 
-from diloco_jax.protocol.coordinator.events import Effect, Merge
+from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import MISSED_MERGES
+from diloco_jax.protocol.holding import Merge
 
 
 def turns_driver(**changes: object) -> Driver:

@@ -6,9 +6,9 @@ from kit import Driver, asked, of, only, persisted, took
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Drop, Merge
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import (
     Granted,
     Refused,

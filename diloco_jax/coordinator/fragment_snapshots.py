@@ -1,0 +1,123 @@
+"""Snapshots of fragments: those of a holder, beside its publishes.
+
+Fragments are written in turns. A round of all takes `placement.snapshot_every_s`, or
+longer, so that writing takes at most a part of the disk's time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etils.epath import Path as Folder
+
+from diloco_jax import sealed
+from diloco_jax.config import Placement
+from diloco_jax.coordinator.publishes import require_space
+from diloco_jax.coordinator.snapshots import (
+    Arrays,
+    Snapshots,
+    SnapshotWriter,
+    empty,
+    flat,
+    fragment_path,
+    versions,
+)
+from diloco_jax.paths import is_bucket
+from diloco_jax.protocol.values import Version
+
+logger = logging.getLogger(__name__)
+
+
+class FragmentSnapshots(Snapshots):
+    """Snapshots of the fragments of one run."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        placement: Placement,
+        fragments: int,
+        whose: dict[str, Any],
+    ) -> None:
+        """fragments: their number. See `Snapshots`."""
+        super().__init__(folder, placement, whose)
+        self._versions = [versions(folder, f) for f in range(fragments)]
+        for fragment in range(fragments):
+            self._remove_torn(fragment_path(folder, fragment, Version()).parent)
+        self._next = 0
+        self.writer = SnapshotWriter(
+            folder, placement.snapshot_every_s, fragments, "folder of publishes"
+        )
+
+    def oldest_of(self, fragment: int) -> Version:
+        """Return the version of the oldest snapshot of a fragment to be kept."""
+        return self._versions[fragment][-self._keep :][0]
+
+    def load(
+        self, fragment: int, through: Version, like: Arrays
+    ) -> tuple[Version, dict[str, list[Any]]]:
+        """Load the newest snapshot of a fragment that reads; return its version too.
+        Its later publishes must be there: they are kept from the oldest snapshot on.
+
+        through: the committed version, beyond which no snapshot counts. like: arrays
+        of the same shapes and dtypes, without values.
+
+        Raises ConfigError: no snapshot reads, or it is of another run.
+        """
+        known = [v for v in self._versions[fragment] if v <= through]
+        failure = f"there is none up to version {tuple(through)}"
+        torn: list[Version] = []
+        for version in reversed(known):
+            path = fragment_path(self._folder, fragment, version)
+            arrays = empty(like)
+            try:
+                header = self._read(path, flat(arrays))
+            except sealed.SealedError as error:
+                failure = str(error)
+                logger.warning("%s; the one before it is tried", error)
+                torn.append(version)
+                continue
+            self._refuse_other(version.number, header)
+            for unreadable in torn:  # It must not count as kept.
+                self._versions[fragment].remove(unreadable)
+                self._remove(fragment_path(self._folder, fragment, unreadable))
+            return version, arrays
+        raise sealed.SealedError(
+            f"fragment {fragment} cannot be loaded from the snapshots in "
+            f"{self._folder}: {failure}; restore the folder from a copy"
+        )
+
+    def save(self, fragment: int, version: Version, arrays: Arrays) -> None:
+        """Write a snapshot of a fragment; it is durable when this returns."""
+        path = fragment_path(self._folder, fragment, version)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        buffers = flat(arrays)
+        if not is_bucket(str(self._folder)):
+            require_space(Path(self._folder), sum(buffer.nbytes for buffer in buffers))
+        facts = {**self._whose, "fragment": fragment, "version": list(version)}
+        sealed.write(path, facts, buffers)
+        of_version = functools.partial(fragment_path, self._folder, fragment)
+        known = [*self._versions[fragment], version]
+        self._versions[fragment] = self._without_old(known, of_version)
+
+    def save_first(self, fragment: int, version: Version, arrays: Arrays) -> None:
+        """Write the first snapshot of a fragment in a run or a term; remove all
+        others."""
+        for old in self._versions[fragment]:
+            self._remove(fragment_path(self._folder, fragment, old))
+        self._versions[fragment] = []
+        self.save(fragment, version, arrays)
+
+    def unsaved(self, current: Sequence[Version]) -> list[int]:
+        """Return the fragments whose current version, by fragment, is in no snapshot,
+        beginning with the one whose turn it is."""
+        count = len(current)
+        turns = ((self._next + ahead) % count for ahead in range(count))
+        return [f for f in turns if self._versions[f][-1:] != [current[f]]]
+
+    def took_turn(self, fragment: int) -> None:
+        """Note that a fragment is being written: the next one has its turn."""
+        self._next = (fragment + 1) % len(self._versions)

@@ -1,0 +1,82 @@
+"""Make a holder's fragments: for a new run or term, or from its disk after a crash."""
+
+from __future__ import annotations
+
+from diloco_jax import merge_route
+from diloco_jax.config import Config
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragments import FragmentPlan, Params
+from diloco_jax.memory import give_back
+from diloco_jax.protocol.holding import (
+    Committed,
+    FragmentsRestored,
+    RestoredFragment,
+    RestoreFragments,
+)
+
+
+def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Store:
+    """Return the store of a coordinator's holder; see `Store`."""
+    placement = config.placement
+    passes = merge_route.passes_of(placement.merge_route)
+    return Store(config.run, plan, params, placement.deadlines.reunion_s, passes)
+
+
+def restore(
+    asked: RestoreFragments,
+    store: Store,
+    snapshots: FragmentSnapshots,
+    publishes: Publishes,
+) -> FragmentsRestored:
+    """Bring every fragment to the version that the lead's log has committed. Delete the
+    publishes beyond it: their merges never were.
+
+    Raises DurableError if a committed publish is missing or damaged; ConfigError if no
+    snapshot reads, or it is of another run.
+    """
+    committed = asked.fragments
+    discarded = publishes.discard([fragment.version for fragment in committed])
+    found = []
+    for fragment in committed:
+        found.append(_restored(fragment, store, snapshots, publishes))
+        give_back()
+    return FragmentsRestored(
+        fragments=tuple(found), discarded=discarded, environment=store.describe()
+    )
+
+
+def _restored(
+    committed: Committed,
+    store: Store,
+    snapshots: FragmentSnapshots,
+    publishes: Publishes,
+) -> RestoredFragment:
+    """Load a fragment from its newest snapshot that reads, and apply the publishes
+    after it."""
+    fragment, through = committed.fragment, committed.version
+    begin, arrays = snapshots.load(fragment, through, store.like(fragment))
+    if begin.term != through.term:
+        raise durable.DurableError(
+            f"the newest snapshot of fragment {fragment} is of version {tuple(begin)}, "
+            f"the log is at {tuple(through)}: it is of another term; restore the "
+            f"workdir from a copy"
+        )
+    store.load(fragment, arrays, begin)
+    version, moved = begin, False
+    while version < through:
+        version = version.next()
+        payload, final = publishes.read(
+            fragment, version, committed.digests.get(version.number)
+        )
+        store.replay(fragment, version, payload, final=final)
+        store.put_aside(fragment, publishes.mapped)
+        moved |= not final
+    return RestoredFragment(
+        fragment=fragment,
+        snapshot=begin,
+        moved=moved,
+        digest=store.digest_of(fragment),
+    )

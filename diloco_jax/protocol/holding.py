@@ -1,0 +1,194 @@
+"""What the lead and the holder of fragments say to each other: every message.
+
+The lead decides and keeps no array. A holder keeps fragments and the deltas that have
+arrived for them, and decides nothing. It is in the lead's process; all that passes
+between the two, apart from the bytes of deltas and publishes, which islands exchange
+with the holder, is one of these messages.
+
+A merge is ordered (`Merge`), computed, and prepared at its holder (`MergePrepared`).
+The lead's record commits it, and `Commit` makes it visible. At a start the lead says
+which versions its log has committed (`RestoreFragments`); what a holder has prepared
+beyond them never was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diloco_jax.protocol.messages import Message
+from diloco_jax.protocol.reasons import Refusal
+from diloco_jax.protocol.values import Contribution, DeltaKey, Prepared, Version
+
+# ---- at a start -------------------------------------------------------------
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True):
+    """The version of a fragment that the lead's log has committed. digests: those of
+    the publishes whose records the log still has, by number of the version."""
+
+    fragment: int
+    version: Version
+    digests: dict[int, str]
+
+
+class RestoreFragments(Message, frozen=True, kw_only=True):
+    """Bring the fragments to these versions, from snapshots and publishes. What was
+    prepared beyond them never was."""
+
+    fragments: tuple[Committed, ...]
+
+
+class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
+    """A fragment is at its committed version."""
+
+    fragment: int
+    snapshot: Version
+    """Version of the snapshot from which its publishes led there."""
+    moved: bool
+    """True if one of these publishes moves the outer optimizer."""
+    digest: str
+    """Digest of Theta."""
+
+
+class FragmentsRestored(Message, frozen=True, kw_only=True):
+    """Answer to `RestoreFragments`."""
+
+    fragments: tuple[RestoredFragment, ...]
+    discarded: int
+    """Merges that were prepared and never committed."""
+    environment: dict[str, Any]
+    """Facts on which the bits of merges depend."""
+
+
+# ---- to a holder --------------------------------------------------------------
+
+
+class Merge(Message, frozen=True, kw_only=True):
+    """Merge these deltas, in this order, into `version` of the fragment. `share`: the
+    factor applied to the merged delta. `final`: merge as in the flush (weighted mean,
+    learning rate 1, momentum untouched)."""
+
+    fragment: int
+    version: Version
+    contributions: tuple[Contribution, ...]
+    share: float
+    final: bool
+
+    @property
+    def deltas(self) -> list[DeltaKey]:
+        """Keys of the deltas, in the same order."""
+        return [
+            DeltaKey(c.island, c.incarnation, self.fragment, c.tick)
+            for c in self.contributions
+        ]
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    """Make the prepared merge, whose record is durable now, the fragment's version.
+    Its deltas are not needed any more."""
+
+    fragment: int
+    version: Version
+
+
+class KeepFragment(Message, frozen=True, kw_only=True):
+    """Keep the fragment's parameters at its present version, which is that of the
+    cycle; `merges` led to it, with so many tokens."""
+
+    cycle: int
+    fragment: int
+    version: Version
+    merges: int
+    tokens: int
+
+
+class Drop(Message, frozen=True, kw_only=True):
+    """Drop the bytes of a delta, which are no longer needed."""
+
+    delta: DeltaKey
+
+
+class Forget(Message, frozen=True, kw_only=True):
+    """Drop the deltas of the island's incarnations below `before`, except `kept`: a
+    new incarnation joined."""
+
+    island: str
+    before: int
+    kept: tuple[DeltaKey, ...]
+
+
+ToHolder = Merge | Commit | KeepFragment | Drop | Forget
+
+# ---- from a holder ------------------------------------------------------------
+
+
+class DeltaArrived(Message, frozen=True, kw_only=True):
+    """All bytes of a take have arrived; `refusal` says why they are unfit, if so."""
+
+    island: str
+    incarnation: int
+    fragment: int
+    tick: int
+    refusal: Refusal = ""
+
+
+class MergePrepared(Message, frozen=True, kw_only=True):
+    """The ordered merge is computed, and its encoded publish is on disk. It becomes
+    visible with its record (`Persist`) and `Commit`, or never was."""
+
+    fragment: int
+    version: Version
+    prepared: Prepared
+
+
+class CycleKept(Message, frozen=True, kw_only=True):
+    """All fragments of a kept cycle are on disk, or it was given up."""
+
+    cycle: int
+
+
+class MergesCompiled(Message, frozen=True, kw_only=True):
+    """Everything that merges need is compiled: merges ordered before this waited."""
+
+
+class MergeMeasured(Message, frozen=True, kw_only=True):
+    """Numbers of a merge that was committed; no decision depends on them."""
+
+    fragment: int
+    version: Version
+    islands: tuple[str, ...]
+    tokens: int
+    share: float
+    norm: float
+    """Length of the merged delta."""
+    seconds: float
+    """Time that computing took."""
+    measures: dict[str, float | None]
+    """Fields of `core.merge.measures.MergeMeasures`, by name."""
+
+
+class MergeDigested(Message, frozen=True, kw_only=True):
+    """Digest of a fragment's Theta at a version; it is computed after the merge."""
+
+    fragment: int
+    version: Version
+    digest: str
+
+
+class HolderTroubled(Message, frozen=True, kw_only=True):
+    """Something at a holder needs people's attention."""
+
+    text: str
+
+
+FromHolder = (
+    DeltaArrived
+    | MergePrepared
+    | CycleKept
+    | MergesCompiled
+    | MergeMeasured
+    | MergeDigested
+    | HolderTroubled
+)
