@@ -12,7 +12,6 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
@@ -36,6 +35,7 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
+from diloco_jax.wire.spare import SpareMemory
 from diloco_jax.wire.threads import DaemonPool, IdleWatch
 
 Answer = TypeVar("Answer")
@@ -75,6 +75,7 @@ class Transfers:
         # Apart, so that neither direction waits for the other.
         self._upload_pool = DaemonPool(channels, "diloco-upload")
         self._fetch_pool = DaemonPool(channels, "diloco-fetch")
+        self._memory = SpareMemory()
         self._lock = threading.Lock()
         self._groups: set[CallGroup] = set()
         self._closed = False
@@ -120,7 +121,9 @@ class Transfers:
         """
         rest: list[futures.Future[int]] = []
         with self._group() as calls:
-            fetch = _Fetch(request, max_bytes, self._peer, self._deadlines, calls)
+            fetch = _Fetch(
+                request, max_bytes, self._peer, self._deadlines, calls, self._memory
+            )
 
             def fetch_rest() -> None:
                 left = len(fetch.payload) - FIRST_STRIPE_BYTES
@@ -242,8 +245,9 @@ class _Fetch:
         peer: str,
         deadlines: Deadlines,
         calls: CallGroup,
+        memory: SpareMemory,
     ) -> None:
-        self._request, self._max_bytes = request, max_bytes
+        self._request, self._max_bytes, self._memory = request, max_bytes, memory
         self._peer, self._deadlines, self._calls = peer, deadlines, calls
         self._deadline = time.monotonic() + deadlines.pin_s
         self._start: FetchStart | None = None
@@ -319,7 +323,7 @@ class _Fetch:
                 f"ends must run the same configuration"
             )
         self._start = start
-        self.payload = np.empty(start.total, np.uint8).data
+        self.payload = self._memory.lend(start.total)
         first.end = min(first.end, start.total)
 
     def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
