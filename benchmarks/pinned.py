@@ -55,6 +55,12 @@ class PinnedRun:
         process.kill()
         process.wait()
 
+    def terminate(self, name: str) -> None:
+        """Ask a process to end, and wait for it."""
+        process = self._processes.pop(name)
+        process.terminate()
+        process.wait(120.0)
+
     def log_of(self, name: str) -> str:
         """Return what the process has said."""
         return self._log.with_suffix(f".{name}").read_text(errors="replace")

@@ -92,6 +92,12 @@ def test_the_page_on_quality_says_what_its_raw_results_hold():
     assert told(DETAILS, runs) in (RESULTS / "quality_appendix.md").read_text()
 
 
+def test_the_page_on_performance_says_what_its_raw_results_hold():
+    from performance import told
+
+    assert told(RESULTS / "raw") == (RESULTS / "performance.md").read_text()
+
+
 def test_wrapping_changes_prose_alone():
     from support import wrapped
 

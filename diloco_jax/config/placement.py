@@ -145,7 +145,15 @@ class Placement:
         8,
         AT_LEAST_1,
         group=EVALUATION,
-        help="Batches of one such validation pass.",
+        help="Batches of one such validation pass, and of one over a merged model.",
+    )
+    watch_every: int = setting(
+        0,
+        NOT_NEGATIVE,
+        group=EVALUATION,
+        help="Cycles between two whose merged model one of the islands evaluates, a "
+        "batch between two steps; they take turns; 0 = none is. The copy takes each "
+        "island's devices the size of the parameters in the compute dtype.",
     )
     baseline_learning_rate: float = setting(
         0.0,

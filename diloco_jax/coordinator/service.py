@@ -235,8 +235,10 @@ class Service:
             self._roster.hello(hello, time.time(), steps_before=before)
 
     def _measured(self, island: str, message: messages.Report) -> None:
-        now = time.time()
+        now, before = time.time(), self._roster.watched_by(island)
         self._roster.report(island, message.measures, message.records, now)
+        if (watched := self._roster.watched_by(island)) != before:
+            self._metrics.append({"kind": "merged_model", "time": now, **watched})
         if now - self._written.get(island, 0.0) < METRICS_EVERY_S:
             return
         self._written[island] = now

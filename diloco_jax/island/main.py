@@ -192,6 +192,7 @@ class LeadingHost(Generic[L]):
         self._host.sender.start()
         assert self._receiver is not None
         self._receiver.start()
+        logger.info("island %s begins to train", self._name)
 
     @property
     def loop(self) -> L:

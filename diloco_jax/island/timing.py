@@ -42,6 +42,8 @@ class Timing:
         self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
         self.eval_loss = float("nan")
+        self.watched = (0, float("nan"))
+        """Newest cycle whose merged model was evaluated, and its loss."""
         self.learning_rate = 0.0
 
     @contextmanager
@@ -104,6 +106,8 @@ class Timing:
             compile_seconds=self._compile_seconds,
             loss=statistics.fmean(self._losses) if self._losses else math.nan,
             eval_loss=self.eval_loss,
+            watched_cycle=self.watched[0],
+            watched_loss=self.watched[1],
             learning_rate=self.learning_rate,
             first_step_unix=self._first_unix,
             last_step_unix=self._last_unix,
