@@ -49,6 +49,8 @@ STALLED_MAX = 0.005
 FRAGMENTS = 24
 BATCHES = {"3m": 8, "10m": 4}
 SEQUENCE = 256
+MIN_REPORTS = 4
+"""An island reports once a second."""
 NAMES = ("a", "b")
 TIMEOUT_S = 1800.0
 
@@ -67,7 +69,7 @@ def main() -> int:
         return 0
     sizes, pairs, steps = list(BATCHES), options.pairs, options.steps
     if options.quick:
-        sizes, pairs, steps, options.batch = sizes[:1], 1, FRAGMENTS, 1
+        sizes, pairs, steps, options.batch = sizes[:1], 1, 4 * FRAGMENTS, 2
     found = {
         size: [pair(size, options.batch or BATCHES[size], steps) for _ in range(pairs)]
         for size in sizes
@@ -159,6 +161,8 @@ def live_on_each_core(
     cpu, mean = [], []
     for name in NAMES:
         mine = [line for line in training if line["island"] == name]
+        if len(mine) < MIN_REPORTS:
+            raise support.RunError(f"{len(mine)} reports of {name}: more --steps")
         first, last = mine[0], mine[-1]
         made = last["step"] - first["step"]
         (samples,) = (s for (who, _), s in done.cpu.items() if who == name)

@@ -32,10 +32,14 @@ class Placement:
         "", help="Folder of the run; empty = runs/CONFIG-TIME in the current folder."
     )
     bind: str = setting(
-        "127.0.0.1:0", help="HOST:PORT of the coordinator; port 0 = any free one."
+        "127.0.0.1:0",
+        help="HOST:PORT of the coordinator; port 0 = any free one. Bulk is served at "
+        "the next port.",
     )
     advertise: str = setting(
-        "", help="HOST:PORT that islands dial; empty = the bound address."
+        "",
+        help="HOST:PORT that islands dial, and the next port for bulk; empty = the "
+        "bound address.",
     )
     certificates: str = setting(
         "",

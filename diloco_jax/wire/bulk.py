@@ -1,4 +1,7 @@
-"""The first message of an upload or a fetch; raw chunks follow it (`frames.py`)."""
+"""Messages of the bulk port: requests, and what answers them.
+
+Chunks of a payload follow those that announce one (`frames.py`).
+"""
 
 from __future__ import annotations
 
@@ -88,3 +91,23 @@ class UploadDone(Message, frozen=True, kw_only=True, tag=True):
     one."""
 
     complete: bool
+
+
+class KeptStart(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to a request for a file: its bytes follow."""
+
+    total: int
+
+
+class Failure(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to a request that fails: the error's class, and what it says. One to an
+    upload ends the connection."""
+
+    kind: str
+    message: str
+    code: str = ""
+    """Refused's."""
+
+
+Request = UploadStart | FetchRequest | CycleRequest
+Reply = UploadDone | FetchStart | KeptStart | Failure
