@@ -61,7 +61,7 @@ SEQUENCE = 256
 BATCHES = {"large": 4, "small": 2}
 KILLED = "small"
 RANK = 16
-RATES = {"run": 5e-5, "twin": 5e-5, "lora": 5e-4, "lora twin": 5e-4}
+RATES = {"run": 5e-5, "twin": 5e-5, "lora": 1e-3, "lora twin": 1e-3}
 """Peak learning rates by part."""
 LOOKS = 4
 """Points of a curve, besides the start."""

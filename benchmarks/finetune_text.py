@@ -75,7 +75,7 @@ class HeldOut:
         weights = np.ones(self.tokens.shape, np.float32)
         parts = np.arange(0, len(self.tokens), ROWS_AT_A_TIME)[1:]
         rows = zip(*(np.split(a, parts) for a in (self.tokens, weights)), strict=True)
-        found = [likelihood(params, *of_rows) for of_rows in rows]
+        found = [likelihood(params, *of_rows).log for of_rows in rows]
         return -np.concatenate(found).astype(np.float64) / np.log(2)
 
     def per_byte(self, bits: np.ndarray) -> tuple[float, float]:
