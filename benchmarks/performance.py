@@ -53,7 +53,7 @@ ROWS = (
     ),
     Row(
         "wire",
-        "uploads and fetches over a bare socket",
+        "uploads and fetches beside raw TLS",
         ("wire",),
         "Through a delayed relay: not measured.",
     ),
