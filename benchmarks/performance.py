@@ -55,7 +55,7 @@ ROWS = (
         "wire",
         "uploads and fetches beside raw TLS",
         ("wire",),
-        "Through a delayed relay: not measured.",
+        "On a machine without other load: not measured.",
     ),
     Row(
         "wan",
