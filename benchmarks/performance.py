@@ -53,9 +53,9 @@ ROWS = (
     ),
     Row(
         "wire",
-        "uploads and fetches over a bare socket",
+        "uploads and fetches beside raw TLS",
         ("wire",),
-        "Through a delayed relay: not measured.",
+        "On a machine without other load: not measured.",
     ),
     Row(
         "wan",

@@ -24,7 +24,8 @@ one of raw TLS does: shares above 1 say no more than that nothing is lost. Block
 256 KiB to 4 MiB cost the same, and so do 1, 2 and 4 connections. New pages for every
 fetched payload took 0.3 with one connection and 0.7 with four, of the kernel's time
 alone; so the memory of the last payload is used again (`wire/spare.py`). Through the
-relay both ends wait for small pieces, which costs raw TLS as much.
+relay both ends wait for small pieces: raw TLS takes 1.07 to receive there, an upload
+1.27.
 
 Alternatives: over gRPC, as it was until then, the same transfers took 1.3 to 1.9 core
 seconds per GB at the island and 1.3 to 1.6 at the coordinator. Arrow Flight was
