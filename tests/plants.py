@@ -255,9 +255,7 @@ PLANTS = {
     "a_publish_is_skipped": Plant(
         "anchors", Arrival, "followed_by", _loses_the_first_publish
     ),
-    "a_cycle_is_kept_at_once": Plant(
-        "cycles", cycles, "_is_at", lambda is_at: _at_once
-    ),
+    "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
     "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _uses_ticks_again),
     "a_new_term_takes_any_anchor": Plant(
         "versions", gathering, "_version", _takes_any_anchor

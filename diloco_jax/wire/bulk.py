@@ -11,6 +11,7 @@ from typing import Any
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, Version
+from diloco_jax.wire.errors import Failure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,16 +98,6 @@ class KeptStart(Message, frozen=True, kw_only=True, tag=True):
     """Answer to a request for a file: its bytes follow."""
 
     total: int
-
-
-class Failure(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to a request that fails: the error's class, and what it says. One to an
-    upload ends the connection."""
-
-    kind: str
-    message: str
-    code: str = ""
-    """Refused's."""
 
 
 Request = UploadStart | FetchRequest | CycleRequest

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from diloco_jax.wire.bulk import Failure
+from diloco_jax.protocol.messages import Message
 
 MAX_DETAIL_CHARS = 2000
 CODE_KEY = "diloco-code"
@@ -61,6 +61,16 @@ class VersionGone(WireError):  # noqa: N818
 
 class SecurityError(WireError):
     """A certificate or key is missing, wrong, expired or unreadable."""
+
+
+class Failure(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to a request that fails: the error's class, and what it says. One to an
+    upload ends the connection."""
+
+    kind: str
+    message: str
+    code: str = ""
+    """Refused's."""
 
 
 # The status a server answers with, and the error its client makes of it. An error that

@@ -18,7 +18,6 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding, errors, frames
 from diloco_jax.wire.bulk import (
     CycleRequest,
-    Failure,
     FetchRequest,
     FetchStart,
     KeptStart,
@@ -361,7 +360,7 @@ def _asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answ
 def _answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
     """Receive an answer of this kind; raise the error that comes in its stead."""
     reply = connection.receive(encoding.bulk_reply)
-    if isinstance(reply, Failure):
+    if isinstance(reply, errors.Failure):
         raise errors.from_failure(reply, connection.peer)
     if not isinstance(reply, kind):
         raise RemoteProtocolError(

@@ -259,7 +259,7 @@ class Peer:
         else:
             default = {**self.identity(), "want": (1, 0), "have": None}
             request = decoded(
-                encoding.fetch_request, raw(kind, {**default, **changed}), "p"
+                encoding.bulk_request, raw(kind, {**default, **changed}), "p"
             )
             self.made.handlers.fetch(request)
 
@@ -343,7 +343,7 @@ class Peer:
         if changed.get("fragment") == 1:
             total = LAYOUTS[1].total_bytes
             fields = {**fields, "length": total, "total": total}
-        start = decoded(encoding.upload_start, raw("UploadStart", fields), "p")
+        start = decoded(encoding.bulk_request, raw("UploadStart", fields), "p")
         place = self.made.handlers.upload_begin(start)
         place[:] = bytes(len(place))
         self.made.handlers.upload_end(start, place)
