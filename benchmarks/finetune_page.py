@@ -137,5 +137,5 @@ def texts(name: str, part: Mapping[str, Any]) -> str:
     for before, after in zip(*part["texts"], strict=True):
         for when, said in (("Before", before), ("After", after)):
             head = f"{when}, {said['parsed']:.0%} of the whole lines are valid Python:"
-            blocks.append(f"{head}\n\n````python\n{said['text'].rstrip()}\n````\n")
+            blocks.append(f"{head}\n\n````text\n{said['text'].rstrip()}\n````\n")
     return "\n".join(blocks)
