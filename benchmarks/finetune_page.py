@@ -14,8 +14,8 @@ import support
 
 NAME = "finetune"
 SECONDS_MAX = 900.0
-"""Of a run, from its coordinator's start to its end: compilation, kill and return
-included."""
+"""Seconds of a run, from its coordinator's start to its end. Compilation, kill and
+return are included."""
 FALL_IN_ERRORS_MIN = 3.0
 RUN_OVER_TWIN_MAX = 1.02
 PARSED_MIN = 0.5

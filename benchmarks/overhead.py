@@ -1,4 +1,4 @@
-"""What an island's step costs beside the same loop alone.
+"""The step of an island beside that of the same loop alone.
 
 Question: how much longer is the step of an island whose fragments are merged all the
 time? Two islands train with H = P = 24, so that at every step a fragment is taken and

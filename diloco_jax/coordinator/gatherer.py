@@ -214,7 +214,7 @@ class Gatherer:
 
     @property
     def _waits(self) -> str:
-        """What it waits for, for people."""
+        """Describe the wait, for people."""
         state, fragments = self._thread.state, self._config.fragments
         if self._new:
             return giving.waits_for(state, fragments)

@@ -33,7 +33,7 @@ class Loop(Stepping):
     data: LeasedStream
     evaluator: Evaluator
     watcher: Watcher | None = None
-    """Of an island that takes turns at the merged model."""
+    """None: the island takes no turns at the merged model."""
     faults: Faults = dataclasses.field(default_factory=Faults)
     sleep: Callable[[float], None] = time.sleep
 

@@ -426,7 +426,7 @@ def _simpler(
 
 
 def carried(move: Move) -> bytes:
-    """What a connection carries for an upload or a fetch."""
+    """Return the bytes that a connection carries for an upload or a fetch."""
     request, *chunks = move.frames
     return b"".join((frames.message_header(len(request)), request, *chunks))
 

@@ -270,7 +270,7 @@ def test_a_delta_of_another_size_is_refused_before_it_is_stored(undisturbed, sta
 
 
 def answer_to(address: str, *parts: bytes) -> bulk.Failure:
-    """What the bulk port answers a peer that sends these bytes."""
+    """Return the answer of the bulk port to a peer that sends these bytes."""
     host, port = addresses.parse_address(addresses.bulk_address(address))
     with socket.create_connection((host, port), PATIENCE_S) as connection:
         connection.sendall(b"".join(parts))

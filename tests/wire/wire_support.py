@@ -171,7 +171,7 @@ def framed_chunk(payload: bytes, offset: int = 0) -> bytes:
 
 
 def answer_to(address: str, *parts: bytes) -> Any:
-    """What the bulk port answers a peer that sends these bytes and no more."""
+    """Return the answer of the bulk port to a peer that sends just these bytes."""
     host, port = addresses.parse_address(addresses.bulk_address(address))
     with socket.create_connection((host, port), WAIT_S) as connection:
         connection.sendall(b"".join(parts))
