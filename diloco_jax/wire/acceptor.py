@@ -66,10 +66,14 @@ class Acceptor:
         self._thread.join(2 * _POLL_S)
 
     def give_back(self, connection: BulkConnection) -> None:
-        """Wait for the next request of a connection. Any thread may call."""
+        """Wait for the next request of a connection, or close it after `stop`. Any
+        thread may call."""
         with self._lock:
-            self._back.append(connection)
-        self._ring()
+            if not self._stopping:
+                self._back.append(connection)
+                self._ring()
+                return
+        connection.close()
 
     def _ring(self) -> None:
         # A full socket wakes the thread as well.

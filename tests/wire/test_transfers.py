@@ -429,3 +429,12 @@ def test_stripes_tile_the_payload():
         ]
         assert len(cut) == 1 or min(size for _, size in cut) >= MIB
         assert len(cut) <= 4
+
+
+def test_a_connection_given_back_after_the_end_is_closed(serve):
+    server, _ = serve()
+    server.stop(0)
+    ours, theirs = socket.socketpair()
+    with ours:
+        server._bulk._acceptor.give_back(BulkConnection(theirs, "them"))
+        assert theirs.fileno() == -1
