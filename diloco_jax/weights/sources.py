@@ -13,7 +13,7 @@ FROM_ISLAND = "from-island:"
 def source_of(weights: str) -> tuple[str, str]:
     """Return kind and folder of a source; raise ConfigError if it is none."""
     kind, _, folder = weights.partition(":")
-    if weights and (kind not in SOURCES or not folder):
+    if weights and (kind not in SOURCES or not folder or folder.endswith("://")):
         raise ConfigError(
             f"--init {weights}: write hf:DIR for a folder with config.json and "
             f"safetensors, run:WORKDIR for a run's newest snapshot, or "
