@@ -171,7 +171,4 @@ def require_vocabulary(data: Data, run: RunConfig) -> None:
             f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
             f"{data.largest}; set it to {data.largest + 1} or more"
         )
-    path = tokenizer_of(run.data)
-    if path is None and not run.data.factory and data.bytes_per_token == 1.0:
-        path = ""  # Text of which every byte is a token.
-    require_tokenizer(path, model)
+    require_tokenizer(tokenizer_of(run.data), model)

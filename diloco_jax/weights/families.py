@@ -176,8 +176,9 @@ def read(found: Json, where: str) -> ModelConfig:
 
 def _checked(found: Json, where: str) -> dict[str, Any]:
     """Return it without nulls; raise ConfigError for a value of a wrong type."""
-    kept = {"sliding_window": 0} if found.get("sliding_window", 0) is None else {}
-    kept |= {key: value for key, value in found.items() if value is not None}
+    kept: dict[str, Any] = {k: v for k, v in found.items() if v is not None}
+    if found.get("sliding_window", 0) is None:
+        kept["sliding_window"] = 0
     for key in kept.keys() & TYPES.keys():
         try:
             msgspec.convert(kept[key], TYPES[key])

@@ -196,7 +196,3 @@ def test_weights_bring_their_own_tokenizer(config, tokenizers, tmp_path):
     ours = opened(tokenizers["json"]).digest
     with pytest.raises(ConfigError, match=f"tokenizer {ours}, but .* is {theirs}"):
         resolve(started)
-    (tmp_path / "a.txt").write_text("text\n" * 99)
-    text = with_data(started, paths=(str(tmp_path / "a.txt"),), tokenizer="")
-    with pytest.raises(ConfigError, match=f"tokenizer bytes, but .* is {theirs}"):
-        resolve(text)
