@@ -193,8 +193,10 @@ def trained(merges: int, tokens: int) -> dict[str, Any]:
 def refuse_other(
     folder: Folder, number: int, facts: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError unless the facts of a checkpoint belong to our run; see
-    `whose`. One of the time before the run was extended has fewer tokens."""
+    """Raise ConfigError unless a checkpoint belongs to our run; see `whose`.
+
+    It may have a lower `total_tokens`, from before the run was extended.
+    """
     theirs, tokens = facts["run"], ours["run"]["total_tokens"]
     if theirs["total_tokens"] < tokens:
         theirs = {**theirs, "total_tokens": tokens}

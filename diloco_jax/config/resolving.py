@@ -87,7 +87,7 @@ def with_model_of(run: RunConfig, config: Config) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return the config as it reads from any folder."""
+    """Return the config with absolute paths, which mean the same in any folder."""
     placement = dataclasses.replace(
         config.placement,
         workdir=absolute(config.placement.workdir),

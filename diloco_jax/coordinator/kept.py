@@ -84,7 +84,7 @@ class KeptCycles:
         return path_of(self._folder, cycle) / name
 
     def close(self, patience_s: float) -> None:
-        """Take no other fragment; write what was taken, for at most `patience_s`."""
+        """Accept no more fragments, and wait at most `patience_s` for those under way."""
         self._writer.close(patience_s)
 
     def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:
@@ -170,8 +170,7 @@ def fragment_name(fragment: int) -> str:
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the bytes of a file where they lie on the disk; they stay readable when it
-    is deleted."""
+    """Map a file; its bytes stay readable after the file is deleted."""
     if not path.stat().st_size:
         return memoryview(b"")
     with path.open("rb") as file:

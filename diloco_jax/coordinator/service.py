@@ -157,8 +157,12 @@ class Service:
         return self._status()
 
     def keep(self, cycle: int) -> dict[str, Any]:
-        """Return the cycle that is, or is being kept: this one or, for 0, the next one
-        that can be; and the names of its files once it is kept."""
+        """Have a cycle kept: the given one or, for 0, the earliest one that can be.
+
+        Returns the number of the cycle (`cycle`), the names of its files (`files`, none
+        until it is complete) and the share that is kept so far (`share`). Raises
+        Refused for a cycle that is not kept and can no longer be.
+        """
         now = cycles.present(self._lead.config, self._lead.state)
         if not cycle and now in self._kept.numbers():
             cycle = now

@@ -55,8 +55,11 @@ class Snapshots:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Make the snapshots without which a run or a term does not begin: if a bucket
-        takes none, raise ConfigError or StorageAway."""
+        """Write, in the block, the first snapshots of a run or a term.
+
+        Raises ConfigError if the bucket refuses a snapshot, and StorageAway if it does
+        not answer.
+        """
         try:
             yield
         except (OSError, ConfigError, StorageAway):
@@ -124,8 +127,11 @@ class SnapshotWriter:
         return now >= self._due and not self._writing()
 
     def write(self, now: float, save: Callable[[], None]) -> None:
-        """Call this on a thread. A failure costs nothing: what the snapshot would have
-        made superfluous stays."""
+        """Write a snapshot by `save` on a thread, and return at once.
+
+        After a failure the files that this snapshot would have made superfluous are
+        kept.
+        """
 
         def attempt() -> None:
             began = time.monotonic()

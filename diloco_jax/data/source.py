@@ -77,8 +77,7 @@ class Rows(Protocol):
 
 
 class Source(Rows, Protocol):
-    """Common to windows of a text, `.npy` tokens, ArrayRecord and mixtures;
-    rows are numbered from 0."""
+    """Rows numbered from 0: of a text, `.npy` tokens, ArrayRecord files or a mixture."""
 
     def __len__(self) -> int:
         """Return the number of rows per epoch."""

@@ -176,10 +176,11 @@ class JoinedIsland:
 
     @property
     def final(self) -> Any:
-        """The run's parameters, as far as this island has heard of them: after the
-        end, those of the flush, as they were sent (`sync.codec_down`).
+        """The run's parameters, from the newest versions that this island has.
 
-        Raises IslandEndedError if the run ended while this island could not hear of it.
+        After the end they are the flushed ones, as they were published
+        (`sync.codec_down`). Raises IslandEndedError if the run is over and some last
+        versions did not arrive.
         """
         over = self._ending is not None and self._ending.reason == "finished"
         if over and (lacking := self._loop.lacking()):

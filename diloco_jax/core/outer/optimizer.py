@@ -211,8 +211,9 @@ def is_elementwise(optimizer: str) -> bool:
 
 
 def native_step(optimizer: str) -> StepKind | None:
-    """Return the step of `core/kernels/` that is the named optimizer's; None if there
-    is none."""
+    """Return the kind of step in `core/kernels/` that computes the named optimizer;
+    None if there is none.
+    """
     kind: StepKind | None = getattr(OPTIMIZERS.find(optimizer), "native_step", None)
     return kind
 

@@ -53,8 +53,9 @@ class Connects(Protocol):
 
 
 def ending_of(refused: Refused) -> Ending:
-    """Return how an island ends that is not let in. An island that comes too late has
-    not failed."""
+    """Return the ending of an island that is refused. If the run is over already, it
+    has not failed.
+    """
     if refused.code == "finished":
         return Ending(EXIT_DONE, f"it came too late: {refused.message}", "finished")
     return Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})", "refused")
