@@ -236,8 +236,7 @@ class Store:
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
         """Free the memory of a fragment's retained publishes: another one is about to
-        come. mapped: returns a publish as mapped from the disk, None if it is not
-        there.
+        come. mapped: returns a publish as mapped from the disk, or None.
         """
         current = self._fragments[fragment]
         with self._lock:
