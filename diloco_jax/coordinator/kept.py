@@ -84,7 +84,9 @@ class KeptCycles:
         return path_of(self._folder, cycle) / name
 
     def close(self, patience_s: float) -> None:
-        """Accept no more fragments, and wait at most `patience_s` for those under way."""
+        """Accept no more fragments, and wait at most `patience_s` for those under
+        way.
+        """
         self._writer.close(patience_s)
 
     def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:

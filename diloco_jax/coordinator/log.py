@@ -73,7 +73,9 @@ class RecordLog:
         return ended
 
     def forget(self, through: int) -> None:
-        """Delete the segments that the oldest snapshot has made superfluous."""
+        """Delete the segments up to number `through`, which the oldest snapshot
+        contains.
+        """
         for number in _segments(self._folder):
             if number <= through:
                 _path(self._folder, number).unlink()

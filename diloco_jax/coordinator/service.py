@@ -124,8 +124,11 @@ class Service:
             self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a delta's stripe, once the sender has proved to be
-        current."""
+        """Return the memory for a stripe of a delta that is awaited.
+
+        Raises Refused if the sender is not the island's current process, or if the
+        delta is not awaited.
+        """
         self._check(start)
         if start.version is not None:
             raise Refused(

@@ -170,8 +170,11 @@ class SnapshotWriter:
         )
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
-        """Wait for the snapshot being written; return True once none is. `patience_s`
-        gives the seconds to wait since the call, and may change meanwhile."""
+        """Wait for a snapshot that is being written; return False if it takes too long.
+
+        patience_s: returns the seconds to wait, counted from this call. It is asked
+        again and again, as its answer may change.
+        """
         began = time.monotonic()
         while self._thread is not None and self._thread.is_alive():
             left_s = began + patience_s() - time.monotonic()

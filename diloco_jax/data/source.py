@@ -77,7 +77,9 @@ class Rows(Protocol):
 
 
 class Source(Rows, Protocol):
-    """Rows numbered from 0: of a text, `.npy` tokens, ArrayRecord files or a mixture."""
+    """Rows numbered from 0: of a text, `.npy` tokens, ArrayRecord files or a
+    mixture.
+    """
 
     def __len__(self) -> int:
         """Return the number of rows per epoch."""

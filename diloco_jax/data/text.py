@@ -21,8 +21,11 @@ LONGEST_REST = 3
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """One file. `text`: uint8 [bytes], mapped if it is large; `digested`: its part of
-    the corpus's digest, which is the text itself or, of a large file, a digest."""
+    """One file of text, uint8 [bytes]; a large one is mapped.
+
+    digested: its part of the corpus's digest: the text itself or, for a large file, a
+    digest.
+    """
 
     text: np.ndarray
     digested: bytes
@@ -47,7 +50,7 @@ def read_text_file(path: pathlib.Path, samples: int | None = None) -> TextFile:
 
 
 def make_text_manifest(path: pathlib.Path) -> manifest.Manifest:
-    """Read a whole file, whatever a manifest says of it, and write its manifest."""
+    """Read the whole file and write its manifest, even if it has one."""
     return manifest.make(path, np.memmap(path, np.uint8, mode="r"), _check)
 
 

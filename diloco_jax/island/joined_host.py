@@ -239,8 +239,11 @@ class JoinedLoop(Stepping):
             self.replica.warm()
 
     def lacking(self) -> list[int]:
-        """Return the fragments whose last versions did not come before the run was
-        over; all, if the island heard too late that it is."""
+        """Return the fragments whose last versions have not arrived at the end of the
+        run.
+
+        These are all fragments if the island never heard that the run is over.
+        """
         if self._seen.finished:
             return list(self._seen.lacking)
         return list(range(len(self.boundary.books.versions())))

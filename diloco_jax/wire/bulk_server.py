@@ -43,7 +43,9 @@ _SPARE_CONNECTIONS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchSource:
-    """The payload that a fetch is served from: `buffers`, row-major, laid end to end."""
+    """The payload that a fetch is served from: `buffers`, row-major, laid end to
+    end.
+    """
 
     version: Version
     full: bool

@@ -32,7 +32,9 @@ class Quota:
         self._told = -TOLD_EVERY_S
 
     def wait_s(self, nbytes: int) -> float:
-        """Count a message of `nbytes`; return the seconds to wait before it is handled."""
+        """Count a message of `nbytes`; return the seconds to wait before it is
+        handled.
+        """
         with self._lock:
             now = time.monotonic()
             earned = (now - self._at) * BYTES_PER_SECOND

@@ -95,7 +95,9 @@ class Session:
         return self._outbox.held_bytes
 
     def close(self, refused: Refused | None = None) -> None:
-        """End the session after the queued messages, with a last word if refused."""
+        """End the session after the queued messages. If it is refused, the peer is told
+        why.
+        """
         if refused is not None:
             self.send(messages.Refused(code=refused.code, message=refused.message))
         self._outbox.close()

@@ -131,7 +131,9 @@ def start(rule: MergeRule, shape: Shape) -> State:
 
 
 def recovered(rule: MergeRule, state: State, change: ArrayLike) -> State:
-    """Return the state after a merge of which only the published change is left."""
+    """Return a rule's state after a merge of which only the published change is
+    known.
+    """
     if rule.needs == "fold" or rule.needs == "whole":
         return rule.recovered(state, change)
     return state

@@ -83,12 +83,13 @@ class Fold(Described, Protocol):
     needs: Literal["fold"] = "fold"
 
     def start(self, shape: Shape) -> State:
-        """The state before the first merge, also of a new term."""
+        """Return the state before the first merge of a run or a term."""
         return ()
 
     def recovered(self, state: State, change: ArrayLike) -> State:
-        """The state after a merge that is known by its published change alone: those
-        between the last snapshot and a crash."""
+        """Return the state after a merge of which only the published change is known,
+        as after a crash.
+        """
         return state
 
     def init(self, shape: Shape) -> Any:
@@ -121,12 +122,13 @@ class Whole(Described, Protocol):
     needs: Literal["whole"] = "whole"
 
     def start(self, shape: Shape) -> State:
-        """The state before the first merge, also of a new term."""
+        """Return the state before the first merge of a run or a term."""
         return ()
 
     def recovered(self, state: State, change: ArrayLike) -> State:
-        """The state after a merge that is known by its published change alone: those
-        between the last snapshot and a crash."""
+        """Return the state after a merge of which only the published change is known,
+        as after a crash.
+        """
         return state
 
     def merge(

@@ -49,7 +49,7 @@ Report = Callable[[float], None]
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything on which the bytes of the result depend."""
+    """Every setting and source on which the bytes of the result depend."""
 
     format: int
     tokenizer: Tokens

@@ -40,7 +40,9 @@ from diloco_jax.island.mailbox import Arrival
 
 @dataclasses.dataclass(slots=True)
 class Held:
-    """One piece on the island: its arrays, and the arguments of its compiled functions."""
+    """One piece on the island: its arrays, and the arguments of its compiled
+    functions.
+    """
 
     fragment: int
     piece: Piece

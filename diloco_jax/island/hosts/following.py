@@ -59,7 +59,9 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """The coordinator's reason for refusing the island, which host 0 tells the others."""
+    """The coordinator's reason for refusing the island, which host 0 tells the
+    others.
+    """
 
     code: str
     message: str

@@ -85,7 +85,9 @@ class Sender:
     def put_anchor(
         self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
-        """Send an anchor once, before any delta. It is encoded as a delta is, in f32."""
+        """Send an anchor once, before any delta. It is encoded as a delta is, in
+        f32.
+        """
         self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, fragment: int, tick: int) -> None:

@@ -26,7 +26,7 @@ small."""
 
 
 class Known(NamedTuple):
-    """The highest values that an island heard of."""
+    """The highest values of the run that an island knows."""
 
     term: int = 0
     tokens: int = 0
@@ -40,7 +40,7 @@ class Known(NamedTuple):
 
 
 def of_offer(offer: Hello) -> Known:
-    """Return what an island says that it heard of."""
+    """Return the values that an island claims to know."""
     return Known(
         term=max([offer.term, *(version.term for version in offer.versions)]),
         tokens=offer.tokens,
@@ -50,8 +50,10 @@ def of_offer(offer: Hello) -> Known:
 
 
 def limits(claims: Collection[Known], total_tokens: int) -> Known | None:
-    """Return the highest values that are believed; None if there are too few claims, of
-    islands with anchors, to compare."""
+    """Return the highest values that are believed; None if too few islands claim any.
+
+    claims: those of the islands that offer anchors.
+    """
     if len(claims) < FEWEST:
         return None
     medians = map(statistics.median_low, zip(*claims, strict=True))
