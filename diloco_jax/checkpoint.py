@@ -229,9 +229,12 @@ def _remove_unfinished(folder: Path, number: int) -> None:
 
 
 def _sync(folder: Path, number: int) -> None:
-    """Sync a checkpoint to disk: a record log is cut off for it, so it must survive a
-    power cut. orbax leaves most of its files, and the folder's name, to the operating
-    system."""
+    """Force a checkpoint to disk.
+
+    The record log is cut off once the checkpoint exists, so the checkpoint must survive
+    a power cut. orbax leaves most of its files, and the folder's name, to the operating
+    system.
+    """
     whole = folder / str(number)
     for path in (*whole.rglob("*"), whole, folder):
         descriptor = os.open(path, os.O_RDONLY)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 DECIDED_WITHIN_S = 10.0
-"""Longest wait for the thread of decisions by who asks for a cycle."""
+"""Longest wait of a call that asks for a cycle, until that is decided."""
 
 
 class Service:

@@ -15,7 +15,7 @@ from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
 SPARE_ISLANDS = 8
-"""Places for streams of islands that are told that they may not come in."""
+"""Places for streams of islands that are refused, so that they can be told why."""
 
 
 def policy_config(

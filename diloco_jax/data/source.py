@@ -62,7 +62,7 @@ document, and all of its predictions count."""
 
 
 class Rows(Protocol):
-    """Rows by number. Several threads read at a time."""
+    """Rows by number. Several threads may read at once."""
 
     @property
     def fields(self) -> Fields:

@@ -75,8 +75,11 @@ def _check(path: pathlib.Path, text: np.ndarray, part: slice) -> int:
 
 
 def _begin(text: np.ndarray, at: int) -> int:
-    """Return the place at or after `at` where a character begins; `at` itself where
-    none does soon, and at the ends."""
+    """Return the first place at or after `at` where a character begins.
+
+    If no character begins within the next `LONGEST_REST` bytes, the text is not UTF-8:
+    return `at`, or the end of the text if that is nearer.
+    """
     if at == 0:
         return 0
     for place in range(at, min(at + LONGEST_REST + 1, len(text))):

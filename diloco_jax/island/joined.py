@@ -321,8 +321,11 @@ def _of_coordinator(
 def _described(
     config: Config, name: str, tokens_per_step: int, hosts: int
 ) -> IslandConfig:
-    """Return what the run says of this island; raise ConfigError where that is not
-    so."""
+    """Return the config of this island in the run.
+
+    Raises ConfigError if the run does not have the island, or with other tokens or
+    hosts.
+    """
     length = config.run.sequence_length
     sequences, rest = divmod(tokens_per_step, length)
     if rest or sequences < 1:

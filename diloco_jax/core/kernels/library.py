@@ -164,7 +164,9 @@ def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -
 
 
 def _odd(elements: int) -> int:
-    """Return what is left when a tile is halved as often as it can be."""
+    """Return the largest odd divisor: the number of elements after all halvings of a
+    tile.
+    """
     return elements // (elements & -elements)
 
 

@@ -128,8 +128,11 @@ def step_scalars(settings: OuterSettings, state: Any, norm: np.float32) -> StepS
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scalars(settings: OuterSettings, state: Any, norm: jax.Array) -> Any:
-    """Give the number one to guard and learning rate: what they make of it is their
-    factor."""
+    """Return the factors that guard and learning rate apply to an update, and their
+    next state.
+
+    It finds the factors by passing the number one through both.
+    """
     one = jnp.ones((), jnp.float32)
     rate, after = _rate(settings).update(one, state["rate"])
     found = {"rate": after}

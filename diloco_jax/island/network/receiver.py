@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver:
-    """One thread after `start`. `want` never waits for it."""
+    """The thread that fetches published fragments, after `start`. `want` never waits
+    for it.
+    """
 
     def __init__(
         self,

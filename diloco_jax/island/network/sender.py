@@ -51,7 +51,7 @@ class _Parcel:
 
 
 class Sender:
-    """One thread. `put`, `resend` and `forget` never wait for it."""
+    """The thread that sends deltas. `put`, `resend` and `forget` never wait for it."""
 
     def __init__(
         self,

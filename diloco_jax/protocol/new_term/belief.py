@@ -1,7 +1,8 @@
-"""Beliefs about a lost state: an island that claims far more than most others is not
-believed, for its anchors and its news would become the run's.
+"""Disbelieve an island that claims far more than most others.
 
-Two islands that differ cannot be told apart, so it takes three to disbelieve one.
+After the state is lost, anchors and news of the islands become the run's, so a wrong
+claim would spoil it. If two islands differ, nobody can tell which is wrong: it takes
+three to disbelieve one.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def too_high(known: Known, most: Known | None) -> str:
 
 
 def may_have_become(offered: Version, arrived: Version) -> bool:
-    """Tell whether an anchor that was offered at one version may arrive at another: the
-    island may have adopted what was on its way."""
+    """Tell whether an anchor that was offered at one version may arrive at another.
+
+    The island may have adopted a publish that was on its way.
+    """
     ahead = arrived.number - offered.number
     return arrived.term == offered.term and 0 <= ahead <= MERGES_AHEAD
