@@ -32,6 +32,7 @@ from diloco_jax.config import (
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.plan import other_model
 from diloco_jax.paths import is_bucket
+from diloco_jax.sealed import sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -237,8 +238,4 @@ def _sync(folder: Path, number: int) -> None:
     """
     whole = folder / str(number)
     for path in (*whole.rglob("*"), whole, folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)

@@ -145,12 +145,12 @@ class KeptCycles:
             "tokens": cycle.tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
-        sealed.sync_folder(scratch)
+        sealed.sync_path(scratch)
         final = path_of(self._folder, cycle.number)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)
         scratch.rename(final)
-        sealed.sync_folder(self._folder)
+        sealed.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
 

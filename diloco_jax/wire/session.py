@@ -89,11 +89,6 @@ class Session:
             self._outbox.close(discard=True)
             self._context.cancel()
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that are queued for the peer."""
-        return self._outbox.held_bytes
-
     def close(self, refused: Refused | None = None) -> None:
         """End the session after the queued messages. If it is refused, the peer is told
         why.

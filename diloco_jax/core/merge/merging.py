@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.blocks import BLOCK_ELEMENTS, blocks, tile_squares
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge.deltas import Deltas, Plain
+from diloco_jax.core.merge.deltas import Deltas
 from diloco_jax.core.merge.mean import MEAN
 from diloco_jax.core.merge.rule import (
     Elementwise,
@@ -99,17 +99,6 @@ def merge_piece(
     if rule.needs == "elementwise":
         return _by_blocks(rule, deltas, shares, share, out)
     return _by_pieces(rule, deltas, shares, share, state, out)
-
-
-def merge_deltas(
-    deltas: Sequence[ArrayLike],
-    weights: Sequence[float],
-    rule: MergeRule,
-    share: float = 1.0,
-) -> npt.NDArray[np.float32]:
-    """Merge arrays, f32[shape] each, by `merge_piece` and a rule without state."""
-    state = start(rule, tuple(deltas[0].shape)) if deltas else ()
-    return merge_piece(rule, Plain(deltas), weights, share, state).delta
 
 
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
