@@ -125,8 +125,9 @@ class Coordinator:
         self._interrupted = False
 
     def start(self) -> None:
-        """Load or make the state, and serve. Without a run and without --init, wait for
-        islands that have it."""
+        """Make or load the state, and serve; or wait for islands that have the
+        state.
+        """
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
         gathered = None if self._facts.run_id else self._gather()

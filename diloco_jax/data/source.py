@@ -137,10 +137,11 @@ def fields_of_batch(asked: Fields, arrays: Collection[str]) -> dict[str, Field]:
 
     Args:
       asked: arrays that a model takes (`Model.batch`).
-      arrays: names of those that the data has (`data.arrays`).
+      arrays: names of the arrays that the data has (`data.arrays`).
 
     Raises:
-      ConfigError: the model does not take what the data has, or needs what it lacks.
+      ConfigError: the model cannot take an array of the data, or needs one that the
+        data lacks.
     """
     has = ", ".join(sorted(arrays))
     takes = ", ".join(sorted(asked))

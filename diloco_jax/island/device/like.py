@@ -1,7 +1,7 @@
-"""The parameters of a train loop that joins, between its own structure and names.
+"""Translate the parameters of a joined train loop between its own tree and names.
 
-The loop's tree is any pytree; a run goes by names in a nested dict. Which leaf has
-which name is found once: a boundary flattens the tree and unflattens it again.
+The loop's tree is any pytree; a run has a nested dict of names. The name of each leaf
+is found once. At a boundary the tree is only flattened and unflattened.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class LikeLeaves:
         return Listed(leaves, self._places)
 
     def placed(self, params: Params) -> Listed:
-        """Return arrays by name, of the host or a device, as `like` lies; nothing of
-        them is donated.
+        """Return arrays by name, from the host or a device, laid out as `like` is.
+        Nothing is donated.
 
         Raises ValueError if they differ from `like` in names or shapes.
         """

@@ -23,11 +23,14 @@ class Merging(Protocol):
     """Arrays of the coordinator."""
 
     def receive(self, key: DeltaKey, encoded: Any) -> tuple[Any, Refusal]:
-        """Return a delta that arrived as merges need it; and why it is unfit, or ""."""
+        """Return an arrived delta in the form that merges need, and why it is unfit, or
+        "".
+        """
 
     def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
-        """Compute a merge and keep it; return what it is once its publish is on
-        disk."""
+        """Compute a merge and keep it; return its digest and length once it is
+        prepared.
+        """
 
     def commit(self, fragment: int, version: Version) -> None:
         """Make the computed merge the current version."""
