@@ -125,9 +125,7 @@ class Coordinator:
         self._interrupted = False
 
     def start(self) -> None:
-        """Make or load the state, and serve; or wait for islands that have the
-        state.
-        """
+        """Make or load the state, or gather it from islands, and serve."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
         gathered = None if self._facts.run_id else self._gather()

@@ -235,9 +235,7 @@ class Exchange:
             held.drop()
 
     def reopen(self, fragment: int) -> None:
-        """Undo a take: the base is the old anchor again; the next take has its
-        steps.
-        """
+        """Undo a take: the fragment's base is the old anchor again."""
         for held in self._held[fragment]:
             held.drop()
             held.base = None
