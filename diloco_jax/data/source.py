@@ -1,7 +1,7 @@
 """Rows by number, and the arrays that a row has.
 
-A row is a mapping of arrays by name. Which ones there are is known beforehand, so that
-steps are compiled without a row. `T` tokens predicted of each row.
+A row is a mapping of arrays by name. The names are known beforehand, so that steps are
+compiled without a row. `T` tokens are predicted of each row.
 """
 
 from __future__ import annotations
