@@ -123,8 +123,12 @@ class StoreHolder:
         tell: Callable[[FromHolder], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Say to whom to answer. tell: called with each message, on any thread.
-        failed: called with the error of a merge, after which the process must end."""
+        """Set the callbacks, before any message is handed over.
+
+        Args:
+          tell: called with each message to the lead, on any thread.
+          failed: called with the error of a merge, after which the process must end.
+        """
         self._tell, self._failed = tell, failed
 
     def warm_up(self) -> None:

@@ -103,7 +103,9 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Last final verdict on an island's take, to be repeated if it got lost."""
+    """The last final verdict on an island's takes. It is sent again if it may be
+    lost.
+    """
 
     tick: int
     verdict: Verdict
