@@ -42,7 +42,7 @@ def advance(config: PolicyConfig, state: State, effects: Sequence[Effect]) -> St
                 if refused.reason in (NON_FINITE, OUT_OF_BOUNDS):
                     state, more = _unfit(config, state, refused)
                 elif refused.reason == QUARANTINED:
-                    state, more = _fit(config, state, refused.island)
+                    state, more = _fit(config, state, refused)
                 else:
                     continue
                 found += more
@@ -102,9 +102,10 @@ def _unfit(config: PolicyConfig, state: State, refused: records.DeltaRefused) ->
     return state, [Persist(record=record), Alert(text=text)]
 
 
-def _fit(config: PolicyConfig, state: State, name: str) -> Step:
+def _fit(config: PolicyConfig, state: State, refused: records.DeltaRefused) -> Step:
+    name = refused.island
     island = state.islands[name]
-    if not island.quarantined:
+    if not island.quarantined or _is_untold(config, state, refused):
         return state, []
     island = replace(island, streak=island.streak + 1)
     state = with_island(state, island)
@@ -120,6 +121,17 @@ def _fit(config: PolicyConfig, state: State, name: str) -> Step:
     )
     state = moved(state, name, quarantined=False)
     return state, [Persist(record=record), Alert(text=text)]
+
+
+def _is_untold(
+    config: PolicyConfig, state: State, refused: records.DeltaRefused
+) -> bool:
+    """Tell whether the delta has a length, and those of the others, which would say if
+    it is fit, are still to come: it came first."""
+    if not (config.delta_bound and refused.norm) or refused.most:
+        return False
+    others = (i for i in state.islands.values() if i.counted and not i.quarantined)
+    return sum(1 for _ in others) >= bounds.FEWEST
 
 
 def _may_lack(state: State) -> bool:

@@ -4,8 +4,10 @@ from typing import Any
 
 from bounds_support import give_up, patient, together
 from kit import Driver, merged_islands, notes, of, only, persisted
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Alert, Effect
+from diloco_jax.protocol.coordinator.state import with_fragment
 from diloco_jax.protocol.holding import Merge
 
 
@@ -105,14 +107,36 @@ def test_it_stays_apart_after_a_crash_and_as_another_incarnation():
     assert not d.state.islands["c"].quarantined
 
 
+def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
+    d = quarantined()
+    for _ in range(3):  # No length counts before the fragment's first merges.
+        d.state = with_fragment(d.state, replace(d.fragment(0), merges=0))
+        steps = d.state.islands["c"].steps + 4
+        for name in "abc":
+            d.report(name, steps)
+        assert reasons(d.take("c", 0, steps, norm=1e3)) == ["quarantined"]
+        give_up(d, "c")
+        for name in "ab":
+            d.take(name, 0, steps, norm=1.0)
+        d.computed(0)
+    assert d.state.islands["c"].quarantined
+
+
 def test_most_islands_are_never_quarantined():
     d = quarantined()
-    for _ in range(5):
-        together(d, a=1.0, b=1e3, c=1.0)
-        for name in "bc":
-            if (take := d.account(name, 0).take) is not None and take.refused:
-                give_up(d, name)
-    assert [n for n, i in d.state.islands.items() if i.quarantined] != ["b", "c"]
+    for _ in range(4):
+        steps = d.state.islands["a"].steps + 4
+        for name in "abc":
+            d.report(name, steps)
+        d.take("c", 0, steps, arrive=False)
+        d.take("b", 0, steps, arrive=False)
+        for name in "cb":
+            d.arrive(name, 0, refusal="non_finite")
+            give_up(d, name)
+        d.take("a", 0, steps, norm=1.0)
+        d.computed(0)
+    assert d.state.islands["b"].streak == 4
+    assert [n for n, i in d.state.islands.items() if i.quarantined] == ["c"]
 
 
 def test_merges_are_not_shortened_by_its_absence_nor_wait_for_it():
