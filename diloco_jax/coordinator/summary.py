@@ -218,7 +218,7 @@ def _island_status(
     adopted = member.adopted.values()
     everything = len(adopted) == len(state.fragments)
     if island.status == "live":
-        shown: str = island.phase
+        shown: str = "quarantined" if island.quarantined else island.phase
     else:
         shown = island.status
     speed = up = down = 0.0

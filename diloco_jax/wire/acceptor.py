@@ -67,7 +67,7 @@ class Acceptor:
         with self._lock:
             self._stopping = True
         self._ring()
-        self._thread.join(2 * _POLL_S)
+        self._thread.join(self._deadlines.stop_s)
 
     def give_back(self, connection: BulkConnection) -> None:
         """Wait for the next request on a connection whose transfer is done; after
@@ -178,8 +178,8 @@ class Acceptor:
         self._await(BulkConnection(connection, peer))
 
     def _await(self, connection: BulkConnection) -> None:
-        self._idle[connection] = None
         self._selector.register(connection, selectors.EVENT_READ)
+        self._idle[connection] = None
         if connection.pending():
             self._ready(connection)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, encoding, errors, frames
+from diloco_jax.wire import encoding, errors, frames
 from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import (
     CycleRequest,
@@ -113,11 +114,10 @@ class BulkServer:
         self._serving: set[BulkConnection] = set()
         self._stopping = False
 
-    def start(self, numeric: str) -> None:
-        """Listen at a numeric address and serve; ConfigError if that cannot be
-        bound."""
+    def start(self, listener: socket.socket) -> None:
+        """Serve what comes to a socket that listens, which is closed in the end."""
         self._acceptor = Acceptor(
-            addresses.listen(numeric),
+            listener,
             self._contexts,
             self._begin,
             self._deadlines,
@@ -147,7 +147,7 @@ class BulkServer:
         connection.between = False
         try:
             self._pool.submit(self._serve, connection)
-        except RuntimeError:  # The pool is closed.
+        except RuntimeError:  # The pool is closed, or the system out of threads.
             self._done(connection)
 
     def _serve(self, connection: BulkConnection) -> None:
