@@ -35,6 +35,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.RecordedFirst,
     safe_merges.FencedOut,
     safe_merges.StaleOut,
+    safe_merges.HeldOnly,
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,
