@@ -7,8 +7,11 @@ boundary: the most that a run asks for.
 
 The step waits in place of a device, so that its own work does not hide what a boundary
 costs. Processor time is that of the loop's thread. It holds what the programs of takes
-and adoptions compute, which an accelerator does beside it. Elapsed time has the waits
-for other threads and processes, too.
+and adoptions compute, which an accelerator does beside it: "computed" is the difference
+to programs that have the same results and compute nothing. Elapsed time has the waits
+for other threads and processes, too. A boundary also frees the arrays that the step
+consumed, which a loop alone does itself: "added" is what a step with a boundary takes
+more than one without.
 
 Prediction: below 1 ms of processor time, since nothing is computed on the host and no
 message is awaited: two programs per piece are dispatched, and two trees are flattened.
@@ -45,6 +48,7 @@ LEAVES, WIDTH, FRAGMENTS = 300, 16, 24
 STEP_S = 0.02
 WARM_STEPS = 2 * FRAGMENTS
 """Steps that are not counted: the first ones have nothing to adopt."""
+COMPUTED_CALLS = 100
 BOUNDARY_MAX_S = 1e-3
 TIMEOUT_S = 300.0
 NAME = "a"
@@ -91,6 +95,12 @@ def main() -> int:
 FIGURES = {
     "cpu_s": ("processor time of a boundary, mean (s)", ".5f"),
     "median_cpu_s": ("processor time of a boundary, median (s)", ".5f"),
+    "added_s": ("processor time added to a step (s)", ".5f"),
+    "take_s": ("of a boundary: takes (s)", ".5f"),
+    "adopt_s": ("of a boundary: adoptions (s)", ".5f"),
+    "settle_s": ("of a boundary: residuals of before are freed (s)", ".5f"),
+    "rest_s": ("of a boundary: trees, books, messages (s)", ".5f"),
+    "computed_s": ("computed by the programs of one take (s)", ".5f"),
     "elapsed_s": ("elapsed time of a boundary, mean (s)", ".5f"),
     "ratio": ("step with boundary, over the step alone", ".3f"),
     "cpu_ratio": ("processor time of both, over that of the step alone", ".2f"),
@@ -196,13 +206,13 @@ def train(address: str, steps: int) -> dict[str, float]:
     ) as island:
         params = island.params
         exchange = island._host._exchange
-        done = {"take": 0, "adopt": 0}
+        done = dict.fromkeys(("take", "adopt", "settle"), (0, 0.0))
         for what in done:
             setattr(exchange, what, counted(getattr(exchange, what), done, what))
         while not island.over:
             if island.step == WARM_STEPS:
                 both.clear(), boundaries.clear()
-                done.update(take=0, adopt=0)
+                done.update(dict.fromkeys(done, (0, 0.0)))
             whole = time.thread_time(), time.perf_counter()
             params, loss = stepped(params)
             began = time.thread_time(), time.perf_counter()
@@ -210,26 +220,66 @@ def train(address: str, steps: int) -> dict[str, float]:
             if not island.over:  # The last one waits for the end of the run.
                 boundaries.append(since(began))
                 both.append(since(whole))
+        computed = computed_s(exchange, island.final)
+    parts = {name: spent / len(boundaries) for name, (_, spent) in done.items()}
     cpu, elapsed = zip(*boundaries, strict=True)
     return {
         "cpu_s": statistics.fmean(cpu),
         "median_cpu_s": statistics.median(cpu),
+        "added_s": mean_of(both, 0) - mean_of(alone, 0),
+        **{f"{name}_s": spent for name, spent in parts.items()},
+        "rest_s": statistics.fmean(cpu) - sum(parts.values()),
+        "computed_s": computed,
         "elapsed_s": statistics.fmean(elapsed),
         "ratio": mean_of(both, 1) / mean_of(alone, 1),
         "cpu_ratio": mean_of(both, 0) / mean_of(alone, 0),
-        "takes": done["take"] / len(boundaries),
-        "adoptions": done["adopt"] / len(boundaries),
+        "takes": done["take"][0] / len(boundaries),
+        "adoptions": done["adopt"][0] / len(boundaries),
     }
 
 
-def counted(function: Any, done: dict[str, int], what: str) -> Any:
-    """Return the function, with its calls counted."""
+def counted(function: Any, done: dict[str, tuple[int, float]], what: str) -> Any:
+    """Return the function, with its calls and their processor time counted."""
 
     def counting(*arguments: Any, **options: Any) -> Any:
-        done[what] += 1
-        return function(*arguments, **options)
+        began = time.thread_time()
+        result = function(*arguments, **options)
+        times, spent = done[what]
+        done[what] = times + 1, spent + time.thread_time() - began
+        return result
 
     return counting
+
+
+def computed_s(exchange: Any, params: Any) -> float:
+    """Return the processor time that the programs of one take compute, without what it
+    costs to start them and to have their results."""
+    import jax
+    import jax.numpy as jnp
+
+    from diloco_jax.island.device.leaves import leaf_of
+    from diloco_jax.models.model import named
+
+    params, pieces = named(params), exchange.held(0)
+    given = [
+        (leaf_of(params, h.piece.path), h.index, h.anchor, h.residual) for h in pieces
+    ]
+    take = pieces[0].kind.take
+    shapes = jax.eval_shape(take, *given[0])
+    empty = jax.jit(
+        lambda *given: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+        out_shardings=jax.tree.map(lambda x: x.sharding, take(*given[0])),
+        keep_unused=True,
+    )
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(COMPUTED_CALLS):
+        for real, program in ((True, take), (False, empty)):
+            time.sleep(STEP_S / 4)
+            began = time.thread_time()
+            results = [program(*one) for one in given]
+            spent[real].append(time.thread_time() - began)
+            jax.block_until_ready(results)
+    return statistics.median(spent[True]) - statistics.median(spent[False])
 
 
 def since(began: tuple[float, float]) -> tuple[float, float]:

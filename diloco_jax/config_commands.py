@@ -80,7 +80,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
     setup_logging()
     if not options.init:
-        config = going_on.with_model_of_workdir(config, workdir)
+        config = going_on.with_beginning_of(config, workdir)
     config = resolve(config, copied=True)
     code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
     return code

@@ -57,9 +57,10 @@ def load_params(
 
     trust_code: execute code that the run's config names, whoever wrote it.
 
-    Raises ConfigError if the workdir has no snapshot, or does not keep the cycle, if
-    its model cannot be built or is not the one that was trained, or if it names code
-    and another user wrote it.
+    Raises:
+      ConfigError: the workdir has no snapshot, or does not keep the cycle; its model
+        cannot be built, or is not the one that was trained; or its config names code
+        and another user wrote it.
     """
     config = read_config(Path(workdir), trust_code=trust_code)
     return params_of(config, Path(workdir), build(config.run), cycle)[0]

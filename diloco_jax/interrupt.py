@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from diloco_jax.exit_codes import EXIT_FAILED
@@ -61,12 +61,7 @@ class Interrupt:
             self._previous[number] = signal.signal(number, NOTHING)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._listen()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
@@ -122,12 +117,7 @@ class Interruptible:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over = True
         self._interrupt.wake()
         self._watcher.join()
@@ -135,7 +125,7 @@ class Interruptible:
             _end_at_once()
         sys.unraisablehook = self._hook
         signal.signal(RAISES, self._previous)
-        self._interrupt.__exit__(kind, error, traceback)
+        self._interrupt.__exit__(*error)
 
     def _watch(self) -> None:
         """Watch for requests, in a thread of its own: the main one may be blocked."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.fields import positional, setting, types_of
 
 T = TypeVar("T")
 
@@ -187,7 +186,7 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
     import tyro
 
     kind = part if isinstance(part, type) else type(part)
-    hints = typing.get_type_hints(kind)
+    hints = types_of(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
         told, hint = field.metadata, hints[field.name]

@@ -13,7 +13,7 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
@@ -216,8 +216,13 @@ def _asks_once(ask_again: Callable[..., Any]) -> Callable[..., Any]:
     return lambda f, fleet, name: (f, [])
 
 
-def _leaves_a_gap(regrant: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, name, known: regrant(state, name, known)[1:]
+def _leaves_a_gap(grant: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, (record, tell) = grant(*arguments)
+        message = replace(tell.message, offset=tell.message.offset + 1)
+        return state, [record, replace(tell, message=message)]
+
+    return broken
 
 
 def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,7 +325,7 @@ PLANTS = {
         "restored", Disk, "restore", _counts_what_was_prepared
     ),
     "takes_are_asked_for_once": Plant("liveness", members, "_ask_again", _asks_once),
-    "grants_have_a_gap": Plant("unbroken", leases, "regrant", _leaves_a_gap),
+    "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 
 

@@ -104,6 +104,19 @@ def test_the_glossary_names_modules_that_exist():
             assert (ROOT / "diloco_jax" / path).exists(), path
 
 
+@pytest.mark.parametrize("part", ["on the island", "at the coordinator"])
+def test_the_path_of_the_data_has_as_many_files_as_it_says(part):
+    page = (DOCS / "design" / "architecture.md").read_text()
+    text = page.split(f"## The path of the data {part}\n")[1].split("\n\n")
+    told = re.search(r"opens (\d+) files", text[0])
+    rows = [line.split("|")[2] for line in text[1].splitlines()[2:]]
+    files = [file for row in rows for file in re.findall(r"`([\w/]+(?:\.py|/))`", row)]
+    assert int(told[1]) == len(files) == len(set(files))
+    names = {path.as_posix() for path in (ROOT / "diloco_jax").rglob("*")}
+    for file in files:
+        assert any(f"{name}/".endswith(f"/{file.rstrip('/')}/") for name in names), file
+
+
 def test_a_class_name_that_stands_twice_is_explained():
     found = subprocess.run(
         ["git", "grep", "-hoE", "^class [A-Z][A-Za-z0-9]+", "--", "diloco_jax/*.py"],

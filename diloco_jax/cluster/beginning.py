@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
@@ -51,12 +50,7 @@ class Beginning:
     def __enter__(self) -> Beginning:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._held.close()
 
     def create(self) -> Config:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -109,6 +110,15 @@ def bound_of(field: dataclasses.Field[Any]) -> Bound | None:
     return cast("Bound | None", field.metadata.get("bound"))
 
 
+def types_of(kind: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, by name."""
+    return _types_of(kind)
+
+
+# Without the cache it takes most of the time of a validation.
+_types_of = functools.cache(typing.get_type_hints)
+
+
 def own_code(section: Any) -> dict[str, str]:
     """List the fields of a section that name something in a file of this machine."""
     values = {
@@ -125,7 +135,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
     Fields that are dataclasses are left to a call of their own. Raises ConfigError
     with the field's name behind `prefix`, its value and what it may be.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = types_of(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if not dataclasses.is_dataclass(value):

@@ -20,6 +20,7 @@ import msgspec
 
 from diloco_jax import config as configs
 from diloco_jax.config import Config, named, trust
+from diloco_jax.config.fields import types_of
 from diloco_jax.config.validation import require_sections
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import write_json
@@ -114,7 +115,7 @@ def _refuse_unknown(expected: Any, value: Any, where: str, source: object) -> No
             )
     if not dataclasses.is_dataclass(expected) or not isinstance(value, dict):
         return
-    known = typing.get_type_hints(expected)
+    known = types_of(expected)
     for name, item in value.items():
         if name not in known:
             raise ConfigError(

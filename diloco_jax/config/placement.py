@@ -49,6 +49,11 @@ class Placement:
         help="Names of islands that may join although this config does not describe "
         "them; all others are refused.",
     )
+    first_from: str = setting(
+        "",
+        help="Island whose parameters a new run begins with, as --init gives it; "
+        "empty = they are drawn, or those of model.weights.",
+    )
     time_budget_s: float = setting(
         10.0,
         SOME_SECONDS,
@@ -82,8 +87,8 @@ class Placement:
         0.0,
         SECONDS,
         group=DEADLINES,
-        help="Seconds that an island has, once its machine is to be taken away, to "
-        "send what is open and to say goodbye. Above 0, SIGTERM or the cloud's "
+        help="Seconds in which an island whose machine is to be taken away sends what "
+        "is open and says goodbye. Above 0, SIGTERM or the cloud's "
         "metadata server gives notice, and the island ends with exit code 1, to be "
         "started again.",
     )

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import typing
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.config.fields import check_fields
+from diloco_jax.config.fields import check_fields, types_of
 from diloco_jax.config.island import IslandConfig
-from diloco_jax.errors import ConfigError
+from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.protocol.values import ISLAND_NAME
@@ -76,7 +75,7 @@ def require_sections(config: Any, path: str = "") -> None:
     be, which every reader of a config relies on."""
     for field in dataclasses.fields(config):
         name, value = f"{path}{field.name}", getattr(config, field.name)
-        kind = typing.get_type_hints(type(config))[field.name]
+        kind = types_of(type(config))[field.name]
         if name == "islands":
             if not isinstance(value, Mapping):
                 raise ConfigError(
@@ -157,6 +156,13 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
         )
     for name in placement.admit:
         check_name(name)
+    known = (*islands, *placement.admit)
+    if placement.first_from and placement.first_from not in known:
+        raise ConfigError(
+            f"placement.first_from = {placement.first_from!r} (--init from-island:"
+            f"NAME): the run has no such island"
+            f"{suggest(placement.first_from, known)}; it has {', '.join(known)}"
+        )
     _port("bind", placement.bind)
     if placement.advertise and not _port("advertise", placement.advertise):
         raise ConfigError(

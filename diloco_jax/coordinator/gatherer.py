@@ -1,9 +1,9 @@
 """A coordinator without its state: it takes offers and anchors from islands until a new
-term can begin.
+term can begin, or a run whose first parameters an island gives.
 
-Calls become events of `protocol.new_term.gathering`, which decides. Nothing is written
-before the new term. Islands train on and their control streams stay open; every other
-call of theirs is answered "later".
+Calls become events of `protocol.new_term.gathering` or `giving`, which decide. Nothing
+is written before the new term. Islands train on and their control streams stay open;
+every other call of theirs is answered "later".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.new_term import gathering, giving
 from diloco_jax.protocol.new_term.events import (
     AnchorArrived,
     Discard,
@@ -67,8 +67,11 @@ class Gatherer:
         config: PolicyConfig,
         plan: FragmentPlan,
         names: frozenset[str],
+        *,
+        new: bool = False,
     ) -> None:
-        """names: the config's islands. config: without a run id."""
+        """names: the config's islands. config: without a run id. new: the run is new,
+        has its id in the config, and its first parameters from the one island."""
         self._likeness = Likeness(run, plan)
         self._config, self._plan, self._names = config, plan, names
         self._codec = get_codec("f32")
@@ -83,15 +86,13 @@ class Gatherer:
         self._arrays: dict[str, jax.Array] = {}
         """Anchors by piece."""
         self._opened: Open | None = None
+        half, self._new = giving if new else gathering, new
+        begun = half.begin(config, names, time.monotonic())
         engine: Engine[gathering.Gathering, Event] = Engine(
-            gathering.step,
-            config,
-            gathering.begin(config, names, time.monotonic()),
-            sender=self._sessions,
-            gatherer=self,
+            half.step, config, begun, sender=self._sessions, gatherer=self
         )
         self._thread = EngineThread(
-            engine, gathering.next_deadline, Timer(), self._peer, lambda: None
+            engine, half.next_deadline, Timer(), self._peer, lambda: None
         )
 
     def gather(self) -> Gathered:
@@ -99,7 +100,7 @@ class Gatherer:
 
         Raises ConfigError that says why there will be no term.
         """
-        logger.warning("%s %s", NO_STATE, sorted(self._names))
+        logger.warning("%s %s", self._waits, sorted(self._names))
         self._thread.run()
         assert self._opened is not None
         return Gathered(self._opened, from_pieces(self._plan, self._arrays))
@@ -145,7 +146,7 @@ class Gatherer:
             or member.offer.incarnation != start.incarnation
             or member.offer.session != start.session
         ):
-            raise Refused("gathering", f"{NO_STATE}; this one was not asked for")
+            raise Refused("gathering", f"{self._waits}; this one was not asked for")
         place = self._inbox.begin(_keyed(start))
         with self._lock:
             self._arriving.add(_key(start))
@@ -167,15 +168,15 @@ class Gatherer:
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Answer Busy: there is nothing to fetch yet."""
-        raise Busy(f"{NO_STATE}; come again")
+        raise Busy(f"{self._waits}; come again")
 
     def keep(self, cycle: int) -> dict[str, Any]:
         """Answer Busy: there is nothing to keep yet."""
-        raise Busy(f"{NO_STATE}; come again")
+        raise Busy(f"{self._waits}; come again")
 
     def kept(self, cycle: int, name: str) -> memoryview:
         """Answer Busy: nothing is kept."""
-        raise Busy(f"{NO_STATE}; come again")
+        raise Busy(f"{self._waits}; come again")
 
     def status(self) -> dict[str, Any]:
         """Return what `diloco status` shows."""
@@ -188,10 +189,7 @@ class Gatherer:
             "progress": 0.0,
             "merges": 0,
             "goodput": 0.0,
-            "alerts": [
-                f"{NO_STATE}: {len(state.got)} of {self._config.fragments} fragments "
-                f"have arrived"
-            ],
+            "alerts": [self._waits],
             "versions": [],
             "islands": {
                 name: {
@@ -213,6 +211,15 @@ class Gatherer:
                 session = member.offer.session if member is not None else ""
                 return Disconnected(island=event.island, session=session)
         return None
+
+    @property
+    def _waits(self) -> str:
+        """What it waits for, for people."""
+        state, fragments = self._thread.state, self._config.fragments
+        if self._new:
+            return giving.waits_for(state, fragments)
+        got = f"{len(state.got)} of {fragments} fragments have arrived"
+        return f"{NO_STATE}: {got}"
 
     # ---- what was decided, on one thread -------------------------------------------
 

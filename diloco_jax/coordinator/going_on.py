@@ -16,13 +16,18 @@ from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.workdir import RunFacts, holds_run
 
 
-def with_model_of_workdir(config: Config, workdir: Path) -> Config:
+def with_beginning_of(config: Config, workdir: Path) -> Config:
     """Return the config with which the run there goes on: with its model, if that is of
-    weights that it started from (`resolving.with_model_of`)."""
+    weights that it started from (`resolving.with_model_of`), and with the island that
+    was to give its first parameters."""
     path = workdir / run_files.CONFIG
     if not (holds_run(workdir) and path.is_file()):
         return config
-    return with_model_of(read_config_json(path).run, config)
+    written = read_config_json(path)
+    first_from = written.placement.first_from
+    placement = dataclasses.replace(config.placement, first_from=first_from)
+    config = dataclasses.replace(config, placement=placement)
+    return with_model_of(written.run, config)
 
 
 def extension(config: Config, workdir: Path, state: State) -> RunExtended | None:

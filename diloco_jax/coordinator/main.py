@@ -7,7 +7,6 @@ for islands, and a new term begins with their anchors.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import signal
 import threading
@@ -35,9 +34,9 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     admitted,
-    admitted_hosts,
     policy_config,
     require_room,
+    server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.store import Store
@@ -46,20 +45,19 @@ from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
+from diloco_jax.models.model import Params
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses, principal
-from diloco_jax.wire.server import Handlers, Server
+from diloco_jax.wire.server import Handlers
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
 
-SPARE_ISLANDS = 8
-"""Places for streams of islands that are told that they may not come in."""
 REFRESH_S = 0.5
 """Greatest age of what `diloco status` shows, in seconds."""
 
@@ -74,9 +72,9 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
       resume: the run was stopped as a whole; islands begin anew.
 
     Raises:
-      ConfigError: no run to go on with, and no island that has one; another run in the
-        workdir, an address that cannot be bound, snapshots that cannot be written, a
-        coordinator that is there already.
+      ConfigError: neither the workdir nor any island has a run to go on with; the
+        workdir has another run, or a coordinator at work; the address cannot be bound;
+        snapshots cannot be written.
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
@@ -143,22 +141,40 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
+<<<<<<< HEAD
         self._whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._states = StateSnapshots(
             self._folder, placement, self.policy_config, self._whose
         )
         found = self._states.newest()
         if found is None and not self._init and gathered is None:
+=======
+        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
+        self._publishes = Publishes(workdir / run_files.PUBLISHES)
+        found = self._snapshots.newest()
+        giver = "" if workdirs.has_begun(workdir) else placement.first_from
+        if found is None and not self._init and gathered is None and not giver:
+>>>>>>> 702e12d
             raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
         if found is None and gathered is None:
             # Left by a start that failed: no run exists before the first snapshot.
             remove_tape(workdir / run_files.TAPE)
+        given = None
+        if found is None and gathered is None and giver:
+            given = term.first_given(
+                config, self.policy_config, self._plan, self._serve_early
+            )
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
+<<<<<<< HEAD
         keep, sizes = placement.exports_kept, self._plan.sizes
         self._kept = KeptCycles(workdir, keep, self._whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
         state = self._make_state(gathered, found)
+=======
+        state = self._make_state(gathered, found, given)
+>>>>>>> 702e12d
         extends = going_on.extension(config, workdir, state)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
@@ -199,14 +215,12 @@ class Coordinator:
             kept=self._kept,
             status=self._shown,
         )
-        if gathered is not None:
+        if gathered is not None or given is not None:
             self._server.hand_over(service)
             self._open.callback(self._server.stop, 0.0)  # Before its files.
         else:
             self._serve(service)
-        address_file = workdir / run_files.ADDRESS
-        files.write_text(addresses.on_this_machine(self.address), address_file)
-        self._open.callback(address_file.unlink, missing_ok=True)
+        self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
 
     def run(self) -> int:
@@ -269,23 +283,22 @@ class Coordinator:
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
-        placement, hosts = self._config.placement, admitted_hosts(self._config)
-        self._server = Server(
-            placement.bind,
-            handlers,
-            tls=self._tls,
-            deadlines=self._deadlines,
-            max_islands=len(admitted(self._config)) + SPARE_ISLANDS,
-            max_hosts=sum(hosts) + SPARE_ISLANDS,
-            max_hosts_each=max(hosts),
-            bulk_channels=placement.bulk_channels,
-            insecure=placement.insecure,
-            config=dataclasses.asdict(self._config),
-        )
+        placement = self._config.placement
+        self._server = server_of(self._config, handlers, self._tls)
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
         self.address = placement.advertise or bound
         addresses.parse_address(self.address)
+
+    def _serve_early(self, handlers: Handlers) -> None:
+        """Serve a run that has yet to begin: islands need the address to begin it."""
+        self._serve(handlers)
+        self._tell_address()
+
+    def _tell_address(self) -> None:
+        file = self._workdir / run_files.ADDRESS
+        files.write_text(addresses.on_this_machine(self.address), file)
+        self._open.callback(file.unlink, missing_ok=True)
 
     def _gather(self) -> Gathered:
         config, workdir = self._config, self._workdir
@@ -295,7 +308,9 @@ class Coordinator:
         workdir.mkdir(parents=True, exist_ok=True)
         return gathered
 
-    def _make_state(self, gathered: Gathered | None, found: int | None) -> State:
+    def _make_state(
+        self, gathered: Gathered | None, found: int | None, given: Params | None
+    ) -> State:
         """Make the store and its state: of a new term from islands' anchors, of a new
         run, or of this run as far as it was durable. A new one is durable before any
         island can ask for it."""
@@ -314,8 +329,13 @@ class Coordinator:
                 self._states.require_own(found)
             store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
+<<<<<<< HEAD
             store, state = origin.initialise(
                 config, policy, self._model, plan, self._tape, workdir
+=======
+            self.store, state = origin.initialise(
+                config, policy, self._model, plan, self._tape, workdir, given
+>>>>>>> 702e12d
             )
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found

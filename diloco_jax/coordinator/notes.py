@@ -28,6 +28,10 @@ class Begun(records.Written, frozen=True, kw_only=True):
     total_tokens: int
     """Those of the config that the run began with; it may be extended."""
     environment: Environment
+    first_from: str = ""
+    """Island that gave the first parameters; empty: they were drawn, or read."""
+    parameters_digest: str = ""
+    """Digest of those that an island gave."""
 
 
 class Recovered(records.Written, frozen=True, kw_only=True):

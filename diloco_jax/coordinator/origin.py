@@ -28,7 +28,7 @@ from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.memory import give_back
-from diloco_jax.models.model import Model
+from diloco_jax.models.model import Model, Params
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
@@ -46,15 +46,19 @@ def initialise(
     plan: FragmentPlan,
     tape: Tape,
     workdir: Path,
+    given: Params | None = None,
 ) -> tuple[Store, State]:
     """Begin a new run: draw the parameters, or read them. The tape says so first, since
     a run with a snapshot goes on after a crash.
 
-    workdir: of the run, for files of the time of the read."""
+    workdir: of the run, for files of the time of the read. given: the parameters, of
+    the island that was to give them."""
     run = config.run
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()
-    store = make_store(config, plan, first_pieces(run, model, workdir))
+    first = first_pieces(run, model, workdir) if given is None else given
+    store = make_store(config, plan, first)
+    del first
     if run.model.weights:
         logger.info(
             "%d parameters of %s, read in %.1f s",
@@ -73,6 +77,8 @@ def initialise(
                 plan=plan.digest(),
                 total_tokens=run.total_tokens,
                 environment=store.describe(),
+                first_from="" if given is None else config.placement.first_from,
+                parameters_digest="" if given is None else store.digest(),
             )
         )
     )

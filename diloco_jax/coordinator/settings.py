@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
@@ -10,6 +11,11 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.wire.server import Handlers, Server
+from diloco_jax.wire.tls import TlsFiles
+
+SPARE_ISLANDS = 8
+"""Places for streams of islands that are told that they may not come in."""
 
 
 def policy_config(
@@ -51,6 +57,23 @@ def admitted_hosts(config: Config) -> list[int]:
     one."""
     known = config.islands
     return [known[n].hosts if n in known else 1 for n in admitted(config)]
+
+
+def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Server:
+    """Return the server of a coordinator, with places for its islands."""
+    placement, hosts = config.placement, admitted_hosts(config)
+    return Server(
+        placement.bind,
+        handlers,
+        tls=tls,
+        deadlines=placement.deadlines,
+        max_islands=len(admitted(config)) + SPARE_ISLANDS,
+        max_hosts=sum(hosts) + SPARE_ISLANDS,
+        max_hosts_each=max(hosts),
+        bulk_channels=placement.bulk_channels,
+        insecure=placement.insecure,
+        config=dataclasses.asdict(config),
+    )
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:

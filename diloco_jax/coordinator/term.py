@@ -1,4 +1,5 @@
-"""Begin a new term with the anchors of islands, for a coordinator without its state."""
+"""Begin with anchors of islands: a new term of a coordinator without its state, or a
+run whose first parameters one island gives."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from diloco_jax.coordinator.gatherer import Gathered, Gatherer
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import admitted, policy_config
 from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.new_term import gathering
@@ -48,6 +49,23 @@ def gather(
             f"nothing is initialised; {error}. Give the workdir of the run, start its "
             f"islands, or give --init for a new one"
         ) from error
+
+
+def first_given(
+    config: Config,
+    policy: PolicyConfig,
+    plan: FragmentPlan,
+    serve: Callable[[Handlers], None],
+) -> Params:
+    """Wait for the first parameters of the run from `placement.first_from`; write
+    nothing.
+
+    Raises ConfigError if they do not come in time: another start waits again.
+    """
+    giver = config.placement.first_from
+    gatherer = Gatherer(config.run, policy, plan, frozenset((giver,)), new=True)
+    serve(gatherer)
+    return gatherer.gather().params
 
 
 def begin(

@@ -1,4 +1,4 @@
-"""The data of a run, whatever kind it is: what all who train or evaluate load."""
+"""Load the data of a run, of whatever kind, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
 from diloco_jax.data.corpus import load_checked_corpus
-from diloco_jax.data.index import GlobalIndex
-from diloco_jax.data.mixture import Mixture, Together
+from diloco_jax.data.index import GlobalIndex, Mixture
 from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
 from diloco_jax.data.shares import Shares
-from diloco_jax.data.source import RowRange, Rows, Source, cut
+from diloco_jax.data.source import RowRange, Rows, Source, Together, cut
 from diloco_jax.data.tokenizers.opening import require_tokenizer
 from diloco_jax.data.windows import ValidationWindows, Windows
 

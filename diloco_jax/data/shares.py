@@ -92,8 +92,8 @@ def _spread(slots: Sequence[int]) -> np.ndarray:
     """Return the source of each slot of a period, int16 [slots].
 
     The k-th draw of a source, from 0, lies between the slots at which its share passes
-    k and k + 1. Of the draws that may come, the one that has to come first does
-    (earliest deadline), which meets all of them (Balinski and Young's quota method).
+    k and k + 1. Each slot goes to the draw with the earliest deadline, which meets all
+    deadlines (Balinski and Young's quota method).
     """
     period = sum(slots)
     order = np.empty(period, np.int16)

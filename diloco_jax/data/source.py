@@ -7,7 +7,7 @@ steps are compiled without a row. `T` tokens predicted of each row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -101,6 +101,26 @@ class RowRange:
 
     def __getitem__(self, row: int) -> Row:
         return self._source[self._start + row]
+
+
+class Together:
+    """The rows of several sources one after the other, as a source."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources])
+        self.fields: Fields = sources[0].fields
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, row: int) -> Row:
+        """Return a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        source = self._sources[number]
+        return source[row - int(self._ends[number]) + len(source)]
 
 
 def cut(length: int, count: int) -> Iterator[tuple[int, int]]:

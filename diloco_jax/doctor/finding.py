@@ -8,7 +8,7 @@ import msgspec
 
 
 class Level(enum.StrEnum):
-    """How much a finding matters."""
+    """Weight of a finding."""
 
     OK = "ok"
     NOTE = "note"

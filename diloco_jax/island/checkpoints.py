@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -128,13 +128,8 @@ class Checkpoints:
         like = trainer.abstract_state().opt_state
         leaves, structure = jax.tree.flatten(like)
         moments = checkpoint.restore(self._manager, self._number, "moments", leaves)
-        kept = [
-            fragment
-            for fragment, (saved, now) in enumerate(
-                zip(found["versions"], versions, strict=True)
-            )
-            if Version(*saved) == now and fragment not in found["outstanding"]
-        ]
+        before = [Version(*version) for version in found["versions"]]
+        kept = undisturbed(before, versions, found["outstanding"])
         residuals: dict[int, tuple[jax.Array, ...]] = {}
         if kept and self._config.run.sync.error_feedback:
             saved = checkpoint.restore(
@@ -265,6 +260,18 @@ class Checkpoints:
                 f"within {self._deadlines.pin_s:g} s: another host hangs or is gone"
             )
         return heard
+
+
+def undisturbed(
+    saved: Sequence[Version], now: Sequence[Version], outstanding: Collection[int]
+) -> list[int]:
+    """Return the fragments whose saved residuals hold: no take and no merge came after
+    them. outstanding: fragments with a take when they were saved."""
+    return [
+        fragment
+        for fragment, (before, version) in enumerate(zip(saved, now, strict=True))
+        if before == version and fragment not in outstanding
+    ]
 
 
 def _to_host(trees: Any) -> Any:

@@ -113,12 +113,15 @@ class Host(Parts[Loop]):
         self, versions: list[Version], decisions: Decisions, faults: Faults
     ) -> Loop:
         """Make the train loop, which begins at the anchors of these versions."""
-        run, anchors = self.config.run, self._anchors(versions)
+        run = self.config.run
+        anchors = {} if self.gives else self._anchors(versions)
         restored = self.checkpoints.restore(
             self.plan, self._trainer, self._exchange, versions
         )
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet_to_join("restored")
+        if self.gives:
+            self._exchange.start_from(self._trainer.first(run.seed))
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet_to_join("ready")
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
@@ -145,6 +148,7 @@ class Host(Parts[Loop]):
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
             send_anchor=self._send_anchor,
+            patience_s=self._data_s,
             checkpoints=self.checkpoints,
             faults=faults,
         )

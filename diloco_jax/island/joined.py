@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,6 +46,7 @@ def join(
     axes: Axes | None = None,
     every: int = 1,
     insecure: bool = False,
+    state: Mapping[str, Any] | None = None,
 ) -> JoinedIsland:
     """Make this process, or all of its `jax.distributed` world, an island of the run
     that a coordinator serves. Every process of the world calls it with the same
@@ -62,13 +64,16 @@ def join(
       address: HOST:PORT of the coordinator, whose config decides everything else.
       name: of the island; the run's config names it, or `placement.admit` does.
       like: the parameters, or arrays of their shapes that lie as they will: any pytree
-        of f32 arrays on a mesh of all processes. Their values are not used.
+        of f32 arrays on a mesh of all processes. Their values count only if the run
+        begins with those of this island (`--init from-island:NAME`).
       tokens_per_step: of one step of the loop, over all its devices.
       incarnation: number of this attempt, higher than any before; from 1.
       certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.
       axes: names of the parameters' axes, as the run's model has them; None: none.
       every: steps of the loop between two boundaries, for steps of milliseconds.
       insecure: let it speak to other machines without TLS.
+      state: what `state` of an earlier attempt returned, from the loop's checkpoint;
+        the loop then goes on with that checkpoint's moments.
 
     Raises:
       ConfigError: something does not fit the run: names the field, both values and the
@@ -84,20 +89,27 @@ def join(
         config, name, tokens_per_step * every, hosts.count if hosts else 1
     )
     config = dataclasses.replace(config, islands={**config.islands, name: island})
-    return JoinedIsland(
-        JoinedHost(config, name, address, like, axes), incarnation, every, hosts
-    )
+    host = JoinedHost(config, name, address, like, axes, state)
+    fresh = incarnation > 1 and state is None
+    return JoinedIsland(host, incarnation, every, hosts, restarted=fresh)
 
 
 class JoinedIsland:
     """An island whose train loop is the user's. Use it as a context manager.
 
-    Leaving the block before the run is over is a goodbye that loses nothing that was
-    taken; an exception in the block leaves at once.
+    Leaving the block before the run is over is a goodbye that loses nothing, if the
+    loop still has what the last `boundary` returned; without it, the steps since the
+    last takes are lost. An exception in the block leaves at once.
     """
 
     def __init__(
-        self, host: JoinedHost, incarnation: int, every: int, hosts: Hosts | None
+        self,
+        host: JoinedHost,
+        incarnation: int,
+        every: int,
+        hosts: Hosts | None,
+        *,
+        restarted: bool,
     ) -> None:
         """hosts: of this world, if it has several."""
         self._host, self._every, self._hosts = host, every, hosts
@@ -109,8 +121,9 @@ class JoinedIsland:
         self._ending: Ending | None = None
         self._calls = 0
         self._params: Any = None
-        self.restarted = incarnation > 1
-        """True if an earlier attempt was part of the run: fresh moments are due."""
+        self.restarted = restarted
+        """True if an earlier attempt was part of the run, and there is no state of it:
+        fresh moments are due."""
         self.learning_rate = 0.0
         """Rate of the next step, from the run's schedule and its progress."""
         self.positions: np.ndarray = np.zeros(0, np.int64)
@@ -181,6 +194,18 @@ class JoinedIsland:
         """Number of boundaries so far."""
         return self._loop.done
 
+    def state(self) -> dict[str, Any]:
+        """Return what the loop's checkpoint is to have of the island, for `join` of the
+        next attempt: a dict of arrays.
+
+        It holds run, island, incarnation and steps, versions and outstanding takes of
+        the fragments, and "residuals" where the run has `sync.error_feedback`: one f32
+        array for each parameter, by name, with its shape and sharding. They are the
+        caller's. Call it between two boundaries, on the loop's thread, on every host;
+        and after a block that was left early, whose last takes may still be merged.
+        """
+        return self._host.state(self._loop)
+
     def boundary(
         self, params: Any, loss: Any = None, *, alongside: tuple[Any, ...] = ()
     ) -> Any:
@@ -212,8 +237,9 @@ class JoinedIsland:
         self._loop.stepped(params, loss, alongside)
         self._params = None
         self._prepare()
-        params = self._loop.hand_over()
-        return (params, self._loop.hand_over_beside()) if alongside else params
+        params, beside = self._loop.hand_over(), self._loop.hand_over_beside()
+        self._loop.lend()
+        return (params, beside) if alongside else params
 
     def _meet(self) -> None:
         if self._hosts is None:
@@ -241,6 +267,11 @@ class JoinedIsland:
     def _leave(self) -> Ending:
         """Have everything that is open taken and sent, and return how it ended."""
         mailbox, deadlines = self._host.mailbox, self._host.deadlines
+        if not self._loop.take_back():
+            # Nothing is left to take from; other hosts of the island see the same.
+            return Ending(
+                EXIT_DONE, "its train loop left the run within a step", "stopped"
+            )
         if isinstance(self._island, Follower):
             return self._until_ending()
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +16,15 @@ import numpy as np
 
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.data.positions import LeasedPositions
+from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside
 from diloco_jax.island.device.build import at_anchors, compile_programs
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.leaves import Listed
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.hosts.world import Hosts
+from diloco_jax.island.joined_state import require_own, restored_state, saved_state
 from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
@@ -41,12 +44,18 @@ class JoinedHost(Parts["JoinedLoop"]):
     awaits_last = True
 
     def __init__(
-        self, config: Config, name: str, address: str, like: Any, axes: Axes | None
+        self,
+        config: Config,
+        name: str,
+        address: str,
+        like: Any,
+        axes: Axes | None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        """like, axes: as for `join`. Raise ConfigError if the parameters are not f32,
-        or cannot be cut as the run cuts them; SecurityError."""
-        self.leaves = LikeLeaves(like)
-        shapes = self.leaves.like
+        """like, axes, state: as for `join`. Raise ConfigError if the parameters are not
+        f32, or cannot be cut as the run cuts them; SecurityError."""
+        self.leaves, self._like = LikeLeaves(like), like
+        shapes, self._state = self.leaves.like, state
         model = Model(
             lambda key: shapes,
             None,
@@ -55,12 +64,15 @@ class JoinedHost(Parts["JoinedLoop"]):
         super().__init__(config, name, address, build_plan(config.run, model))
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
-        """Build takes and adoptions."""
-        self._hosts = hosts
+        """Build takes and adoptions. Raise ConfigError for a state of another run."""
+        self._hosts, self._identity = hosts, identity
         self._zeros = self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
         self._connect(identity, exchange)
+        if self._state is not None:
+            fragments = len(self.plan.fragments)
+            require_own(self._state, identity, exchange, fragments)
 
     def compile(self) -> None:
         """Run every take and adoption once. No host runs any before all have compiled
@@ -80,13 +92,25 @@ class JoinedHost(Parts["JoinedLoop"]):
         run, sequences = self.config.run, self.island.batch_size
         # A join moves tiles between hosts, which may have read for unequal times.
         self._meet_to_join("restored")
-        self._exchange.start(self._anchors(versions))
+        restored = None
+        if self._state is not None:
+            restored = restored_state(
+                self._state, self._exchange, self.leaves, versions
+            )
+        residuals = restored.residuals if restored else None
+        if self.gives:
+            self._exchange.start_from(self.leaves.first(self._like))
+        else:
+            self._exchange.start(self._anchors(versions), residuals)
+        del self._like
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
         self._meet_to_join("ready")
         lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
+        if restored is not None:
+            books.restored(restored.incarnation, restored.steps, restored.residuals)
         goal = goal_of(run, sequences)
         return JoinedLoop(
             config=self.config,
@@ -103,10 +127,23 @@ class JoinedHost(Parts["JoinedLoop"]):
             data=data,
             mailbox=self.mailbox,
             decisions=decisions,
-            pace=Pace(run, goal),
+            pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
+            patience_s=self._data_s,
             leaves=self.leaves,
+        )
+
+    def state(self, loop: JoinedLoop) -> dict[str, Any]:
+        """Return what `join` takes as `state`. All hosts call it."""
+        books = loop.boundary.books
+        return saved_state(
+            self._exchange,
+            self.leaves,
+            self._identity,
+            steps=loop.done,
+            versions=books.versions(),
+            outstanding=loop.in_doubt(),
         )
 
     def global_params(self) -> Any:
@@ -127,6 +164,9 @@ class JoinedLoop(Stepping):
         super().__post_init__()
         self._step = contextlib.ExitStack()
         self._loss: Any = None
+        self._given: tuple[Any, Listed] | None = None
+        """The step's result, as a tree and as leaves."""
+        self._lent: list[weakref.ref[Any]] = []
         self._mark: Any = None
         """One element of what the step under way began with, if the step before has no
         loss to wait for."""
@@ -140,7 +180,30 @@ class JoinedLoop(Stepping):
 
     def hand_over(self) -> Any:
         """Return the parameters, which are the loop's until `stepped`."""
-        return self.leaves.as_tree(self.replica.params)
+        params = self.replica.params
+        if self._given is not None and self._given[1] is params:
+            return self._given[0]  # Nothing was adopted.
+        return self.leaves.as_tree(params)
+
+    def lend(self) -> None:
+        """Keep none of what was handed over: the loop alone has it, and frees it, or
+        has it consumed by a step."""
+        params = self.replica.params
+        try:
+            self._lent = list(map(weakref.ref, params.leaves))
+        except TypeError:
+            return  # A number of the host has no weak references.
+        self.replica.params, self._given = Listed([], params.places), None
+
+    def take_back(self) -> bool:
+        """Have what was lent again, if the loop has not given it to another step."""
+        if self._lent:
+            leaves = [lent() for lent in self._lent]
+            if any(leaf is None or _is_gone(leaf) for leaf in leaves):
+                return False
+            self.replica.params = Listed(leaves, self.replica.params.places)
+        self.replica.beside = []
+        return True
 
     def hand_over_beside(self) -> tuple[Any, ...]:
         """Return the trees beside them, likewise."""
@@ -162,6 +225,7 @@ class JoinedLoop(Stepping):
         self._step.close()
         self.done += 1
         self.replica.params, self._loss = listed, loss
+        self._given, self._lent = (params, listed), []
         new = len(beside) != len(self.replica.beside)
         self.replica.beside = beside
         if new:
@@ -205,6 +269,10 @@ class OwnData:
         drawn = self._positions.draw(self._per_step)
         assert drawn is not None
         return drawn
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 @jax.jit

@@ -44,7 +44,7 @@ class Loop(Stepping):
         """Train until the run is over, or something ends this incarnation."""
         while (ending := self.until_step()) is None:
             self._validate()
-            self._train_step(self.data.next_batch(self._patience_s))
+            self._train_step(self.data.next_batch(self.patience_s))
         return ending
 
     # ---- one step ---------------------------------------------------------------

@@ -10,12 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import threading
 import time
-import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic
 
@@ -50,10 +48,11 @@ from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.island.signals import ended_by_signals
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import Hello, ResendRequest, Welcome
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
@@ -99,7 +98,8 @@ def run(
     )
     if isinstance(island, LeadingHost) and preemption.expected:
         island.asked_to_end = preemption.notice
-    with _ended_by_signals(island):
+    # Later: a follower's and a leader's are other functions.
+    with ended_by_signals(lambda who: island.asked_to_end(who)):
         try:
             preemption.watch()
             island.start()
@@ -159,7 +159,10 @@ class LeadingHost(Generic[L]):
         script: another source of decisions than the live one.
         """
         try:
-            welcome = self._link.connect(self._config.placement.outage_budget_s)
+            placement = self._config.placement
+            welcome = self._link.connect(
+                placement.outage_budget_s, placement.compile_budget_s
+            )
         except Refused as refused:
             self._tell_refused(refused, "begin")
             raise
@@ -169,6 +172,8 @@ class LeadingHost(Generic[L]):
             self._incarnation,
             welcome.run_id,
         )
+        # Without versions it is not to fetch the first ones, but to give them.
+        self._host.gives = not welcome.versions
         lead = lead_of(self._host.island.hosts) if script is None else 0
         self._tell_begin(welcome.run_id, lead)
         try:
@@ -225,8 +230,10 @@ class LeadingHost(Generic[L]):
     # ---- joining ----------------------------------------------------------------
 
     def _join(self, welcome: Welcome) -> list[Version]:
-        """Build, compile and fetch every fragment, while reports go on."""
+        """Build, compile and fetch every fragment, while reports go on. An island that
+        gives the first parameters sends them from its loop, when it is asked."""
         host, mailbox = self._host, self.mailbox
+        first = (FIRST_VERSION,) * len(host.plan.fragments)
         host.build(
             Identity(
                 run_id=welcome.run_id,
@@ -240,13 +247,17 @@ class LeadingHost(Generic[L]):
             host.fetcher,
             mailbox,
             self._deadlines,
-            welcome.versions,
+            welcome.versions or first,
             self._orders,
             host.join_s,
         )
         mailbox.post(Status(phase="compiling"))
         self._link.start(Targets(want=receiver.want, resend=self._resend))
         host.compile()
+        if host.gives:
+            logger.info("this island gives the run's first parameters")
+            receiver.have_all(first)
+            return list(first)
         began = time.monotonic()
         versions = receiver.fetch_all()
         seconds = time.monotonic() - began
@@ -300,6 +311,7 @@ class LeadingHost(Generic[L]):
             plan=self._host.plan.digest(),
             island=dataclasses.asdict(self._host.island),
             lead=lead,
+            gives=self._host.gives,
         )
         self._hosts.tell("begin", msgspec.msgpack.encode(begin))
         threading.Thread(target=self._watch_for_leave, daemon=True).start()
@@ -364,31 +376,3 @@ def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
         budget_s=placement.time_budget_s,
         meet_s=placement.hosts_budget_s,
     )
-
-
-@contextlib.contextmanager
-def _ended_by_signals(island: LeadingHost[Loop] | Follower[Loop]) -> Iterator[None]:
-    """End the island at its next step boundary on SIGTERM or Ctrl-C, with a goodbye; a
-    second Ctrl-C ends it at once. A signal that was ignored before still is, as in a
-    script's background processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: types.FrameType | None) -> None:
-        name = signal.Signals(number).name
-        # Not from the handler itself: the main thread may hold the mailbox's lock.
-        threading.Thread(target=island.asked_to_end, args=(name,), daemon=True).start()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {
-        number: signal.signal(number, end)
-        for number in (signal.SIGTERM, signal.SIGINT)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

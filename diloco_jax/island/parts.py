@@ -30,6 +30,8 @@ class Parts(abc.ABC, Generic[L]):
     """Make it, `build`, `compile`, `loop`, at the end `close`."""
 
     compile_seconds = 0.0
+    gives = False
+    """True if it begins with parameters of its own, which become the run's first."""
     awaits_last = False
     """True if it is to have the run's result, as for `Conversation`."""
 
@@ -93,6 +95,13 @@ class Parts(abc.ABC, Generic[L]):
     def _meet_compiled(self) -> None:
         budget_s = self.config.placement.compile_budget_s
         self._meet("compiled", budget_s, "placement.compile_budget_s")
+
+    @property
+    def _data_s(self) -> float:
+        """Longest wait for data. What the island gives must arrive before it has
+        any."""
+        given_s = self.join_s if self.gives else 0.0
+        return self.config.placement.patience_s + given_s
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
         self._exchange = exchange

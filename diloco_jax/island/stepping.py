@@ -61,12 +61,13 @@ class Stepping:
     send_anchor: Callable[[int, Version], None]
     """Sends a fragment's anchor at that version to a coordinator that lost its
     state."""
+    patience_s: float
+    """Longest wait for data, and for an end that was announced."""
     checkpoints: Checkpoints | None = None
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._deadlines = self.config.placement.deadlines
-        self._patience_s = self.config.placement.patience_s
         self.done = 0
         """Steps made so far."""
         self._seen = Decision()
@@ -134,12 +135,12 @@ class Stepping:
             self.replica.trees(),
             steps=self.done,
             versions=self.boundary.books.versions(),
-            outstanding=self._in_doubt(),
+            outstanding=self.in_doubt(),
             sequences=self.data.consumed,
             final=final,
         )
 
-    def _in_doubt(self) -> list[int]:
+    def in_doubt(self) -> list[int]:
         """Return fragments with a take that may be merged after this incarnation's
         end."""
         books = self.boundary.books
@@ -172,10 +173,10 @@ class Stepping:
         now, waiting = self.clock(), (what, heard)
         if self._waiting is None or self._waiting[0] != waiting:
             self._waiting = waiting, now
-        if now - self._waiting[1] < self._patience_s:
+        if now - self._waiting[1] < self.patience_s:
             return None
         return Ending(
             EXIT_FAILED,
-            f"{what} for {self._patience_s:g} s at step {self.done}; is the "
+            f"{what} for {self.patience_s:g} s at step {self.done}; is the "
             f"coordinator running? Start it again, then this island",
         )

@@ -24,7 +24,7 @@ from diloco_jax.config import (
 from diloco_jax.launch.fleet import Slice, find_slice
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.paths import is_bucket
-from diloco_jax.weights.sources import source_of
+from diloco_jax.weights.sources import FROM_ISLAND, source_of
 from diloco_jax.wire import principal
 
 Backend = Literal["tpu_vm", "gke"]
@@ -203,7 +203,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
 
 def _check_source(source: str) -> None:
     """Raise ConfigError unless the coordinator's machine can find the source."""
-    if not source:
+    if not source or source.startswith(FROM_ISLAND):
         return
     kind, folder = source_of(source)
     if not is_bucket(folder):

@@ -1,8 +1,8 @@
 """Rates of the coordinator's machine: constants of this package, or measured.
 
 `diloco plan CONFIG --measure --machine FILE` measures them with the product's own code
-and writes a file that `--machine FILE` alone reads, so that a coordinator's machine is
-measured once and planned with elsewhere.
+and writes the file. `--machine FILE` alone reads it: a coordinator's machine is
+measured once, and planned with elsewhere.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag=True):
-    """The island is let in. Term 0: the coordinator is gathering anchors."""
+    """The island is let in. Term 0: the coordinator is gathering anchors; an island
+    without any is to give the first ones."""
 
     run_id: str
     term: int

@@ -46,8 +46,8 @@ def base_run(run: RunConfig) -> RunConfig:
 
 
 def base_leaves(run: RunConfig) -> Iterator[np.ndarray]:
-    """Yield the weights that a run adapts, stacked, in the dtype that they have where
-    they lie, in the order of `jax.tree.leaves`."""
+    """Yield the weights that a run adapts, stacked, in the order of `jax.tree.leaves`
+    and the dtype of their files."""
     plain = base_run(run)
     pieces = first_pieces(plain, models.build(plain))
     for leaf in jax.tree.leaves(pieces, is_leaf=lambda x: isinstance(x, list)):

@@ -21,6 +21,7 @@ from diloco_jax.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    Placement,
     RunConfig,
     differences,
     shared_fields,
@@ -38,15 +39,17 @@ from diloco_jax.paths import is_bucket
 from diloco_jax.weights import families, names
 from diloco_jax.weights.buckets import at_hand
 from diloco_jax.weights.files import BESIDE, CONFIG, read_json, read_tensors
-from diloco_jax.weights.sources import source_of
+from diloco_jax.weights.sources import FROM_ISLAND, source_of
 
 
 def started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
-    """Return the config of a run that starts from a source: its model is the source's.
-    trust_code: see `workdir.read_config`.
+    """Return the config of a run that starts from a source: its model is the source's,
+    unless that is an island. trust_code: see `workdir.read_config`.
 
     Raises ConfigError if the source is none, or its model no known one.
     """
+    if source.startswith(FROM_ISLAND):
+        return _given_by(config, source.removeprefix(FROM_ISLAND))
     kind, folder = source_of(source)
     with at_hand(kind, folder, arrays=False) as here:
         if kind == "hf":
@@ -65,6 +68,28 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
     )
     require_source(model)
     return dataclasses.replace(config, run=dataclasses.replace(config.run, model=model))
+
+
+def _given_by(config: Config, island: str) -> Config:
+    if config.run.model.weights:
+        raise ConfigError(
+            f"--init {FROM_ISLAND}{island} with model.weights = "
+            f"{config.run.model.weights!r}: a run has its first parameters from one of "
+            f"both; leave the other one out"
+        )
+    placement = dataclasses.replace(config.placement, first_from=island)
+    return dataclasses.replace(config, placement=placement)
+
+
+def require_repeatable(placement: Placement, what: str) -> None:
+    """Raise ConfigError if the first parameters were an island's: no file has them.
+    what: that is to repeat the run."""
+    if placement.first_from:
+        raise ConfigError(
+            f"the run has its first parameters from island {placement.first_from!r} "
+            f"(placement.first_from), and {what} has only what is drawn or in files; "
+            f"give it a run that began without {FROM_ISLAND}NAME"
+        )
 
 
 def first_params(run: RunConfig, model: Model) -> Params:

@@ -1,4 +1,4 @@
-"""Where a run's first parameters come from, as `--init` gives it."""
+"""Sources of a run's first parameters, as `--init` names them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from diloco_jax.errors import ConfigError
 from diloco_jax.paths import absolute
 
 SOURCES = ("hf", "run")
+FROM_ISLAND = "from-island:"
+"""Begins an `--init` that names an island, whose parameters are no files."""
 
 
 def source_of(weights: str) -> tuple[str, str]:
@@ -14,6 +16,7 @@ def source_of(weights: str) -> tuple[str, str]:
     if weights and (kind not in SOURCES or not folder):
         raise ConfigError(
             f"--init {weights}: write hf:DIR for a folder with config.json and "
-            f"safetensors, or run:WORKDIR for a run's newest snapshot"
+            f"safetensors, run:WORKDIR for a run's newest snapshot, or "
+            f"{FROM_ISLAND}NAME for what that island begins with"
         )
     return kind, absolute(folder)

@@ -98,9 +98,8 @@ class ControlStream:
     def receive(self, timeout_s: float) -> messages.FromCoordinator | None:
         """Return the next message, or None after `timeout_s`.
 
-        Raises Refused if that is the coordinator's last word, ConnectionLost (or the
-        error that ended the stream) when the stream is dead and everything that came is
-        read.
+        Raises Refused if the coordinator refused this island. Once the stream is dead
+        and all that came is read, raises ConnectionLost or the error that ended it.
         """
         try:
             raw = self._inbox.get(timeout_s)

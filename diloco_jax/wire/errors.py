@@ -37,7 +37,7 @@ class RemoteProtocolError(ProtocolError):
 
 
 class Refused(WireError):  # noqa: N818
-    """The peer's policy said no for good: `code` for programs, `message` for people.
+    """The peer said no for good: `code` for programs, `message` for people.
 
     The refused process exits with code 3.
     """

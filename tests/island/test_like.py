@@ -91,6 +91,14 @@ def test_results_of_one_program_are_looked_at_once(monkeypatch):
     assert len(looks) == 1
 
 
+def test_values_of_like_are_there_if_they_are_asked_for():
+    leaves = LikeLeaves(TREE)
+    same(leaves.as_tree(leaves.first(TREE)), TREE)
+    shapes = jax.eval_shape(lambda: TREE)
+    with pytest.raises(ConfigError, match="give arrays with values"):
+        LikeLeaves(TREE).first(shapes)
+
+
 def test_a_mesh_of_explicit_axes_is_refused():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
     lies = NamedSharding(mesh, PartitionSpec("x"))

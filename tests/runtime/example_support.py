@@ -50,6 +50,11 @@ class Example:
     def train(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
         return self.loop("train.py", name, attempt, pause_s)
 
+    def keep(self, name: str, attempt: int, pause_s: float) -> subprocess.Popen:
+        """The loop that writes checkpoints of its own, in `kept`."""
+        folder = self.folder / "kept"
+        return self.loop("train_kept.py", name, attempt, pause_s, folder)
+
     def loop(self, script: str, name: str, *arguments: object) -> subprocess.Popen:
         address = f"127.0.0.1:{self.port}"
         command = [sys.executable, script, address, name, *map(str, arguments)]
@@ -61,13 +66,17 @@ class Example:
             cwd=self.folder,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+            env=self.environment,
         )
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
     def until(self, condition) -> None:
-        """Wait until the condition holds of the tape."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition(list(read_tape(self.workdir / "tape.jsonl"))):
+        """Wait until the condition holds of the tape, once there is one."""
+        deadline, tape = time.monotonic() + TIMEOUT_S, self.workdir / "tape.jsonl"
+        while not (tape.exists() and condition(list(read_tape(tape)))):
             assert time.monotonic() < deadline
             time.sleep(0.2)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import {page} as page
 
-from diloco_jax.models.model import Model, named, plain_axes
+from diloco_jax.models.model import Model, named
 
 shapes = jax.eval_shape(page.parameters, jax.random.key(0))
 structure = jax.tree.structure(shapes)
@@ -33,25 +33,33 @@ def loss(params, batch):
 
 
 def model(run, island, layout):
-    axes = plain_axes(named(shapes))
+    # An island with a mesh axis "fsdp" cuts the first axis.
+    axes = jax.tree.map(lambda x: ("embed", *(None,) * (x.ndim - 1)), named(shapes))
     return Model(lambda key: named(page.parameters(key)), loss, axes)
 """
 
 
 class PageSteps:
-    """The page's steps of one island. Its rows follow from its batch and the number of
-    the step: which positions it is leased depends on when the others ask."""
+    """The page's steps of one island, whose moments and rows are cut as its parameters
+    are. The rows follow from its batch and the number of the step: which positions it
+    is leased depends on when the others ask."""
 
     def __init__(self, page, batch_size, params):
         import jax
-        from jax.sharding import NamedSharding, PartitionSpec
 
         mesh = jax.tree.leaves(params)[0].sharding.mesh
-        lies = NamedSharding(mesh, PartitionSpec())
-        self._step = jax.jit(page.step, out_shardings=lies)
-        self._moments = jax.jit(page.optimizer.init, out_shardings=lies)(params)
+        moments = jax.eval_shape(page.optimizer.init, params)
+        params_lie, moments_lie = cut(mesh, params), cut(mesh, moments)
+        whole, rows_lie = cut(mesh, 0.0), rows_of(mesh)
+        self._step = jax.jit(
+            page.step,
+            donate_argnums=(0, 1),
+            out_shardings=(params_lie, moments_lie, whole),
+        )
+        init = jax.jit(page.optimizer.init, out_shardings=moments_lie)
+        self._moments = init(params)
         self._place = lambda rows: jax.make_array_from_callback(
-            rows.shape, lies, rows.__getitem__
+            rows.shape, rows_lie, rows.__getitem__
         )
         self._numbers = np.random.default_rng(batch_size)
         self._shape = (batch_size, page.LENGTH + 1)
@@ -61,6 +69,38 @@ class PageSteps:
         rows = self._place(rows)
         params, self._moments, loss = self._step(params, self._moments, rows, rate)
         return params, loss
+
+
+def cut(mesh, tree):
+    """Shardings that cut each matrix along its first axis, over "fsdp" if the mesh has
+    it, as the product cuts the parameters of `FACTORY`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def of(leaf):
+        fits = "fsdp" in mesh.shape and np.ndim(leaf) >= 2
+        return NamedSharding(mesh, PartitionSpec("fsdp") if fits else PartitionSpec())
+
+    return jax.tree.map(of, tree)
+
+
+def rows_of(mesh):
+    """The sharding of a batch's rows."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    by = PartitionSpec("fsdp") if "fsdp" in mesh.shape else PartitionSpec()
+    return NamedSharding(mesh, by)
+
+
+def require_cut(params):
+    """No device has a whole matrix."""
+    import jax
+
+    matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim >= 2]
+    assert matrices
+    for leaf in matrices:
+        (shard,) = leaf.addressable_shards
+        assert 2 * shard.data.size == leaf.size, leaf.sharding
 
 
 def joined_loop(page):
@@ -109,9 +149,8 @@ def main(
 
     import jax
     from host_process import script
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    from diloco_jax.island.device.mesh import make_mesh
+    from diloco_jax.island.device import mesh as meshes
     from diloco_jax.island.device.replica import Replica
     from diloco_jax.island.host import Host
     from diloco_jax.island.hosts.follower import Follower
@@ -122,12 +161,11 @@ def main(
 
     where = WorldAddress(address=world, index=int(index))
     hosts = join_world(where, 2, budget_s=240.0, meet_s=240.0)
-    page, mesh = importlib.import_module("run"), make_mesh(config.island(NAME))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-        jax.eval_shape(page.parameters, jax.random.key(0)),
-    )
+    meshes.LARGE = 0  # Small matrices are cut, too.
+    page = importlib.import_module("run")
+    shapes = jax.eval_shape(page.parameters, jax.random.key(0))
+    shardings = cut(meshes.make_mesh(config.island(NAME)), shapes)
+    like = jax.tree.map(lambda x, lies: x.update(sharding=lies), shapes, shardings)
     Replica.step = step_in_replica(page, like)
     host = (
         Host(config, NAME, address, Path(workdir))
@@ -139,6 +177,8 @@ def main(
     island = LeadingHost(host, 1, hosts) if leads else Follower(host, hosts)
     island.start()
     own = how == "own"
+    params = island.loop.replica.params
+    require_cut(params if own else params.leaves)
     ending = island.loop.run() if own else joined_loop(page)(island, config)
     island.stop(ending)
     island.close()

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import support
 import tape_checks
+from broken_line import Line
 from example_support import TIMEOUT_S, Example, merges_of
 from oracle_support import expected_history
 from runtime_support import (
     PATIENCE_S,
+    await_state,
     coordinator,
     make_config,
     placed,
     run_scripted,
+    with_run,
 )
 from test_oracle import CYCLES, positions_by_island
 
@@ -81,11 +84,14 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
     served = example.serve("--init")
     processes = [served]
     try:
-        fast, slow = example.train("fast", 1, 0.1), example.train("slow", 1, 0.25)
+        fast, slow = example.train("fast", 1, 0.1), example.keep("slow", 1, 0.25)
         processes += [fast, slow]
-        example.until(lambda tape: merges_of(tape, "slow", 1) >= 3)
+        kept = example.folder / "kept"
+        example.until(
+            lambda tape: merges_of(tape, "slow", 1) >= 3 and (kept / "1").is_dir()
+        )
         slow.send_signal(signal.SIGKILL)
-        slow = example.train("slow", 2, 0.25)
+        slow = example.keep("slow", 2, 0.25)
         processes.append(slow)
         example.until(lambda tape: merges_of(tape, "slow", 2) >= 2)
         served.send_signal(signal.SIGKILL)
@@ -114,12 +120,54 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
     assert tape_checks.version_problems(tape) == []
     assert set(summary["islands"]["slow"]["tokens_lost"]) <= {"died"}
     assert summary["islands"]["fast"]["tokens_lost"] == {}
+    told = [r for r in tape if r["kind"] == "island"]
+    restored = [r for r in told if r["record"]["kind"] == "restored"]
+    of = {(r["island"], r["incarnation"], r["record"]["start"]) for r in restored}
+    assert of == {("slow", 2, 1)}, "its moments are those of its checkpoint"
+
+
+# ---- a line that is cut --------------------------------------------------------------
+
+
+def test_a_loop_trains_on_while_its_line_is_cut_and_loses_nothing(text, tmp_path):
+    config = placed(make_config(text, quorum=1), time_budget_s=2.0)
+    tokens = 2 * config.run.sequence_length
+    config = with_run(config, total_tokens=250 * tokens)
+    with (
+        coordinator(config, tmp_path) as service,
+        Line(service.address) as line,
+        joined(config, service, address=line.address) as island,
+    ):
+        params, longest_s = island.params, 0.0
+        while not island.over:
+            params = jax.tree.map(lambda x: x + 0.01 * island.learning_rate, params)
+            time.sleep(0.02)
+            if island.step == 40:
+                line.cut()
+                await_state(service, lambda s: s.islands["b"].status == "absent")
+            if island.step == 100:
+                assert service.lead.state.islands["b"].status == "absent"
+                line.mend()
+            began = time.monotonic()
+            params = island.boundary(params)
+            if 40 <= island.step <= 100:
+                longest_s = max(longest_s, time.monotonic() - began)
+    assert longest_s < 1.0, "it waits for nobody"
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+    tape = list(read_tape(tmp_path / "tape.jsonl"))
+    kinds = {record["kind"] for record in tape}
+    assert {"absent", "resumed"} <= kinds
+    assert summary["islands"]["b"]["joins"] == 1
+    assert summary["islands"]["b"]["tokens_lost"] == {}
+    assert summary["islands"]["b"]["tokens_merged"] == 250 * tokens
+    sizes = support.fragment_sizes(read_config(tmp_path))
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
 
 
 # ---- its promises --------------------------------------------------------------------
 
 
-def joined(config, service, **changes):
+def joined(config, service, *, address="", **changes):
     """Island b of the config, joined with parameters of the config's model."""
     shapes = build(config.run).shapes()
     fields = {
@@ -129,7 +177,7 @@ def joined(config, service, **changes):
         "incarnation": 1,
         "axes": build(config.run).axes,
     }
-    return diloco_jax.join(service.address, **(fields | changes))
+    return diloco_jax.join(address or service.address, **(fields | changes))
 
 
 @pytest.fixture
@@ -147,6 +195,7 @@ def test_a_loop_that_leaves_early_loses_nothing(alone, tmp_path):
                 params = island.boundary(params)
             assert island.step == 5
             assert not island.over
+        assert island.state()["outstanding"].all(), "all may still be merged"
         deadline = time.monotonic() + PATIENCE_S
         while service.lead.state.islands["b"].status != "gone":
             assert time.monotonic() < deadline
@@ -154,6 +203,22 @@ def test_a_loop_that_leaves_early_loses_nothing(alone, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
     assert summary["tokens_computed"] == 5 * 2 * alone.run.sequence_length
     assert summary["tokens_lost"] == {}
+
+
+def test_a_loop_that_leaves_within_a_step_loses_what_was_not_taken(alone, tmp_path):
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    with coordinator(alone, tmp_path) as service:
+        with joined(alone, service) as island:
+            params = island.params
+            for _ in range(5):
+                params = island.boundary(step(params))
+            params = step(params)  # No boundary follows.
+        await_state(service, lambda s: s.islands["b"].status == "gone")
+    summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
+    tokens = 5 * 2 * alone.run.sequence_length
+    lost = sum(summary["tokens_lost"].values())
+    assert summary["tokens_computed"] == tokens == summary["tokens_merged"] + lost
+    assert lost
 
 
 def train_to_the_end(island):

@@ -60,10 +60,10 @@ def test_a_step_gives_the_same_bits_in_both_loops(
     check_same(tapes)
 
 
-def test_so_it_does_on_an_island_of_two_hosts(pages, text, tmp_path):
+def test_so_it_does_where_two_hosts_have_half_of_each_matrix(pages, text, tmp_path):
     config = config_of(importlib.import_module("run"), text, tmp_path)
     sync = dataclasses.replace(config.run.sync, quorum=1)
-    pair = IslandConfig(batch_size=4, hosts=2, mesh_data=2)
+    pair = IslandConfig(batch_size=4, hosts=2, mesh_fsdp=2)
     config = with_run(dataclasses.replace(config, islands={NAME: pair}), sync=sync)
     config, tapes = placed(config, time_budget_s=PATIENCE_S).validate(), []
     write_config_json(config, path := tmp_path / "config.json")

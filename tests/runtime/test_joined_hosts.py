@@ -18,9 +18,17 @@ from diloco_jax.workdir import read_config
 pytestmark = pytest.mark.dist
 
 
+LIES = "lies = jax.tree.map(lambda x: x.sharding, like)\n"
+VALUES = "like = jax.jit(parameters, out_shardings=lies)(jax.random.key(7))\n"
+"""Each process has its part of the run's first parameters, and gives it."""
+
+
 def test_a_loop_of_two_processes_starts_again_when_one_of_them_dies(tmp_path):
     example = Example(tmp_path)
-    served = example.serve("--init")
+    loop = (tmp_path / "train_mesh.py").read_text()
+    assert LIES in loop
+    (tmp_path / "train_mesh.py").write_text(loop.replace(LIES, LIES + VALUES))
+    served = example.serve("--init", "from-island:mesh")
     processes = [served]
 
     def mesh(attempt: int):
@@ -54,6 +62,7 @@ def test_a_loop_of_two_processes_starts_again_when_one_of_them_dies(tmp_path):
     tape = list(read_tape(example.workdir / "tape.jsonl"))
     joins = {name: island["joins"] for name, island in summary["islands"].items()}
     assert joins == {"mesh": 2, "fast": 1}
+    assert tape[0]["first_from"] == "mesh"
     sizes = support.fragment_sizes(read_config(example.workdir))
     assert tape_checks.ledger_problems(summary, tape, sizes) == []
     assert tape_checks.version_problems(tape) == []

@@ -13,8 +13,8 @@ from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.index import GlobalIndex
-from diloco_jax.data.positions import LeasedPositions
 from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Arrivals
@@ -26,6 +26,7 @@ from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
+from diloco_jax.simulation.replay.pipe import Call, decode, encode
 from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
 from diloco_jax.simulation.replay.worker import Copies
 
@@ -148,10 +149,16 @@ class Lived:
 
 
 class Here:
-    """A worker that is this process."""
+    """A worker that is this process; calls and answers go through bytes."""
 
     def __init__(self, run):
-        self.send = self.ask = Copies(run).carry_out
+        self._copies = Copies(run)
+
+    def ask(self, who, method, *arguments):
+        call = decode(encode(Call(who, method, list(arguments))), Call)
+        return decode(encode(self._copies.carry_out(call)), object)
+
+    send = ask
 
 
 def judged(fragment, tick, verdict, reason="", version=V[0]):

@@ -1,6 +1,7 @@
-"""The merge rule "trimmed_mean": element by element, the largest and smallest eighth of
-the deltas are left out of the weighted mean (Yin et al., arXiv 1803.01498, with the
-weights of the deltas that stay). With 3 to 7 deltas, one at each end is left out.
+"""The merge rule "trimmed_mean": a weighted mean without the outermost deltas.
+
+For each element the largest and smallest eighth of the deltas are left out, with 3 to 7
+deltas one at each end (Yin et al., arXiv 1803.01498, here with weights).
 
 It tolerates an island whose deltas are wrong; a mean and RDA do not.
 """

@@ -49,7 +49,7 @@ Report = Callable[[float], None]
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides about the bytes of the result."""
+    """Everything on which the bytes of the result depend."""
 
     format: int
     tokenizer: Tokens

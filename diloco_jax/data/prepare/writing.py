@@ -51,7 +51,7 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How documents become rows, the same for every part."""
+    """Rules by which documents become rows, the same for every part."""
 
     tokenizer: Tokenizer
     reader: Reader

@@ -1,9 +1,13 @@
 """The record of a packed row: as few bytes as it takes to have its arrays back.
 
-`T` tokens predicted. A record has the number of tokens that are no padding (uint32),
-the tokens [T + 1] (uint16 if the vocabulary fits, else uint32), a bit for each token
-that begins a document [T + 1], and a bit for each prediction that counts [T]; all of it
-little-endian. Every record of a folder has the same length.
+`T` tokens predicted. A record has, in this order and little-endian:
+
+- the number of tokens without the padding, uint32;
+- the tokens [T + 1], uint16 if the vocabulary fits, else uint32;
+- a bit for each token, set where a document begins [T + 1];
+- a bit for each prediction, set where it counts [T].
+
+Every record of a folder has the same length.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LentBeside(LentParams[Listed]):
             change()
 
     def warm(self) -> None:
-        """Compile what moves the trees that are here now, which stay as they are."""
+        """Compile the programs that move the present trees; leave these as they are."""
         for held in self._exchange.one_of_each(self.params):
             self._follow(held.fragment, self._before(held.fragment))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,11 @@ class Held:
     before: Any = None
     """Residual before the outstanding take."""
 
+    @property
+    def settled(self) -> Any:
+        """Residual as if no take were outstanding."""
+        return self.residual if self.before is None else self.before
+
     def drop(self) -> None:
         """Return to the residual before the outstanding take, if there is one."""
         if self.before is not None:
@@ -89,14 +94,14 @@ class Exchange:
             for fragment, pieces in enumerate(plan.fragments)
         ]
         self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
-        if sync.error_feedback:
+        if self.feeds_back:
             for held in self._all():
                 held.residual = zeros(held.piece.shape, np.float32, held.kind.piece)
 
     # ---- the path of the data ---------------------------------------------------
 
     def take(self, fragment: int, params: Params | Listed) -> tuple[jax.Array, ...]:
-        """Return the fragment's encoded delta by piece, on its way to the host.
+        """Return the fragment's encoded delta by piece.
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
@@ -107,7 +112,6 @@ class Exchange:
                 held.kind.take(leaf, held.index, held.anchor, before)
             )
             held.before = before
-            sent.copy_to_host_async()
             encoded.append(sent)
         return tuple(encoded)
 
@@ -244,25 +248,15 @@ class Exchange:
     def at_anchor(self, fragment: int, params: Lent) -> Lent:
         """Return the parameters with the fragment at its anchor. `params` is
         donated."""
-        written: Leaves = {}
-        for held in self._held[fragment]:
-            path = held.piece.path
-            leaf = written.get(path)
-            leaf = leaf_of(params, path) if leaf is None else leaf
-            written[path] = held.kind.reset(leaf, held.index, held.anchor)
-        return with_leaves(params, written)
+        return _written(params, ((h, h.anchor) for h in self._held[fragment]))
 
     # ---- for a coordinator that lost its state ----------------------------------
 
     def anchor(self, fragment: int) -> tuple[jax.Array, ...]:
-        """Return the fragment's anchor by piece, in f32 tiles, on its way to the
-        host."""
-        encoded = []
-        for held in self._held[fragment]:
-            sent = in_turn(held.kind.whole(held.anchor))
-            sent.copy_to_host_async()
-            encoded.append(sent)
-        return tuple(encoded)
+        """Return the fragment's anchor by piece, in f32 tiles."""
+        return tuple(
+            in_turn(held.kind.whole(held.anchor)) for held in self._held[fragment]
+        )
 
     # ---- joining ----------------------------------------------------------------
 
@@ -294,18 +288,32 @@ class Exchange:
             for held, residual in zip(self._held[fragment], arrays, strict=True):
                 held.residual = residual
 
+    def start_from(self, params: Params | Listed) -> None:
+        """Start with anchors of these values, which are copied: the run's first ones.
+        All hosts call it."""
+        for held in self._all():
+            piece = held.kind.read(leaf_of(params, held.piece.path), held.index)
+            held.anchor = in_turn(piece)
+
     # ---- checkpoints ------------------------------------------------------------
 
     def trees(self) -> dict[str, list[tuple[jax.Array, ...]]]:
         """Return the anchors, and with error feedback the residuals as if no take were
         outstanding, by fragment and piece; not to be donated."""
         trees = {"anchors": [tuple(held.anchor for held in f) for f in self._held]}
-        if self._sync.error_feedback:
-            trees["residuals"] = [
-                tuple(h.residual if h.before is None else h.before for h in f)
-                for f in self._held
-            ]
+        if self.feeds_back:
+            trees["residuals"] = [tuple(h.settled for h in f) for f in self._held]
         return trees
+
+    @property
+    def feeds_back(self) -> bool:
+        """True if there are residuals."""
+        return self._sync.error_feedback
+
+    def residuals(self, params: Lent) -> Lent:
+        """Return the residuals of `trees` where the parameters have their pieces;
+        `params`, which lie alike, are donated."""
+        return _written(params, ((held, held.settled) for held in self._all()))
 
     def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
         """Return abstract arrays that lie as all residuals do."""
@@ -372,6 +380,17 @@ class Exchange:
 
     def _all(self) -> Iterator[Held]:
         return itertools.chain.from_iterable(self._held)
+
+
+def _written(params: Lent, values: Iterable[tuple[Held, Any]]) -> Lent:
+    """Return the parameters, which are donated, with pieces set to these values."""
+    written: Leaves = {}
+    for held, value in values:
+        path = held.piece.path
+        leaf = written.get(path)
+        leaf = leaf_of(params, path) if leaf is None else leaf
+        written[path] = held.kind.reset(leaf, held.index, value)
+    return with_leaves(params, written)
 
 
 def _layouts(plan: FragmentPlan, codec: str) -> tuple[PayloadLayout, ...]:

@@ -2,9 +2,11 @@
 
 They are the functions of `core/`, one piece at a time, with the indices of a stacked
 layer and of a band traced. They work where the data lies: a shard of a piece makes its
-tiles, and tiles make their shard. Where a mesh axis cuts a piece inside its tiles
-(`mesh.py`), a take first gathers the delta along it, an adoption the anchor, and all
-its devices make the same tiles.
+tiles, and tiles make their shard.
+
+A mesh axis may cut a piece inside its tiles (`mesh.py`). Then a take first gathers the
+delta along that axis, and an adoption the anchor. All devices along it make the same
+tiles.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Kind:
     """(leaf, index, value) -> leaf, which is donated."""
     whole: Any
     """(anchor) -> the anchor in f32 tiles."""
+    read: Any
+    """(leaf, index) -> the piece, a copy that lies as an anchor."""
 
     def gathered(self, landed: jax.Array) -> jax.Array:
         """Return the encoded publish that has landed."""
@@ -154,6 +158,7 @@ def kind_of(
         move=_move(lies),
         reset=_reset(lies),
         whole=_whole(lies),
+        read=_read(lies),
     )
 
 
@@ -283,6 +288,14 @@ def _reset(lies: Lies) -> Any:
         return lies.write(stacked, index, *lies.fetch(value))
 
     return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
+
+
+@_kept
+def _read(lies: Lies) -> Any:
+    def read(stacked: Any, index: Any) -> jax.Array:
+        return jnp.copy(lies.read(stacked, index))
+
+    return jax.jit(read, out_shardings=lies.at_rest)
 
 
 @_kept

@@ -1,4 +1,4 @@
-"""Where the arrays of one kind of piece lie, inside compiled functions."""
+"""Places of the arrays of one kind of piece, inside compiled functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diloco_jax.core.codecs.codec import Codec
 
 @dataclasses.dataclass(frozen=True)
 class Lies:
-    """Where the arrays of a kind lie, and how a piece is read from its leaf."""
+    """Places of the arrays of a kind, and the way from a leaf to a piece."""
 
     leaf: NamedSharding
     spec: PartitionSpec

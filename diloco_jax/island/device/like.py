@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.device.leaves import Listed, Path, leaf_of
-from diloco_jax.island.device.placing import zeros
+from diloco_jax.island.device.placing import place, zeros
 from diloco_jax.models.model import Params, named
 
 AXIS = "devices"
@@ -68,13 +68,15 @@ class LikeLeaves:
         Raises ValueError if it differs from `like` in structure, shape or dtype, or
         lies elsewhere.
         """
-        leaves = self._flat(tree, "boundary")
         # One program's results have the very same facts at each call.
         try:
+            # It looks at structure and leaves in one pass, and sorts no keys.
+            leaves = self._structure.flatten_up_to(tree)
             seen = [*map(_AVAL, leaves), *map(_SHARDING, leaves)]
-        except AttributeError:
-            seen = []  # The host's arrays have none.
+        except (ValueError, AttributeError):
+            seen = []  # Of another structure; or the host's arrays, which have none.
         if not seen or not all(map(operator.is_, seen, self._seen)):
+            leaves = self._flat(tree, "boundary")
             self._check(leaves)
             self._seen = seen or self._seen
         return Listed(leaves, self._places)
@@ -89,6 +91,35 @@ class LikeLeaves:
         self._check(leaves, beside=True)
         return Listed(leaves, self._places)
 
+    def placed(self, params: Params) -> Listed:
+        """Return arrays by name, of the host or a device, as `like` lies; nothing of
+        them is donated.
+
+        Raises ValueError if they differ from `like` in names or shapes.
+        """
+        there: Any = jax.tree.structure(params)
+        if there != jax.tree.structure(self.like):
+            raise ValueError(
+                "state was saved with parameters of other names; join with the tree "
+                "that was trained then, or without a state"
+            )
+        lie = self._lie([leaf_of(params, path) for path in self._paths])
+        self._check(lie, "in the state")
+        return Listed(lie, self._places)
+
+    def first(self, like: Any) -> Listed:
+        """Return the values of `like` itself, as it lies; nothing is donated.
+
+        Raises ConfigError if it has shapes alone.
+        """
+        leaves = jax.tree.leaves(like)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            raise ConfigError(
+                "like has shapes alone, and this island is to give the run's first "
+                "parameters (--init from-island:NAME); give arrays with values"
+            )
+        return Listed(self._lie(leaves), self._places)
+
     def smallest(self, params: Listed) -> jax.Array:
         """Return this host's first shard of the smallest parameter."""
         leaf = params.leaves[self._smallest]
@@ -96,6 +127,17 @@ class LikeLeaves:
         shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
         first: jax.Array = shards[0].data if shards else leaf
         return first
+
+    def _lie(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return arrays that lie as `like` does: those that do, and copies of the
+        others."""
+        return [
+            leaf
+            if isinstance(leaf, jax.Array)
+            and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+            else place(np.asarray(leaf), like.sharding)
+            for leaf, like in zip(leaves, self._abstract, strict=True)
+        ]
 
     def _flat(self, tree: Any, given: str) -> list[Any]:
         leaves, structure = jax.tree.flatten(tree)
@@ -106,7 +148,13 @@ class LikeLeaves:
             )
         return leaves
 
-    def _check(self, leaves: Sequence[Any], *, beside: bool = False) -> None:
+    def _check(
+        self,
+        leaves: Sequence[Any],
+        where: str = "at the boundary",
+        *,
+        beside: bool = False,
+    ) -> None:
         for path, leaf, like in zip(self._paths, leaves, self._abstract, strict=True):
             name, dtype = "/".join(path), leaf.dtype
             right = (
@@ -114,7 +162,7 @@ class LikeLeaves:
             )
             if leaf.shape != like.shape or not right:
                 raise ValueError(
-                    f"{name} is {dtype}{list(leaf.shape)} at the boundary, the island "
+                    f"{name} is {dtype}{list(leaf.shape)} {where}, the island "
                     f"joined with float32{list(like.shape)}; parameters stay as they "
                     f"were"
                     + (", and what is beside them is of a floating dtype" * beside)
@@ -122,7 +170,7 @@ class LikeLeaves:
             lies = getattr(leaf, "sharding", like.sharding)
             if not lies.is_equivalent_to(like.sharding, leaf.ndim):
                 raise ValueError(
-                    f"{name} lies as {lies} at the boundary, the island joined with "
+                    f"{name} lies as {lies} {where}, the island joined with "
                     f"{like.sharding}; give the step's result that sharding "
                     f"(out_shardings of jax.jit)"
                 )

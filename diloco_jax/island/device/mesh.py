@@ -116,7 +116,7 @@ def param_spec(
 def tile_spec(
     spec: Sequence[str | None], mesh: Mapping[str, int], grid: tuple[int, ...]
 ) -> PartitionSpec:
-    """Return what is left of a piece's cuts if its shards must end on tiles.
+    """Return the cuts of a piece whose shards end on tiles, and drop the others.
 
     spec: a mesh axis or None for each axis of the piece. grid: of its tiles.
     """

@@ -32,7 +32,7 @@ class LentParams(Generic[Lent]):
         return {"params": self.params, **self._exchange.trees()}
 
     def take(self, fragment: int) -> tuple[jax.Array, ...]:
-        """Return the fragment's encoded delta by piece, on its way to the host."""
+        """Return the fragment's encoded delta by piece."""
         return self._exchange.take(fragment, self.params)
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:

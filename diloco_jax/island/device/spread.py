@@ -33,7 +33,7 @@ Tiles = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Where the tiles of one kind of piece land."""
+    """Landing places of the tiles of one kind of piece."""
 
     landing: NamedSharding
     """Sharding of what lands: [R, *grid, n] if it is to be moved, else [*grid, n]."""

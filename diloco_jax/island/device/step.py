@@ -65,7 +65,7 @@ class Trainer:
         self.mesh = mesh
         self.anchor_memory = island.anchor_memory
         self.batch_size = island.batch_size
-        self._loss = model.require_loss()
+        self._loss, self._init = model.require_loss(), model.init
         self._frozen_source = model.frozen or Frozen({}, {}, lambda: iter(()))
         self._frozen_digest = frozen_digest
         self._frozen_placed: Params | None = None
@@ -173,6 +173,13 @@ class Trainer:
             self.shardings,
         )
         return made
+
+    def first(self, seed: int) -> Params:
+        """Return the parameters that the model draws, cut by `shardings`."""
+        with jax.set_mesh(self.mesh):
+            drawn = jax.jit(self._init, out_shardings=self.shardings)
+            params: Params = drawn(jax.random.key(seed))
+        return params
 
     def init_inner(self, params: Params) -> optax.OptState:
         """Return the inner optimizer's first state, cut as the parameters are."""

@@ -52,6 +52,7 @@ class Follower(Generic[L]):
         told = self._hear_unless_refused("begin", patience_s)
         begin = msgspec.msgpack.decode(told, type=HostsBegin)
         self._check(begin)
+        host.gives = begin.gives
         host.build(
             Identity(
                 run_id=begin.run_id,

@@ -54,6 +54,8 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
     """The IslandConfig as builtins."""
     lead: int
     """Boundaries between the publication of a decision and its time."""
+    gives: bool = False
+    """The island gives the run's first parameters."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

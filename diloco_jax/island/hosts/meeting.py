@@ -2,10 +2,11 @@
 
 `jax.distributed` takes three arguments: host 0's address, the number of hosts and this
 host's own. They are read where each environment writes them down: GKE and Slurm in
-variables, a TPU VM in its metadata. Of jax's own detectors none is used. The two for
-TPUs ask the metadata server for other slices to join, which a pod may wait minutes for,
-the one for Kubernetes needs another package, and the one for Slurm takes the job's
-hosts, not the island's, without a word if their number is another one.
+variables, a TPU VM in its metadata. jax's own detectors are not used:
+
+- The two for TPUs ask the metadata server for other slices, which takes a pod minutes.
+- The one for Kubernetes needs another package.
+- The one for Slurm takes the hosts of the job, not those of the island.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ AGAIN_S = 1.0
 
 
 def await_all(place: WorldAddress, count: int, patience_s: float) -> None:
-    """Return once all `count` hosts are here. Raise TimeoutError, which names those
-    that are missing, if that takes longer; OSError if host 0 cannot listen there."""
+    """Return once all `count` hosts are here. Raise TimeoutError with the names of
+    the missing ones if that takes longer; OSError if host 0 cannot listen there."""
     host, port = parse_address(place.address, "the meeting place of the hosts")
     deadline = time.monotonic() + patience_s
     if place.index:

@@ -31,6 +31,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
+    Busy,
     ProtocolError,
     Refused,
     SecurityError,
@@ -107,16 +108,19 @@ class Link:
             threading.Thread(target=self._report, name="reports", daemon=True),
         ]
 
-    def connect(self, patience_s: float) -> Welcome:
+    def connect(self, patience_s: float, busy_s: float = 0.0) -> Welcome:
         """Connect for the first time. Raises Refused, or the last error after
-        `patience_s`; SecurityError the second time: the first may be a coordinator's
-        end."""
-        deadline = time.monotonic() + patience_s
+        `patience_s`, of a coordinator that says "come again" after `busy_s`, if that is
+        longer; SecurityError the second time: the first may be a coordinator's end."""
+        began = time.monotonic()
         suspicious = told = False
         while True:
             welcome = self._try_to_connect()
             if isinstance(welcome, Welcome):
                 return welcome
+            if isinstance(welcome, Busy):
+                patience_s = max(patience_s, busy_s)
+            deadline = began + patience_s
             if time.monotonic() >= deadline or self._mailbox.ending is not None:
                 raise welcome
             if isinstance(welcome, SecurityError):

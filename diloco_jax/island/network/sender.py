@@ -190,6 +190,8 @@ class Sender:
                 return
 
     def _pack(self, parcel: _Parcel) -> None:
+        for array in parcel.arrays:  # All copies begin before one is waited for.
+            array.copy_to_host_async()
         if all(array.is_fully_addressable for array in parcel.arrays):
             arrays = [np.asarray(array) for array in parcel.arrays]
             layouts = self._layouts[parcel.version is not None]

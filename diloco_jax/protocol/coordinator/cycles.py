@@ -94,10 +94,6 @@ def _is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -
 
 
 def _same(before: State, state: State) -> bool:
-    """Tell whether nothing happened that could bring a fragment to a cycle."""
-    return (
-        before.unkept is state.unkept
-        and before.tick == state.tick
-        and before.phase == state.phase
-        and before.fragments is state.fragments
-    )
+    """Tell whether nothing happened that could bring a fragment to a cycle: each tick
+    replaces a fragment, too."""
+    return before.unkept is state.unkept and before.fragments is state.fragments

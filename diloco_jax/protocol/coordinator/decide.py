@@ -166,8 +166,7 @@ def _report(
         state, grants = leases.top_up(config, state, event.island, now)
         effects += grants
     tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
-    if tokens > state.progress_tokens:
-        state = replace(state, progress_tokens=tokens)
+    state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
     state, asks = leaving.stopped(config, state, event.island)
     effects += asks

@@ -124,14 +124,19 @@ def granted(state: State, name: str, span: Span) -> State:
 def release(state: State, name: str, merged_steps: int) -> State:
     """Free the positions of an ended incarnation's steps after `merged_steps`."""
     island = state.islands[name]
-    settled = merged_steps * island.sequences_per_step
-    spans = list(state.free_spans)
-    for lease in island.leases:
-        used = min(max(settled - lease.offset, 0), lease.span.stop - lease.span.start)
-        if lease.span.start + used < lease.span.stop:
-            spans.append(Span(lease.span.start + used, lease.span.stop))
+    left = _left(island, merged_steps)
+    spans = [*state.free_spans, *(span for span in left if span.start < span.stop)]
     state = replace(state, free_spans=_joined(spans))
     return with_island(state, replace(island, leases=()))
+
+
+def _left(island: Island, steps: int) -> list[Span]:
+    """Return what the first steps of the incarnation leave of each lease."""
+    used = steps * island.sequences_per_step
+    return [
+        Span(min(max(span.start, span.start + used - offset), span.stop), span.stop)
+        for offset, span in ((lease.offset, lease.span) for lease in island.leases)
+    ]
 
 
 def trained(state: State) -> list[Span]:
@@ -139,10 +144,7 @@ def trained(state: State) -> list[Span]:
     and that have not come back since: those that the run has trained on."""
     without = list(state.free_spans)
     for island in state.islands.values():
-        done = island.steps * island.sequences_per_step
-        for lease in island.leases:
-            used = min(max(done - lease.offset, 0), lease.span.stop - lease.span.start)
-            without.append(Span(lease.span.start + used, lease.span.stop))
+        without += _left(island, island.steps)
     found, at = [], 0
     for span in sorted(without):
         if span.start > at:

@@ -80,7 +80,6 @@ def close_account(
     account = replace(
         account,
         start=max(island.steps, settled_steps),
-        merged_end=0,
         take=None,
         told=None,
     )

@@ -76,14 +76,14 @@ def recover(
             steps=steps,
             steps_at_tick=steps,
             records_through=0,
-            granted_at=0.0,  # By the clock of another process.
+            granted_at=now,
             grants_left=GRANTS_AT_ONCE,
         )
         state = with_island(state, island)
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
-    state = cycles.forgotten(replace(state, reunion_until=0.0))
+    state = cycles.forgotten(replace(state, reunion_until=now))
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(
@@ -113,10 +113,11 @@ def _replayed(state: State, record: Durable) -> State:
             return with_fragment(state, fragment)
         case Granted():
             span = Span(record.start, record.stop)
-            if span.stop > state.next_position:
-                state = replace(state, next_position=span.stop)
-            free = tuple(_without(state.free_spans, span))
-            state = replace(state, free_spans=free)
+            state = replace(
+                state,
+                next_position=max(state.next_position, span.stop),
+                free_spans=tuple(_without(state.free_spans, span)),
+            )
             return leases.granted(state, record.island, span)
         case Left():
             island = state.islands[record.island]
@@ -153,9 +154,6 @@ def _replayed_merge(state: State, record: Merged) -> State:
             gap = contribution.start - account.start
             account = account.lose(gap, "overwritten")
             fragment = with_account(fragment, name, account)
-            island = state.islands[name]
-            steps = max(island.steps, contribution.end)
-            state = with_island(state, replace(island, steps=steps))
         fragment = ledger.book(fragment, contribution)
     fragment = replace(
         fragment,
@@ -172,10 +170,7 @@ def _replayed_merge(state: State, record: Merged) -> State:
 
 def _without(spans: Iterable[Span], taken: Span) -> Iterable[Span]:
     for span in spans:
-        if taken.stop <= span.start or span.stop <= taken.start:
-            yield span
-            continue
         if span.start < taken.start:
-            yield Span(span.start, taken.start)
+            yield Span(span.start, min(span.stop, taken.start))
         if taken.stop < span.stop:
-            yield Span(taken.stop, span.stop)
+            yield Span(max(span.start, taken.stop), span.stop)

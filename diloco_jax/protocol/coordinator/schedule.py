@@ -73,9 +73,9 @@ def skip_cycle(
 ) -> tuple[dict[int, int], State, list[Effect]]:
     """Return an unused tick number for every fragment and never use it again; pacing
     is not affected."""
-    numbers = range(state.tick + 1, state.tick + 1 + config.fragments)
-    ticks = {fragment_of(config, tick): tick for tick in numbers}
-    return ticks, *_reserved(config, replace(state, tick=numbers[-1]))
+    last = state.tick + config.fragments
+    ticks = {fragment_of(config, tick): tick for tick in range(last, state.tick, -1)}
+    return ticks, *_reserved(config, replace(state, tick=last))
 
 
 def _reserved(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:

@@ -113,8 +113,8 @@ def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bo
 
 
 def pending(fragment: Fragment, name: str) -> list[Effect]:
-    """Tell an island, which may be about to adopt the current version, that its
-    outstanding take came too late for that merge."""
+    """Tell an island that its outstanding take came too late for the current
+    version, which it may be about to adopt."""
     take = fragment.accounts[name].take
     if take is None or take.end is None or take.base >= fragment.version:
         return []

@@ -138,7 +138,7 @@ class Outgoing(Protocol):
 
 
 class LeasedData(Protocol):
-    """`data.stream.LeasedStream`, or `data.positions.LeasedPositions`."""
+    """`data.stream.LeasedStream`, or its `LeasedPositions` alone."""
 
     def grant(self, span: Span) -> None:
         """Add positions after those granted before."""

@@ -103,9 +103,9 @@ def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> St
         case Offered():
             state, effects = _offered(config, state, event, now)
         case Said():
-            state = _alive(config, state, event, now, connected=True)
+            state = alive(config, state, event, now, connected=True)
         case Disconnected():
-            state = _alive(config, state, event, now, connected=False)
+            state = alive(config, state, event, now, connected=False)
         case AnchorArrived():
             state, effects = _arrived(state, event)
     if state.phase == "waiting":
@@ -199,7 +199,7 @@ def _offered(
     return replace(state, members=members), effects
 
 
-def _alive(
+def alive(
     config: PolicyConfig,
     state: Gathering,
     event: Said | Disconnected,
@@ -207,6 +207,7 @@ def _alive(
     *,
     connected: bool,
 ) -> Gathering:
+    """Return the state with a sign of life of an island that offers."""
     member = state.members.get(event.island)
     if member is None or member.offer.session != event.session:
         return state

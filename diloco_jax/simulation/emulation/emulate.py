@@ -53,7 +53,7 @@ from diloco_jax.simulation.emulation.history import History
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
-from diloco_jax.weights.first import first_pieces
+from diloco_jax.weights.first import first_pieces, require_repeatable
 
 Show = Callable[[dict[str, Any]], None]
 """Callback for the status of the run, about once a second, as in `diloco status`."""
@@ -197,6 +197,7 @@ class _Emulator:
         plan = build_plan(run, model)
         deadlines = placement.deadlines
         passes = merge_route.passes_of(placement.merge_route)
+        require_repeatable(placement, "emulation")
         first = first_pieces(run, model)
         self._store = Store(run, plan, first, deadlines.pin_s, passes)
         self._alerts: deque[str] = deque(maxlen=ALERTS_KEPT)

@@ -1,20 +1,22 @@
 """Processes that repeat islands (`worker.py`), and the pipes to them.
 
-A call names a model copy and one of its methods. Calls are carried out in order, and
-pickled: both ends are processes of one replay. Islands of several hosts are repeated by
-as many processes: each gets every call, and the first process answers for all.
+A call names a model copy and one of its methods. Calls are carried out in order. Both
+ends speak MessagePack, in which an array is dtype, shape and bytes. Islands of several
+hosts are repeated by as many processes: each gets every call, and the first process
+answers for all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import subprocess
 import sys
 from multiprocessing import Pipe
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import msgspec
+import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.cluster.commands import free_port, island_environment
@@ -34,16 +36,19 @@ ANSWERS_WITHIN_S = 3600.0
 the compiler.
 """
 
-Call = Literal["begin", "step", "take", "adopt", "judge", "moments", "residual", "end"]
+Method = Literal[
+    "begin", "step", "take", "adopt", "judge", "moments", "residual", "end"
+]
 """Calls for one model copy; `take`, `moments` and `residual` are answered."""
+
+T = TypeVar("T")
 
 
 class WorkerError(RuntimeError):
     """A worker ended before its work was done; standard error has the reason."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """First message; answered with the facts of `environment.describe`.
 
     hosts, index, address: place in the world of processes, if there are several.
@@ -53,6 +58,43 @@ class Setup:
     hosts: int = 1
     index: int = 0
     address: str = ""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call for one model copy. Of the arguments only arrays keep their type: a
+    tuple arrives as a list, a config as a dict."""
+
+    who: Who
+    method: Method
+    arguments: list[Any]
+
+
+def encode(message: Any) -> bytes:
+    """Return a message of the pipe as bytes."""
+    return msgspec.msgpack.encode(message, enc_hook=_as_extension)
+
+
+def decode(octets: bytes, kind: type[T]) -> T:
+    """Return the message of that type; its arrays are read-only."""
+    return msgspec.msgpack.decode(octets, type=kind, ext_hook=_as_array)
+
+
+ARRAY = 1
+"""Code of arrays among MessagePack's extensions."""
+
+
+def _as_extension(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"a {type(value).__name__} cannot be sent to a worker")
+    parts = value.dtype.name, value.shape, value.tobytes()
+    return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode(parts))
+
+
+def _as_array(code: int, octets: memoryview) -> npt.NDArray[Any]:
+    assert code == ARRAY, f"extension {code} is not one of the pipe's"
+    kind = tuple[str, tuple[int, ...], bytes]
+    name, shape, values = msgspec.msgpack.decode(octets, type=kind)
+    return np.frombuffer(values, np.dtype(name)).reshape(shape)
 
 
 class Worker:
@@ -67,7 +109,7 @@ class Worker:
         address = f"127.0.0.1:{free_port()}" if hosts > 1 else ""
         for index, process in enumerate(self._processes):
             setup = Setup(run=run, hosts=hosts, index=index, address=address)
-            self._send_to(process, setup)
+            self._send_to(process, encode(setup))
         self.environment: Environment = self._answer()
 
     def __enter__(self) -> Worker:
@@ -90,19 +132,20 @@ class Worker:
                 process.child.kill()
                 process.child.wait()
 
-    def send(self, who: Who, call: Call, *arguments: Any) -> None:
+    def send(self, who: Who, method: Method, *arguments: Any) -> None:
         """Send a call; return before it is carried out. Raises WorkerError."""
+        octets = encode(Call(who, method, list(arguments)))
         for process in self._processes:
-            self._send_to(process, (who, call, *arguments))
+            self._send_to(process, octets)
 
-    def ask(self, who: Who, call: Call, *arguments: Any) -> Any:
+    def ask(self, who: Who, method: Method, *arguments: Any) -> Any:
         """Send a call and wait for the answer. Raises WorkerError."""
-        self.send(who, call, *arguments)
+        self.send(who, method, *arguments)
         return self._answer()
 
-    def _send_to(self, process: _Process, message: Any) -> None:
+    def _send_to(self, process: _Process, octets: bytes) -> None:
         try:
-            process.connection.send(message)
+            process.connection.send_bytes(octets)
         except OSError as error:
             raise self._ended() from error
 
@@ -110,7 +153,7 @@ class Worker:
         connection = self._processes[0].connection
         try:
             if connection.poll(ANSWERS_WITHIN_S):
-                return connection.recv()
+                return decode(connection.recv_bytes(), object)
         except (EOFError, OSError) as error:
             raise self._ended() from error
         raise self._ended()

@@ -60,7 +60,7 @@ from diloco_jax.simulation.replay.recording import (
     passes_like,
     refuse_other_bits,
 )
-from diloco_jax.weights.first import first_pieces
+from diloco_jax.weights.first import first_pieces, require_repeatable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,6 +331,7 @@ class Replay(contextlib.ExitStack):
 def _new_store(recording: Recording) -> Store:
     """Begin a run like `coordinator.origin`."""
     run, placement = recording.config.run, recording.config.placement
+    require_repeatable(placement, "replay")
     model = build(run)
     plan = build_plan(run, model)
     if plan.digest() != recording.plan_digest:

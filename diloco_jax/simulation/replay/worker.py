@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from jax.experimental.multihost_utils import process_allgather
@@ -41,7 +42,7 @@ from diloco_jax.models.model import Metrics, Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.replay.pipe import Call, Setup
+from diloco_jax.simulation.replay.pipe import Call, Setup, decode, encode
 from diloco_jax.simulation.replay.recording import Who
 
 LOST_AFTER_S = 60.0
@@ -59,8 +60,7 @@ def serve(connection: Connection) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    setup = connection.recv()
-    assert isinstance(setup, Setup)
+    setup = decode(connection.recv_bytes(), Setup)
     compilation.use_cache(compilation.of_user())
     hosts = None
     if setup.hosts > 1:
@@ -70,16 +70,16 @@ def _serve(connection: Connection) -> None:
         )
     described = environment.describe()
     if setup.index == 0:
-        connection.send(described)
+        connection.send_bytes(encode(described))
     copies = Copies(setup.run, hosts)
     while True:
         try:
-            call = connection.recv()
+            call = decode(connection.recv_bytes(), Call)
         except EOFError:
             break
-        answer = copies.carry_out(*call)
+        answer = copies.carry_out(call)
         if answer is not None and setup.index == 0:
-            connection.send(answer)
+            connection.send_bytes(encode(answer))
     if hosts is not None:
         leave_world()
 
@@ -93,17 +93,18 @@ class Copies:
         self._trainer_of = functools.cache(self._make_trainer)
         self._copies: dict[Who, _Copy] = {}
 
-    def carry_out(self, who: Who, call: Call, *arguments: Any) -> Any:
+    def carry_out(self, call: Call) -> Any:
         """Carry out a call for one copy; return the answer, or None if it has none."""
-        if call == "begin":
-            self._begin(who, *arguments)
-        elif call == "end":
-            del self._copies[who]
+        if call.method == "begin":
+            self._begin(call.who, *call.arguments)
+        elif call.method == "end":
+            del self._copies[call.who]
         else:
-            return getattr(self._copies[who], call)(*arguments)
+            return getattr(self._copies[call.who], call.method)(*call.arguments)
         return None
 
-    def _begin(self, who: Who, island: IslandConfig, *begun: Any) -> None:
+    def _begin(self, who: Who, config: dict[str, Any], *begun: Any) -> None:
+        island = msgspec.convert(config, IslandConfig)
         # Islands that compute alike share compiled programs.
         alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
         self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)
@@ -174,14 +175,14 @@ class _Copy:
         return _joined(tiles)
 
     def adopt(
-        self, fragment: int, version: Version, publishes: list[bytes], keep: bool
+        self, fragment: int, version: list[int], publishes: list[bytes], keep: bool
     ) -> None:
         exchange = self._exchange
         layout, part = exchange.layouts_down[fragment], exchange.part_down(fragment)
         parts = [_joined(layout.cut(publish, part)) for publish in publishes]
         arrival = Arrival(
             fragment=fragment,
-            version=version,
+            version=Version(*version),
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
         self._replica.adopt(arrival, keep=keep)

@@ -81,6 +81,28 @@ def test_a_fragment_without_a_merge_in_the_cycle_is_there_as_it_is() -> None:
     assert d.fragment(0).phase in ("open", "idle")
 
 
+def test_a_fragment_whose_turn_is_skipped_is_kept_at_once() -> None:
+    """At its tick too few islands can be asked, so that nothing of it changes."""
+    d = Driver(quorum=2)
+    d.join("a", "b", "c")
+    for name in ("a", "b", "c"):
+        d.report(name, 2)
+    for name in ("a", "b", "c"):
+        d.report(name, 4)
+    d.take("a", 1, 4)
+    d.take("b", 1, 4)
+    d.wait(60.0)
+    d.computed(1)
+    d.goodbye("b")
+    d.report("a", 6)
+    d.report("c", 6)
+    assert kept(d.feed(KeepAsked())) == {}
+    d.report("a", 8)
+    before = d.fragment(1)
+    assert kept(d.report("c", 8)) == {1: (2, Version(1, 1))}
+    assert d.fragment(1) == before
+
+
 def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
     d = training(export_every=2)
     numbers = []

@@ -2,10 +2,15 @@
 
 import pytest
 from kit import Driver, asked, kinds, make_config, notes, of, only, persisted
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Persist
 from diloco_jax.protocol.coordinator.schedule import (
+    Fleet,
+    advance,
+    after_crash,
     fragment_of,
+    longest_lead_seconds,
     pace,
     pacing_step_seconds,
     skip_cycle,
@@ -216,8 +221,8 @@ def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:
 def test_a_cycle_that_is_skipped_has_numbers_of_its_own() -> None:
     d = Driver(fragment_sizes=(1, 1, 1), steps_per_cycle=6)
     ticks, state, _ = skip_cycle(d.config, d.state)
-    assert sorted(ticks) == [0, 1, 2]
-    assert state.tick == max(ticks.values()) == d.state.tick + 3
+    assert ticks == {0: 1, 1: 2, 2: 3}
+    assert state.tick == 3
 
 
 def test_an_island_of_unknown_speed_does_not_pace() -> None:
@@ -282,6 +287,34 @@ def test_numbers_of_ticks_are_reserved_before_they_are_used() -> None:
     d.merge(0, a=2)
     assert persisted(d.report("a", 4), "ticks") == [], "one record serves many ticks"
     assert len(persisted(d.effects, "ticks")) == 1
+
+
+def test_a_record_reserves_sixteen_cycles_beyond_the_tick_that_needs_it() -> None:
+    d = Driver()
+    state, found = d.state, []
+    for _ in range(70):
+        state, effects = advance(d.config, state)
+        found += [(state.tick, r["through"]) for r in persisted(effects, "ticks")]
+    assert found == [(1, 33), (34, 66), (67, 99)]
+
+
+@pytest.mark.parametrize(
+    ("tick", "reserved", "then"), [(5, 33, 33), (5, 34, 35), (5, 5, 5), (6, 5, 6)]
+)
+def test_after_a_crash_the_cycle_goes_on_beyond_what_is_reserved(
+    tick, reserved, then
+) -> None:
+    d = Driver()
+    state = replace(d.state, tick=tick, ticks_reserved=reserved)
+    assert after_crash(d.config, state).tick == then
+
+
+def test_nobody_is_waited_for_where_no_island_is_counted() -> None:
+    d = Driver()
+    d.join("a")
+    d.goodbye("a")
+    assert longest_lead_seconds(d.config, d.state) == 0.0
+    assert Fleet(d.config, d.state).take_seconds({"a"}) == 0.0
 
 
 def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:

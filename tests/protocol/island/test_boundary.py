@@ -98,6 +98,20 @@ def test_a_verdict_comes_before_the_version_it_came_with():
     assert (fragment, tick, reason, outcome) == (0, 1, "empty", "reopened")
 
 
+def test_a_boundary_without_news_notes_nothing():
+    island = Island()
+    assert island.at(0) == []
+    assert island.boundary.books.drain() == ()
+
+
+def test_a_new_term_drops_the_takes_of_the_term_before():
+    island = Island()
+    says.take(island.told, 0, 1)
+    island.at(4)
+    assert island.at(5, Decision(term=2)) == [("forget", 0, 1), ("dropped", 0)]
+    assert island.boundary.books.outstanding() == ()
+
+
 def test_a_version_that_is_not_newer_is_left_out():
     island = Island()
     adoption = Decision(adoptions=(Adoption(0, V1),))

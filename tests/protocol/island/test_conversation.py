@@ -145,6 +145,13 @@ def test_an_island_is_let_go_only_once_it_is_about_to_leave(told):
     assert told.may_leave
 
 
+def test_a_decision_says_how_often_the_coordinator_was_heard(told):
+    assert told.decide().heard == 0
+    says.progress(told)
+    says.progress(told)
+    assert told.decide().heard == 2
+
+
 def test_progress_is_no_news(told):
     says.progress(told, 7)
     assert not told.has_news

@@ -256,6 +256,14 @@ def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
     assert g.state.members["a"].offer.incarnation == 3
 
 
+def test_an_anchor_of_an_earlier_process_does_not_count() -> None:
+    g = Gatherer("a")
+    assert asked(g.offer("a", 3, 3, incarnation=2)) == [("a", 0)]
+    before = g.state
+    assert g.arrive("a", 0, 3) == []
+    assert g.state == before
+
+
 def test_islands_of_two_runs_are_an_error_that_names_both() -> None:
     g = Gatherer()
     g.offer("a", 1, 1)

@@ -94,6 +94,7 @@ def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
     assert sum(totals.lost.values()) == 10 * 40 // 40, "the last steps of the smaller"
     assert totals.in_flight == 0
     assert ledger.run_totals(d.config, d.state) == totals
+    assert ledger.merged_into(d.fragment(0)) == 6 * TOKENS_PER_STEP + 60
     others = d.state.carried_progress
     assert others > 0, "of islands that are not back"
     trained = ledger.trained_tokens(d.config, d.state)
@@ -108,6 +109,8 @@ def test_what_it_tells_of_takes_of_the_earlier_term_changes_nothing() -> None:
     dropped = d.record("a", "dropped", 7, fragment=0, tick=9)
     effects += d.report("a", 7, took, dropped)
     assert len(notes(effects, "island")) == 2, "the tape has it"
+    ignored = [(i.machine, i.state, i.message) for i in d.ignored]
+    assert ignored == [("take", "carried", "record")] * 2
     assert not d.totals("a").lost
     assert d.account("a", 0).start == 0
     carry(d, "a", 7, 5, 4)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.data.mixture import Mixture, Together
+from diloco_jax.data.index import Mixture
 from diloco_jax.data.shares import MOST_SLOTS, Shares, slots_of
-from diloco_jax.data.source import TOKENS
+from diloco_jax.data.source import TOKENS, Together
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
 
