@@ -141,40 +141,28 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
-<<<<<<< HEAD
         self._whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._states = StateSnapshots(
             self._folder, placement, self.policy_config, self._whose
         )
         found = self._states.newest()
-        if found is None and not self._init and gathered is None:
-=======
-        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
-        self._snapshots = Snapshots(self._folder, placement, self.policy_config, whose)
-        self._publishes = Publishes(workdir / run_files.PUBLISHES)
-        found = self._snapshots.newest()
         giver = "" if workdirs.has_begun(workdir) else placement.first_from
-        if found is None and not self._init and gathered is None and not giver:
->>>>>>> 702e12d
+        given, new = None, found is None and gathered is None
+        if new and not self._init and not giver:
             raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
-        if found is None and gathered is None:
+        if new:
             # Left by a start that failed: no run exists before the first snapshot.
             remove_tape(workdir / run_files.TAPE)
-        given = None
-        if found is None and gathered is None and giver:
+        if new and giver:
             given = term.first_given(
                 config, self.policy_config, self._plan, self._serve_early
             )
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
-<<<<<<< HEAD
         keep, sizes = placement.exports_kept, self._plan.sizes
         self._kept = KeptCycles(workdir, keep, self._whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
-        state = self._make_state(gathered, found)
-=======
         state = self._make_state(gathered, found, given)
->>>>>>> 702e12d
         extends = going_on.extension(config, workdir, state)
         self._metrics = Metrics(workdir)
         self._open.callback(self._metrics.close)
@@ -329,13 +317,8 @@ class Coordinator:
                 self._states.require_own(found)
             store, state = term.begin(gathered, config, policy, plan, self._tape)
         else:
-<<<<<<< HEAD
             store, state = origin.initialise(
-                config, policy, self._model, plan, self._tape, workdir
-=======
-            self.store, state = origin.initialise(
                 config, policy, self._model, plan, self._tape, workdir, given
->>>>>>> 702e12d
             )
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
@@ -383,15 +366,13 @@ class Coordinator:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
                 # A stop of the coordinator alone does not wait long: islands train on.
-                deadlines = self._deadlines
-                patience = deadlines.stop_s if lead.finished else deadlines.report_s
-                self._end_by = now + patience
+                waits = self._deadlines
+                self._end_by = now + (waits.stop_s if lead.finished else waits.report_s)
             if not self._sessions.connected() or now >= self._end_by:
                 lead.stop()
 
     def _refresh(self, lead: Lead) -> None:
-        now = time.time()
-        clock = time.monotonic()
+        now, clock = time.time(), time.monotonic()
         own = [*self._states.writer.alerts(clock), *self._holder.alerts(clock)]
         self._status = summary.status(
             lead.config,

@@ -15,18 +15,11 @@ class CoordinatorOptions:
 
     init: str = setting(
         "",
-<<<<<<< HEAD
-        metavar="[hf:DIR|run:WORKDIR]",
-        help="Begin a new run in WORKDIR, with parameters that are drawn, or with the "
-        "model and parameters of a folder of weights or of a run. Without it, the run "
-        "there goes on, or else the run whose anchors the islands offer.",
-=======
         metavar="[hf:DIR|run:WORKDIR|from-island:NAME]",
-        help="Begin a new run in WORKDIR, with parameters that are drawn, those that "
-        "an island begins with, or those of a folder of weights or of a run, whose "
-        "model is taken over with them. Without it the run there goes on; if there is "
-        "none, the run whose anchors the islands offer does.",
->>>>>>> 702e12d
+        help="Begin a new run in WORKDIR, with parameters that are drawn or that an "
+        "island begins with, or with the model and parameters of a folder of weights "
+        "or of a run. Without it, the run there goes on, or else the run whose anchors "
+        "the islands offer.",
     )
     resume: bool = setting(
         False, help="The whole run was stopped: all its islands have ended."
