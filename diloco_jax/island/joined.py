@@ -77,7 +77,8 @@ def join(
 
     Raises:
       ConfigError: something does not fit the run: names the field, both values and the
-        remedy. SecurityError or ConnectionLost: no coordinator that can be trusted.
+        remedy. SecurityError or ConnectionLost: no coordinator that can be trusted came
+        within a minute, in which one that was lost may come back.
     """
     if incarnation < 1:
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
@@ -308,6 +309,7 @@ def _of_coordinator(
         certificates=certificates,
         insecure=insecure,
         deadlines=Placement().deadlines,
+        patience_s=Placement().outage_budget_s,
     )
     placement = dataclasses.replace(
         config.placement, certificates=certificates, insecure=insecure
