@@ -168,6 +168,13 @@ class Placement:
         "waits on the disk of the workdir: at most two deltas of everything per "
         "island.",
     )
+    workers: int = setting(
+        1,
+        AT_LEAST_1,
+        group=PROCESSES,
+        help="Processes that merge and serve fragments, each its own share of them; "
+        "1 = the coordinator's own process does.",
+    )
     merge_route: MergeRoute = setting(
         "auto",
         group=PROCESSES,

@@ -347,18 +347,27 @@ def merges_at_once(cores: int) -> int:
 
 
 def make_holder(
-    config: Config, store: Store, kept: KeptCycles, workdir: Path, whose: dict[str, Any]
+    config: Config,
+    store: Store,
+    kept: KeptCycles,
+    workdir: Path,
+    whose: dict[str, Any],
+    fragments: Sequence[int],
 ) -> StoreHolder:
-    """Return the holder of a coordinator, with its folders. whose: see
+    """Return the holder of these fragments, with their folders. whose: see
     `checkpoint`."""
     placement, plan = config.placement, store.plan
-    rooms = Rooms(placement.merge_buffer_bytes, workdir, SPARED_BYTES * plan.total)
+    rooms = Rooms(
+        placement.merge_buffer_bytes // placement.workers,
+        workdir,
+        SPARED_BYTES * plan.total,
+    )
     folder = checkpoint.snapshots_folder(placement, workdir)
     return StoreHolder(
         store,
         Inbox(store.layouts_up, rooms),
-        Publishes(workdir / run_files.PUBLISHES),
-        FragmentSnapshots(folder, placement, len(plan.fragments), whose),
+        Publishes(workdir / run_files.PUBLISHES, fragments),
+        FragmentSnapshots(folder, placement, fragments, whose),
         kept,
         write_within_s=placement.alone_s,
     )

@@ -25,7 +25,7 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.holder import make_holder
+from diloco_jax.coordinator.holder import StoreHolder, make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.restoring import make_store
@@ -40,6 +40,7 @@ from diloco_jax.coordinator.settings import (
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.workers import Workers
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
@@ -50,6 +51,8 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import Committed, RestoreFragments
+from diloco_jax.protocol.values import Version
 from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.server import Handlers
@@ -171,6 +174,8 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
         sessions = Sessions()
+        if isinstance(self._holder, Workers):
+            sessions.workers = self._holder.addresses
         self.lead = Lead(
             self.policy_config,
             state,
@@ -306,7 +311,7 @@ class Coordinator:
         workdir = self._workdir
         if gathered is None and found is not None:
             recovered = origin.recover(policy, self._states, workdir / run_files.LOG)
-            self._hold(make_store(config, plan, None))
+            self._holder = self._make_holder(make_store(config, plan, None))
             restored = self._holder.restore(recovered.restore)
             origin.tell_recovered(config, recovered, restored, self._tape)
             # After the snapshot: a kill may have come between snapshot and log.
@@ -323,8 +328,8 @@ class Coordinator:
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
         number = durable.next_number(workdir / run_files.LOG, after)
-        self._hold(store)
-        self._holder.begin()
+        self._begin_holder(store, [f.version for f in state.fragments])
+        del store
         with self._states.beginning():
             self._states.save(number, state)
         self._log = self._open_log(number)
@@ -335,12 +340,39 @@ class Coordinator:
             self._facts.write(workdir)
         return state
 
-    def _hold(self, store: Store) -> None:
-        """Make the holder of these fragments."""
-        self.store = store
-        self._holder = make_holder(
-            self._config, store, self._kept, self._workdir, self._whose
+    def _begin_holder(self, store: Store, versions: list[Version]) -> None:
+        """Make the fragments of a new run or term durable, and their holder. Workers
+        restore them from there."""
+        own = self._in_process(store)
+        own.begin()
+        if self._config.placement.workers == 1:
+            self._holder, self.store = own, store
+            return
+        self._holder = self._workers()
+        committed = tuple(
+            Committed(fragment=f, version=version, digests={})
+            for f, version in enumerate(versions)
         )
+        self._holder.restore(RestoreFragments(fragments=committed))
+
+    def _make_holder(self, store: Store) -> StoreHolder | Workers:
+        if self._config.placement.workers == 1:
+            self.store = store
+            return self._in_process(store)
+        return self._workers()
+
+    def _in_process(self, store: Store) -> StoreHolder:
+        everything = range(len(self._plan.fragments))
+        return make_holder(
+            self._config, store, self._kept, self._workdir, self._whose, everything
+        )
+
+    def _workers(self) -> Workers:
+        workers = Workers(
+            self._config, self._workdir, self._facts.run_id, self._plan.sizes
+        )
+        self._open.callback(workers.end, self._deadlines.stop_s)
+        return workers
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG

@@ -33,11 +33,10 @@ class Saver:
         """Make every fragment as it is now durable, as the first one of a run or a
         term; nothing else of it stays. Raises OSError if the disk is full, ConfigError
         or StorageAway if a bucket takes no snapshot."""
-        count = len(self._store.versions())
         with self._snapshots.beginning():
-            for fragment in range(count):
+            for fragment in self._snapshots.fragments:
                 self._snapshots.save_first(fragment, *self._store.current(fragment))
-        self._publishes.discard([FIRST_VERSION] * count)
+        self._publishes.discard(dict.fromkeys(self._snapshots.fragments, FIRST_VERSION))
 
     def write_due(self, now: float) -> None:
         """Begin to write the fragment whose turn it is, if it is time for one."""
@@ -58,7 +57,7 @@ class Saver:
                     "%d of %d fragments are in no snapshot of their newest version: "
                     "they go on from what was published of them",
                     len(unsaved) - written,
-                    len(self._store.versions()),
+                    len(self._snapshots.fragments),
                 )
                 return
             self._writes(fragment)()

@@ -20,6 +20,7 @@ from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
+from diloco_jax.coordinator.workers import Workers
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
@@ -46,7 +47,7 @@ class Service:
         likeness: Likeness,
         *,
         lead: Lead,
-        holder: StoreHolder,
+        holder: StoreHolder | Workers,
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,

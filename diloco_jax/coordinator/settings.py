@@ -59,11 +59,14 @@ def admitted_hosts(config: Config) -> list[int]:
     return [known[n].hosts if n in known else 1 for n in admitted(config)]
 
 
-def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Server:
-    """Return the server of a coordinator, with places for its islands."""
+def server_of(
+    config: Config, handlers: Handlers, tls: TlsFiles | None, bind: str = ""
+) -> Server:
+    """Return the server of a coordinator, with places for its islands. bind: that of a
+    worker, if it is one's."""
     placement, hosts = config.placement, admitted_hosts(config)
     return Server(
-        placement.bind,
+        bind or placement.bind,
         handlers,
         tls=tls,
         deadlines=placement.deadlines,

@@ -141,7 +141,7 @@ class LeadingHost(Generic[L]):
         self._deadlines = host.deadlines
         self._session = uuid.uuid4().hex
         self.mailbox = self._host.mailbox
-        self._link = Link(self._host.client, self._hello, self.mailbox, self._deadlines)
+        self._link = Link(self._host.lanes, self._hello, self.mailbox, self._deadlines)
         self.asked_to_end: Callable[[str], None] = self._end
         """Called with the name of the asker; ends the host at a step boundary, with a
         goodbye."""
@@ -250,6 +250,7 @@ class LeadingHost(Generic[L]):
             welcome.versions or first,
             self._orders,
             host.join_s,
+            host.lanes.dealt,
         )
         mailbox.post(Status(phase="compiling"))
         self._link.start(Targets(want=receiver.want, resend=self._resend))
@@ -312,6 +313,7 @@ class LeadingHost(Generic[L]):
             island=dataclasses.asdict(self._host.island),
             lead=lead,
             gives=self._host.gives,
+            workers=self._host.lanes.addresses,
         )
         self._hosts.tell("begin", msgspec.msgpack.encode(begin))
         threading.Thread(target=self._watch_for_leave, daemon=True).start()

@@ -53,6 +53,7 @@ class Follower(Generic[L]):
         begin = msgspec.msgpack.decode(told, type=HostsBegin)
         self._check(begin)
         host.gives = begin.gives
+        host.lanes.use(begin.workers)
         host.build(
             Identity(
                 run_id=begin.run_id,

@@ -56,6 +56,8 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries between the publication of a decision and its time."""
     gives: bool = False
     """The island gives the run's first parameters."""
+    workers: tuple[str, ...] = ()
+    """`Welcome.workers`."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,12 +80,12 @@ class Fetching:
     def next(self, away: Set[int] = frozenset()) -> Fetch | None:
         """Begin the next fetch; None if nothing lags or no more fetches may run at a
         time. Each fetch ends with `got`, `failed` or `gone`. away: fragments that
-        cannot be fetched now."""
+        cannot be fetched now, or belong to another lane, whose fetches do not count."""
         limit = 1 if self.joined else JOIN_FETCHES
         lagging = [
             f for f in range(len(self._wanted)) if f not in away and self._lags(f)
         ]
-        if not lagging or len(self._under_way) >= limit:
+        if not lagging or len(self._under_way - away) >= limit:
             return None
         return self._begin(min(lagging, key=self.order))
 
