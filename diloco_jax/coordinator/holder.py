@@ -131,7 +131,7 @@ class StoreHolder:
         """Compile what merges need, ahead of the first merge."""
 
         def compile_all() -> None:
-            self._store.warm_up(self._closing.is_set)
+            self._store.warm_up(self._closing.is_set, self._snapshots.fragments)
             self._tell(MergesCompiled())
 
         self._submit(compile_all)

@@ -159,15 +159,21 @@ class Store:
         """Layouts of an encoded delta, by fragment."""
         return [merge.layout_up for merge in self._merges]
 
-    def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
+    def warm_up(
+        self,
+        ended: Callable[[], bool] = lambda: False,
+        fragments: Sequence[int] | None = None,
+    ) -> None:
         """Compile all that merges need, so that no merge has to wait for it. A rule
         that sees all deltas at once leaves out what depends on their number. ended:
-        asked between two fragments; once it is true, the rest is not compiled."""
+        asked between two fragments; once it is true, the rest is not compiled.
+        fragments: those that are held, if not all are."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
         compiled = set()
-        for fragment, merge in enumerate(self._merges):
+        for fragment in range(len(self._merges)) if fragments is None else fragments:
+            merge = self._merges[fragment]
             alike = tuple((p.shape, rule_for(p, merge.rule)) for p in merge.pieces)
             if alike in compiled:
                 continue
