@@ -25,10 +25,9 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.holder import StoreHolder, make_holder
+from diloco_jax.coordinator.holders import Holders
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
@@ -36,11 +35,10 @@ from diloco_jax.coordinator.settings import (
     admitted,
     policy_config,
     require_room,
+    require_workers,
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.store import Store
-from diloco_jax.coordinator.workers import Workers
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
@@ -51,8 +49,6 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.holding import Committed, RestoreFragments
-from diloco_jax.protocol.values import Version
 from diloco_jax.weights.first import require_source
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.server import Handlers
@@ -113,6 +109,7 @@ class Coordinator:
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
+        require_workers(config, self._plan)
         require_route(placement.merge_route)
         if init:
             require_source(config.run.model)
@@ -144,9 +141,9 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
-        self._whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._states = StateSnapshots(
-            self._folder, placement, self.policy_config, self._whose
+            self._folder, placement, self.policy_config, whose
         )
         found = self._states.newest()
         giver = "" if workdirs.has_begun(workdir) else placement.first_from
@@ -163,8 +160,12 @@ class Coordinator:
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         keep, sizes = placement.exports_kept, self._plan.sizes
-        self._kept = KeptCycles(workdir, keep, self._whose, sizes)
+        self._kept = KeptCycles(workdir, keep, whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
+        run_id = self._facts.run_id
+        self._holders = Holders(
+            config, self._plan, self._kept, workdir, run_id, self._open
+        )
         state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
         self._metrics = Metrics(workdir)
@@ -174,12 +175,11 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
         sessions = Sessions()
-        if isinstance(self._holder, Workers):
-            sessions.workers = self._holder.addresses
+        sessions.workers = self.holder.addresses
         self.lead = Lead(
             self.policy_config,
             state,
-            holder=self._holder,
+            holder=self.holder,
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
@@ -201,7 +201,7 @@ class Coordinator:
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
-            holder=self._holder,
+            holder=self.holder,
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
@@ -235,7 +235,7 @@ class Coordinator:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
         began = time.monotonic()
-        if self._states.writer.wait(self._patience_s) and self._holder.wait(
+        if self._states.writer.wait(self._patience_s) and self.holder.wait(
             lambda: self._patience_s() - (time.monotonic() - began)
         ):
             write("a snapshot", self._save)
@@ -257,7 +257,7 @@ class Coordinator:
         """Write the last snapshots; before the run is over, what there is time for."""
         within_s = None if self.lead.finished else self._deadlines.stop_s / 2
         self._states.write_last(self.lead.state, self._log)
-        self._holder.save_all(within_s)
+        self.holder.save_all(within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""
@@ -268,7 +268,7 @@ class Coordinator:
             self._roster,
             begun_unix=self._facts.begun_unix,
             over_unix=self._over,
-            digest=self._holder.digest(),
+            digest=self.holder.digest(),
         )
 
     def close(self) -> None:
@@ -311,8 +311,8 @@ class Coordinator:
         workdir = self._workdir
         if gathered is None and found is not None:
             recovered = origin.recover(policy, self._states, workdir / run_files.LOG)
-            self._holder = self._make_holder(make_store(config, plan, None))
-            restored = self._holder.restore(recovered.restore)
+            self.holder = self._holders.restoring()
+            restored = self.holder.restore(recovered.restore)
             origin.tell_recovered(config, recovered, restored, self._tape)
             # After the snapshot: a kill may have come between snapshot and log.
             self._log = self._open_log(recovered.snapshot)
@@ -328,7 +328,8 @@ class Coordinator:
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
         number = durable.next_number(workdir / run_files.LOG, after)
-        self._begin_holder(store, [f.version for f in state.fragments])
+        versions = [fragment.version for fragment in state.fragments]
+        self.holder = self._holders.beginning(store, versions)
         del store
         with self._states.beginning():
             self._states.save(number, state)
@@ -339,40 +340,6 @@ class Coordinator:
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
         return state
-
-    def _begin_holder(self, store: Store, versions: list[Version]) -> None:
-        """Make the fragments of a new run or term durable, and their holder. Workers
-        restore them from there."""
-        own = self._in_process(store)
-        own.begin()
-        if self._config.placement.workers == 1:
-            self._holder, self.store = own, store
-            return
-        self._holder = self._workers()
-        committed = tuple(
-            Committed(fragment=f, version=version, digests={})
-            for f, version in enumerate(versions)
-        )
-        self._holder.restore(RestoreFragments(fragments=committed))
-
-    def _make_holder(self, store: Store) -> StoreHolder | Workers:
-        if self._config.placement.workers == 1:
-            self.store = store
-            return self._in_process(store)
-        return self._workers()
-
-    def _in_process(self, store: Store) -> StoreHolder:
-        everything = range(len(self._plan.fragments))
-        return make_holder(
-            self._config, store, self._kept, self._workdir, self._whose, everything
-        )
-
-    def _workers(self) -> Workers:
-        workers = Workers(
-            self._config, self._workdir, self._facts.run_id, self._plan.sizes
-        )
-        self._open.callback(workers.end, self._deadlines.stop_s)
-        return workers
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG
@@ -393,7 +360,7 @@ class Coordinator:
         if not ending:
             with self._disk.put_off("a snapshot"):
                 self._states.write_due(now, lead.state, self._log)
-                self._holder.keep_house(now)
+                self.holder.keep_house(now)
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
@@ -405,7 +372,7 @@ class Coordinator:
 
     def _refresh(self, lead: Lead) -> None:
         now, clock = time.time(), time.monotonic()
-        own = [*self._states.writer.alerts(clock), *self._holder.alerts(clock)]
+        own = [*self._states.writer.alerts(clock), *self.holder.alerts(clock)]
         self._status = summary.status(
             lead.config,
             lead.state,
@@ -419,7 +386,8 @@ class Coordinator:
     def _shown(self) -> dict[str, Any]:
         """Return the status, with what holds up the next one: a full disk."""
         shown = self._status
-        return {**shown, "alerts": [*self._disk.alerts, *shown["alerts"]]}
+        alerts = [*self._disk.alerts, *shown["alerts"]]
+        return {**shown, **self.holder.shown(), "alerts": alerts}
 
     def _patience_s(self) -> float:
         """Return the longest wait for the snapshot that is being written at the end."""

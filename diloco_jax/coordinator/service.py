@@ -160,6 +160,12 @@ class Service:
     def keep(self, cycle: int) -> dict[str, Any]:
         """Return the cycle that is, or is being kept: this one or, for 0, the next one
         that can be; and the names of its files once it is kept."""
+        if isinstance(self._holder, Workers):
+            raise Refused(
+                "cycle",
+                "cycles are kept with placement.workers = 1 alone; export the run's "
+                "newest snapshot, without --cycle",
+            )
         now = cycles.present(self._lead.config, self._lead.state)
         if not cycle and now in self._kept.numbers():
             cycle = now

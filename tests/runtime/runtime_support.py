@@ -261,7 +261,7 @@ def answer(
 ) -> None:
     """Takes all steps so far, and sends a delta of zeros."""
     stream.send(report(steps, took(take, seq=seq, steps=steps)))
-    size = service.store.layouts_up[take.fragment].total_bytes
+    size = service.holder.store.layouts_up[take.fragment].total_bytes
     start = upload_start(who, stream.welcome.run_id, take, size)
     island.transfers.upload(start, bytes(size))
 

@@ -75,7 +75,7 @@ def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
     service._holder._snapshots.writer._thread.join(PATIENCE_S)
     assert service.conclude() == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["parameters_digest"] == service.store.digest()
+    assert summary["parameters_digest"] == service.holder.store.digest()
 
 
 @pytest.mark.parametrize("service", [PATIENCE_S], indirect=True)

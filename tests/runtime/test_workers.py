@@ -160,7 +160,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
                 return island.transfers.upload(start, payload.data)
 
             assert ask.merge(send, start) == wanted[0]
-            pids = [worker.pid for worker in workers.shown()]
+            pids = [worker.pid for worker in workers.processes()]
             os.kill(pids[own], signal.SIGKILL)
             assert ask.await_(WorkerAway).worker == own
             publishes = tmp_path / "spread" / "publishes" / "00000"
@@ -168,8 +168,8 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             workers.bring_back(own, [FIRST] * len(everything))
             assert ask.await_(WorkerBack).worker == own
             assert not list(publishes.glob("*.publish"))
-            assert workers.shown()[1 - own].pid == pids[1 - own]
+            assert workers.processes()[1 - own].pid == pids[1 - own]
             assert (ask.merge(send, start), ask.commit(0)) == wanted
     finally:
         workers.end(PATIENCE_S)
-    assert not any(Path(f"/proc/{w.pid}").exists() for w in workers.shown())
+    assert not any(Path(f"/proc/{w.pid}").exists() for w in workers.processes())
