@@ -1,6 +1,6 @@
 """The global parameters: Theta, outer state, anchors and retained publishes.
 
-A fragment is merged by itself. What a merge computes is invisible until it is committed;
+A fragment is merged by itself. What a merge computes is invisible until its commit;
 arrays are never changed in place, so readers hold what they fetched. All arrays lie in
 the order of the tiles; `params` alone puts them in their own.
 """
@@ -188,8 +188,7 @@ class Store:
                 self.merge(fragment, Version(), [nothing], [zeros], final=final)
 
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
-        """Return the sums of the squares of an encoded delta, by piece; `is_fit` tells
-        if they may be merged."""
+        """Return the sums of the squares of a delta, by piece, for `is_fit`."""
         return self._merges[fragment].squares(payload.data)
 
     def merge(
@@ -347,7 +346,7 @@ class Store:
             return found.version, _as_lists(found.state)
 
     def like(self, fragment: int) -> dict[str, list[Any]]:
-        """Return `arrays` as `jax.ShapeDtypeStruct`, without arrays."""
+        """Return `arrays` as `jax.ShapeDtypeStruct`."""
         return _as_lists(self._merges[fragment].like())
 
     def load(
