@@ -190,7 +190,7 @@ class StoreHolder:
         return ()
 
     def shown(self) -> dict[str, Any]:
-        """Return nothing; see `Workers.shown`."""
+        """Return nothing; see `WorkersHolder.shown`."""
         return {}
 
     def digest(self) -> str:

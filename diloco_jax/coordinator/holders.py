@@ -13,7 +13,7 @@ from diloco_jax.coordinator.holder import StoreHolder, make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.store import Store
-from diloco_jax.coordinator.workers import Workers
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.values import Version
@@ -30,7 +30,7 @@ class Holders:
     run_id: str
     opened: contextlib.ExitStack
 
-    def restoring(self) -> StoreHolder | Workers:
+    def restoring(self) -> StoreHolder | WorkersHolder:
         """Return a holder without arrays, which is to `restore`."""
         if self.config.placement.workers > 1:
             return self._workers()
@@ -38,7 +38,7 @@ class Holders:
 
     def beginning(
         self, store: Store, versions: Sequence[Version]
-    ) -> StoreHolder | Workers:
+    ) -> StoreHolder | WorkersHolder:
         """Make the fragments of a new run or term durable; return their holder. Workers
         restore them from there. versions: by fragment."""
         own = self._in_process(store)
@@ -61,8 +61,8 @@ class Holders:
             self.config, store, self.kept, self.workdir, whose, everything
         )
 
-    def _workers(self) -> Workers:
-        workers = Workers(self.config, self.workdir, self.run_id, self.plan.sizes)
+    def _workers(self) -> WorkersHolder:
+        workers = WorkersHolder(self.config, self.workdir, self.run_id, self.plan.sizes)
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)
         return workers

@@ -19,7 +19,7 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.workers import Workers
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
@@ -184,7 +184,7 @@ class Lead(EngineThread[State, Event]):
         config: PolicyConfig,
         state: State,
         *,
-        holder: StoreHolder | Workers,
+        holder: StoreHolder | WorkersHolder,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
@@ -244,7 +244,7 @@ class Lead(EngineThread[State, Event]):
                 self.post(None, lambda: self._write_down(message))
 
     def _bring_back(self, worker: int) -> None:
-        assert isinstance(self._holder, Workers)
+        assert isinstance(self._holder, WorkersHolder)
         versions = [fragment.version for fragment in self.state.fragments]
         self._holder.bring_back(worker, versions)
 

@@ -20,7 +20,7 @@ from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
-from diloco_jax.coordinator.workers import Workers
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
@@ -47,7 +47,7 @@ class Service:
         likeness: Likeness,
         *,
         lead: Lead,
-        holder: StoreHolder | Workers,
+        holder: StoreHolder | WorkersHolder,
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,
@@ -160,7 +160,7 @@ class Service:
     def keep(self, cycle: int) -> dict[str, Any]:
         """Return the cycle that is, or is being kept: this one or, for 0, the next one
         that can be; and the names of its files once it is kept."""
-        if isinstance(self._holder, Workers):
+        if isinstance(self._holder, WorkersHolder):
             raise Refused(
                 "cycle",
                 "cycles are kept with placement.workers = 1 alone; export the run's "

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.worker_line import Line, write_frame
+from diloco_jax.coordinator.worker_line import WorkerLine, write_frame
 from diloco_jax.deadlines import Backoff
 from diloco_jax.island.environment import fit_threads
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -74,7 +74,7 @@ class Supervised:
         self._orders: queue.SimpleQueue[RestoreFragments | None] = queue.SimpleQueue()
         self._restored: queue.SimpleQueue[FragmentsRestored | str] = queue.SimpleQueue()
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
-        self._line: Line | None = None
+        self._line: WorkerLine | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = threading.Event()
         self._memory_bytes, self._serves, self._failure = 0, False, ""
@@ -159,7 +159,7 @@ class Supervised:
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(self._backoff.next_s())
 
-    def _start(self, asked: RestoreFragments) -> Line:
+    def _start(self, asked: RestoreFragments) -> WorkerLine:
         """Start a process and say what it holds."""
         own, other = socket.socketpair()
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -176,14 +176,14 @@ class Supervised:
         with contextlib.suppress(OSError):  # It has died already, as is heard next.
             write_frame(own, self._begin)
         deadlines = self._deadlines
-        line = Line(
+        line = WorkerLine(
             own, from_worker, LeadAlive, deadlines.report_s, 3 * deadlines.lease_s
         )
         line.send(asked)
         self._line = line
         return line
 
-    def _listen(self, line: Line, first: bool) -> None:
+    def _listen(self, line: WorkerLine, first: bool) -> None:
         """Pass on what the process says, until its line breaks."""
         restored: FragmentsRestored | None = None
         for message in line.messages():

@@ -26,7 +26,7 @@ from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import server_of
-from diloco_jax.coordinator.worker_line import Line, read_frame
+from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
@@ -60,7 +60,7 @@ LOCKED_S = 10.0
 """Longest wait for the worker before this one to let go of its folders, in seconds."""
 
 
-class Worker:
+class HoldingWorker:
     """One life of a worker: restore, then merge and serve until the line breaks."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Worker:
         self.closing = threading.Event()
         self._server: Server | None = None
 
-    def answer(self, line: Line) -> None:
+    def answer(self, line: WorkerLine) -> None:
         """Say whom to answer."""
         self._line = line
         self.holder.answer(line.send, lambda error: fail(line, error))
@@ -188,7 +188,7 @@ class Worker:
 class WorkerHandlers:
     """The `Handlers` of a worker's server: bulk alone."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: HoldingWorker) -> None:
         self._worker = worker
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
@@ -204,7 +204,7 @@ class WorkerHandlers:
         """Never called, like `receive`."""
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """See Worker."""
+        """See HoldingWorker."""
         return self._worker.upload_begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
@@ -212,7 +212,7 @@ class WorkerHandlers:
         return self._worker.holder.upload_end(start, place)
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        """See Worker."""
+        """See HoldingWorker."""
         return self._worker.fetch(request)
 
     def status(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _not_here() -> Refused:
     )
 
 
-def fail(line: Line, error: BaseException) -> NoReturn:
+def fail(line: WorkerLine, error: BaseException) -> NoReturn:
     """Tell the lead why, and end as by a crash."""
     logger.error("the worker failed", exc_info=error)
     line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
@@ -256,15 +256,15 @@ def main(descriptor: int) -> int:
         return 1
     config = from_builtins(begin.config, "the lead's config")
     deadlines = config.placement.deadlines
-    found: list[Worker] = []
+    found: list[HoldingWorker] = []
 
     def alive() -> WorkerAlive:
         return found[0].alive() if found else WorkerAlive(alerts=(), memory_bytes=0)
 
-    line = Line(end, to_worker, alive, deadlines.report_s, 2 * deadlines.lease_s)
+    line = WorkerLine(end, to_worker, alive, deadlines.report_s, 2 * deadlines.lease_s)
     with contextlib.ExitStack() as locks:
         try:
-            worker = Worker(begin, config, locks)
+            worker = HoldingWorker(begin, config, locks)
             worker.answer(line)
             found.append(worker)
             house = threading.Thread(target=worker.keep_house, daemon=True)

@@ -21,7 +21,7 @@ from diloco_jax.protocol import working
 _LENGTH = struct.Struct("<I")
 
 
-class Line:
+class WorkerLine:
     """One end. `send`, from any thread, never waits for the other process."""
 
     def __init__(

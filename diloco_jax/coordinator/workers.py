@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[FromHolder | WorkerAway | WorkerBack], None]
 
 
-class Workers:
+class WorkersHolder:
     """The `Holder` of a lead whose fragments are in `placement.workers` processes."""
 
     def __init__(

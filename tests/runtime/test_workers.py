@@ -18,7 +18,7 @@ from diloco_jax import checkpoint
 from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.workers import Workers
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -145,7 +145,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
     holder.close()
     assert wanted[1] != before[0]
 
-    workers = Workers(config, tmp_path / "spread", "r", plan.sizes)
+    workers = WorkersHolder(config, tmp_path / "spread", "r", plan.sizes)
     try:
         first = tuple(
             Committed(fragment=f, version=FIRST, digests={}) for f in everything
