@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -31,6 +31,9 @@ def machine_facts() -> dict[str, str]:
         "command": f"`{shlex.join([*command, *sys.argv[1:]])}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{cores} cores, {processor()}, {memory:.0f} GiB",
+        "load": "{:.1f}, {:.1f} and {:.1f} over 1, 5 and 15 minutes, at the end".format(
+            *os.getloadavg()
+        ),
         "versions": f"jax {importlib.metadata.version('jax')}, "
         f"Python {platform.python_version()}",
     }
@@ -49,13 +52,17 @@ def processor() -> str:
 def sample_cpu(workdir: Path, samples: CpuSamples) -> None:
     """Add one sample of every process that serves the run in `workdir`."""
     for name, folder in _processes(workdir):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        ticks = int(fields[11]) + int(fields[12])
-        seconds = ticks / os.sysconf("SC_CLK_TCK")
-        samples[name, int(folder.name)].append((time.time(), seconds))
+        with contextlib.suppress(OSError):
+            pid = int(folder.name)
+            samples[name, pid].append((time.time(), cpu_seconds(pid)))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process so far, all its threads; raises OSError if it
+    is gone."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Watch:
@@ -135,6 +142,23 @@ class PeakUse(_Watch):
             for name in files:
                 with contextlib.suppress(OSError):  # Renamed or removed meanwhile.
                     yield (Path(folder) / name).stat().st_blocks * 512
+
+
+class Pinned(PeakUse):
+    """The same, and each named process is kept on a core of its own from its start."""
+
+    def __init__(self, workdir: Path, cores: Mapping[str, int]) -> None:
+        """cores: number of the core by the name of an island. jax takes as many threads
+        as a process has cores when it is first used."""
+        super().__init__(workdir)
+        self._cores = cores
+
+    def _look(self) -> None:
+        for name, folder in _processes(self._workdir):
+            with contextlib.suppress(OSError):
+                if name in self._cores:
+                    os.sched_setaffinity(int(folder.name), {self._cores[name]})
+        super()._look()
 
 
 @dataclasses.dataclass(kw_only=True)

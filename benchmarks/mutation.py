@@ -11,9 +11,8 @@ Prediction: at least 97.1 % are caught, as before the protocol had two halves, a
 each survivor it can be said why (in mutation_survivors.json).
 
 Command: `python benchmarks/mutation.py`. Cost: two hours of one core for all mutants;
-`--sample N` draws N of them. Results are written as they come. Started again, it goes
-on with the mutants that are missing, whose function has changed, or that survived
-without an explanation.
+`--sample N` draws N of them. Results are written as they come. Started again, it tries
+what is missing, has changed, or survived without an explanation.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -157,6 +158,41 @@ def parser(doc: str) -> argparse.ArgumentParser:
     )
     made.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     return made
+
+
+def quick_parser(doc: str) -> argparse.ArgumentParser:
+    """Command-line parser of a benchmark that has a short form, for `deliver`."""
+    made = parser(doc)
+    made.add_argument("--quick", action="store_true", help="within a minute, no page")
+    made.add_argument("--json", action="store_true", help="print the raw numbers")
+    return made
+
+
+def deliver(
+    options: argparse.Namespace,
+    name: str,
+    doc: str,
+    tables: Mapping[str, Iterable[Mapping[str, Any]]],
+    checks: Sequence[Check],
+    raw: Mapping[str, Any],
+) -> int:
+    """Write the results as `write_results` does, but print those of a quick run;
+    return the exit code. options: of `quick_parser`."""
+    if options.json:
+        told = {"checks": [dataclasses.asdict(check) for check in checks], **raw}
+        print(json.dumps({**machine_facts(), **told}))
+    if not options.quick:
+        return write_results(options.out, name, doc, tables, checks, raw)
+    for head, rows in tables.items():
+        print(f"{head}\n\n{markdown_table(rows)}\n", file=sys.stderr)
+    print(markdown_table(map(dataclasses.asdict, checks)), file=sys.stderr)
+    return 0 if all(check.holds for check in checks) else 1
+
+
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Median, with the lowest and the highest value."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
 def write_results(

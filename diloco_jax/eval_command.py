@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.workdir import add_to_summary, read_config
+
+if TYPE_CHECKING:
+    from diloco_jax.weights.speaker import Speaker
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,14 @@ class EvalOptions(WorkdirOptions):
         (),
         help="JSON files of multiple-choice items, whose scores are shown instead of "
         "the loss (docs/models.md).",
+    )
+    lm_eval: tuple[str, ...] = setting(
+        (),
+        help="Tasks of lm-eval, by name or as YAML files, whose results are shown "
+        "instead of the loss (docs/models.md).",
+    )
+    limit: int = setting(
+        0, NOT_NEGATIVE, help="Most items of a task of lm-eval; 0 = all."
     )
 
 
@@ -52,7 +63,12 @@ def eval_command(arguments: Sequence[str]) -> int:
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
-    result, text = _scores(options) if options.tasks else _loss(options)
+    if options.tasks and options.lm_eval:
+        raise ConfigError("--tasks and --lm-eval are both given; give one at a time")
+    if options.lm_eval:
+        result, text = _of_lm_eval(options)
+    else:
+        result, text = _scores(options) if options.tasks else _loss(options)
     if options.cycle:
         result["eval_cycle"] = options.cycle
     else:
@@ -84,7 +100,6 @@ def _scores(options: EvalOptions) -> tuple[dict[str, Any], str]:
     from rich.console import Console
 
     from diloco_jax.observability.bar import bar
-    from diloco_jax.weights.speaker import open_speaker
     from diloco_jax.weights.tasks import read_task, score
 
     tasks = [read_task(path) for path in options.tasks]
@@ -94,18 +109,47 @@ def _scores(options: EvalOptions) -> tuple[dict[str, Any], str]:
             f"--tasks has two files of the name {sorted(doubled)[0]!r}, by which the "
             f"scores are told apart; rename one"
         )
-    length = read_config(
-        options.workdir, trust_code=options.trust_code
-    ).run.sequence_length
-    speaker = open_speaker(
-        options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
-    )
+    speaker, length = _speaker(options)
     console, scores = Console(stderr=True), {}
     for task in tasks:
         with bar(console, task.name) as report:
             scores[task.name] = score(speaker, task, length, report=report)
     lines = [_line(name, found) for name, found in scores.items()]
     return {"eval_tasks": scores}, "\n".join(lines)
+
+
+def _of_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
+    """Return what lm-eval finds, for programs and for people."""
+    from rich.console import Console
+
+    from diloco_jax.observability.bar import bar
+    from diloco_jax.weights import harness
+
+    speaker, length = _speaker(options)
+    with bar(Console(stderr=True), "lm-eval") as report:
+        found = harness.scores(
+            speaker,
+            options.lm_eval,
+            length,
+            limit=options.limit or None,
+            report=report,
+        )
+    lines = [
+        f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in results.items())
+        for name, results in found.items()
+    ]
+    return {"eval_lm_eval": found}, "\n".join(lines)
+
+
+def _speaker(options: EvalOptions) -> tuple[Speaker, int]:
+    """Return the run's model, and the length of the rows that it was trained on."""
+    from diloco_jax.weights.speaker import open_speaker
+
+    config = read_config(options.workdir, trust_code=options.trust_code)
+    speaker = open_speaker(
+        options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
+    )
+    return speaker, config.run.sequence_length
 
 
 def _line(name: str, found: dict[str, Any]) -> str:

@@ -272,9 +272,7 @@ PLANTS = {
     "a_publish_is_skipped": Plant(
         "anchors", Arrival, "followed_by", _loses_the_first_publish
     ),
-    "a_cycle_is_kept_at_once": Plant(
-        "cycles", cycles, "_is_at", lambda is_at: _at_once
-    ),
+    "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
     "deltas_outlive_their_worker": Plant(
         "held", workers, "_unheld", _keeps_what_a_worker_had
     ),

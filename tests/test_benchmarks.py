@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from diloco_jax.config import RunConfig
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.models.presets import preset
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -88,6 +92,12 @@ def test_the_page_on_quality_says_what_its_raw_results_hold():
     assert told(DETAILS, runs) in (RESULTS / "quality_appendix.md").read_text()
 
 
+def test_the_page_on_performance_says_what_its_raw_results_hold():
+    from performance import told
+
+    assert told(RESULTS / "raw") == (RESULTS / "performance.md").read_text()
+
+
 def test_wrapping_changes_prose_alone():
     from support import wrapped
 
@@ -101,3 +111,45 @@ def test_wrapping_changes_prose_alone():
     assert any(line.endswith("word on") for line in prose), "it goes on with the item"
     assert "- b" in lines
     assert wrapped(wrapped(text)) == wrapped(text)
+
+
+def test_the_error_of_bits_per_byte_is_that_of_drawing_documents():
+    from finetune_text import HeldOut
+
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(500, 1500, 4000)
+    bits = 0.8 * sizes + rng.normal(0, 60, sizes.size)
+    values, errors = [], []
+    for drawn in np.split(np.arange(sizes.size), 100):
+        held_out = HeldOut(np.zeros((40, 2), np.int32), sizes[drawn])
+        value, error = held_out.per_byte(bits[drawn])
+        values.append(value)
+        errors.append(error)
+    assert np.mean(values) == pytest.approx(0.8, abs=0.004)
+    assert np.std(values) == pytest.approx(np.mean(errors), rel=0.15)
+
+
+def test_bits_of_a_document_are_those_of_its_own_tokens():
+    from finetune_text import HeldOut
+
+    run = RunConfig(model=preset("tiny"))
+    params = build(run).init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 256, (6, 9)).astype(np.int32)
+    found = HeldOut(tokens, np.full(6, 8)).bits(run.model, params)
+    loss, _ = build(run).loss(params, {"tokens": tokens[5:]})
+    assert found[5] == pytest.approx(8 * float(loss) / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("x = 1\ny = 2\nz = (", 1.0),
+        ("x = 1\ny = )\nz", 0.5),
+        ("the cat\nsat\non", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_share_of_lines_that_python_parses(text, share):
+    from finetune import parsed
+
+    assert parsed(text) == share

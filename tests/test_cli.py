@@ -72,6 +72,19 @@ def test_help_is_quick_to_import_and_names_all_commands():
         assert f"diloco {name} " in done.stdout
 
 
+def test_the_package_is_quick_to_import():
+    code = (
+        "import sys, diloco_jax\n"
+        "of = {name for name in sys.modules if name.startswith('diloco_jax.')}\n"
+        "heavy = {'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(' '.join(of | heavy) or None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
 def test_every_command_has_help_without_jax(name):
     code = (

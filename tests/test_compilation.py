@@ -18,12 +18,13 @@ compilation.use_cache(Path(sys.argv[1]))
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     jax.jit(lambda x: x * 2 + 1)(1.0).block_until_ready()
+print(compilation.counted())
 print(len(told))
 """
 
 
-def compile_something(folder):
-    """Return the number of warnings."""
+def compile_something(folder, counted):
+    """Return the number of warnings. counted: what it says of compilations."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(folder)],
@@ -34,18 +35,24 @@ def compile_something(folder):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    told, warnings = done.stdout.splitlines()
+    assert told == counted
+    return int(warnings)
 
 
 def test_torn_entries_are_compiled_again(tmp_path):
-    assert compile_something(tmp_path) == 0
+    compiled = "1 programs compiled, 0 read from the cache"
+    assert compile_something(tmp_path, compiled) == 0
     (entry,) = tmp_path.iterdir()  # And nothing else: no lock, no time stamps.
+    assert (
+        compile_something(tmp_path, "0 programs compiled, 1 read from the cache") == 0
+    )
     whole = entry.read_bytes()
     entry.write_bytes(b"")
-    assert compile_something(tmp_path) == 0
+    assert compile_something(tmp_path, compiled) == 0
     assert entry.stat().st_size > 0.9 * len(whole)
     entry.write_bytes(whole[:-100])
-    assert compile_something(tmp_path) == 1
+    assert compile_something(tmp_path, compiled) == 1
 
 
 @pytest.fixture

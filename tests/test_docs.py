@@ -21,8 +21,8 @@ PAGES = [
     *sorted((ROOT / "launch").rglob("*.md")),
 ]
 BY_BENCHMARKS = re.compile(
-    r"results/(calibration|checkpoints|codecs|data|decisions|faults|large_run|many_islands"
-    r"|mixed_meshes|mutation|quality_appendix|unequal_islands|wire)\.md"
+    r"results/(calibration|checkpoints|codecs|data|decisions|faults|finetune|large_run"
+    r"|many_islands|mixed_meshes|mutation|quality_appendix|unequal_islands|wire)\.md"
 )
 MAX_COLUMNS = 100
 MAX_ROW = 160

@@ -22,6 +22,7 @@ MODULES = {
     "pyyaml": "yaml",
     "google-cloud-storage": "google",
     "gcp-storage-emulator": "gcp_storage_emulator",
+    "lm-eval": "lm_eval",
     "jax[tpu]": "jax",
 }
 """Imported under another name than the one they are installed by."""
@@ -146,9 +147,9 @@ def declared(extra: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("diloco_jax", ("gcs", "text")),
+        ("diloco_jax", ("gcs", "text", "eval")),
         ("tests", ("test", "fixtures")),
-        ("benchmarks", ("test",)),
+        ("benchmarks", ("test", "fixtures")),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:

@@ -32,10 +32,14 @@ class Placement:
         "", help="Folder of the run; empty = runs/CONFIG-TIME in the current folder."
     )
     bind: str = setting(
-        "127.0.0.1:0", help="HOST:PORT of the coordinator; port 0 = any free one."
+        "127.0.0.1:0",
+        help="HOST:PORT of the coordinator; port 0 = any free one. Bulk is served at "
+        "the next port.",
     )
     advertise: str = setting(
-        "", help="HOST:PORT that islands dial; empty = the bound address."
+        "",
+        help="HOST:PORT that islands dial, and the next port for bulk; empty = the "
+        "bound address.",
     )
     certificates: str = setting(
         "",
@@ -145,7 +149,15 @@ class Placement:
         8,
         AT_LEAST_1,
         group=EVALUATION,
-        help="Batches of one such validation pass.",
+        help="Batches of one such validation pass, and of one over a merged model.",
+    )
+    watch_every: int = setting(
+        0,
+        NOT_NEGATIVE,
+        group=EVALUATION,
+        help="Cycles between two whose merged model one of the islands evaluates, a "
+        "batch between two steps; they take turns; 0 = none is. The copy takes each "
+        "island's devices the size of the parameters in the compute dtype.",
     )
     baseline_learning_rate: float = setting(
         0.0,

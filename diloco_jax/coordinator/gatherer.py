@@ -41,8 +41,8 @@ from diloco_jax.protocol.new_term.events import (
 )
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Gatherer:
 
     @property
     def _waits(self) -> str:
-        """What it waits for, for people."""
+        """Describe the wait, for people."""
         state, fragments = self._thread.state, self._config.fragments
         if self._new:
             return giving.waits_for(state, fragments)

@@ -57,8 +57,8 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.values import DeltaKey, Prepared
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.server import FetchSource
 
 logger = logging.getLogger(__name__)
 

@@ -86,7 +86,7 @@ def initialise(
 
 
 class FromLog(NamedTuple):
-    """What the lead's snapshots and log have."""
+    """The lead's state, as its snapshots and its log have it."""
 
     state: State
     snapshot: int
@@ -94,7 +94,7 @@ class FromLog(NamedTuple):
     lines: list[durable.Line]
     """Records after it."""
     restore: RestoreFragments
-    """What the holder must restore."""
+    """The versions to which the holder must bring its fragments."""
 
 
 def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromLog:

@@ -11,11 +11,12 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from diloco_jax.config import ConfigError
+from diloco_jax.files import json_number
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.paths import naming
 from diloco_jax.protocol.messages import MAX_BYTES, MAX_SECONDS, MAX_TOKENS, Measures
@@ -219,6 +220,24 @@ class Roster:
         member = self.members[island]
         return _sum(member.past, member.current)
 
+    def watched_by(self, island: str) -> dict[str, Any]:
+        """Return the newest cycle whose merged model the island has evaluated, and its
+        loss; empty if there is none."""
+        if island not in self.members or not self.measures(island).watched_cycle:
+            return {}
+        sums = self.measures(island)
+        return {
+            "cycle": sums.watched_cycle,
+            "island": island,
+            "eval_loss": json_number(sums.watched_loss),
+        }
+
+    def watched(self) -> dict[str, Any] | None:
+        """Return what `watched_by` has of the newest cycle; None if no island has
+        evaluated any."""
+        found = filter(None, map(self.watched_by, sorted(self.members)))
+        return max(found, key=lambda point: int(point["cycle"]), default=None)
+
     def measure(
         self, island: str, computed: int, merged: int, now: float, carried: int = 0
     ) -> IslandMeasure:
@@ -293,6 +312,7 @@ def _sum(past: Measures, current: Measures) -> Measures:
     the longer one, losses are the newest."""
     longer = current if current.steps >= past.steps else past
     newest = current if current.steps else past
+    watched = current if current.watched_cycle else past
 
     def seconds(name: str) -> float:
         both: float = getattr(past, name) + getattr(current, name)
@@ -316,6 +336,8 @@ def _sum(past: Measures, current: Measures) -> Measures:
         compile_seconds=seconds("compile_seconds"),
         loss=newest.loss,
         eval_loss=newest.eval_loss,
+        watched_cycle=watched.watched_cycle,
+        watched_loss=watched.watched_loss,
         learning_rate=newest.learning_rate,
         first_step_unix=past.first_step_unix or current.first_step_unix,
         last_step_unix=max(past.last_step_unix, current.last_step_unix),

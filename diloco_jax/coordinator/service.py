@@ -28,8 +28,8 @@ from diloco_jax.protocol.coordinator import cycles, takes
 from diloco_jax.protocol.coordinator.events import Disconnected, KeepAsked, Said
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.server import FetchSource
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -242,8 +242,10 @@ class Service:
             self._roster.hello(hello, time.time(), steps_before=before)
 
     def _measured(self, island: str, message: messages.Report) -> None:
-        now = time.time()
+        now, before = time.time(), self._roster.watched_by(island)
         self._roster.report(island, message.measures, message.records, now)
+        if (watched := self._roster.watched_by(island)) != before:
+            self._metrics.append({"kind": "merged_model", "time": now, **watched})
         if now - self._written.get(island, 0.0) < METRICS_EVERY_S:
             return
         self._written[island] = now

@@ -45,8 +45,8 @@ from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import VersionGone
-from diloco_jax.wire.server import FetchSource
 
 RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some: the newest one in

@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.island.device.step import Trainer
+from diloco_jax.island.device.watched import WatchedModel
+from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Params
+from diloco_jax.protocol.island.watching import Watching
 
 
 class Evaluation(NamedTuple):
@@ -59,6 +62,27 @@ class Evaluator:
             return None
         sums, self._done = self._done, []
         return _mean(sums)
+
+
+class Watcher:
+    """Evaluates the copied anchors of a cycle, one batch per step boundary."""
+
+    def __init__(
+        self, watching: Watching, model: WatchedModel, evaluator: Evaluator
+    ) -> None:
+        self._watching, self._model = watching, model
+        self._evaluator = evaluator
+
+    def advance(self, timing: Timing) -> None:
+        """Evaluate one batch if all anchors are copied; after the last one, note the
+        cycle's loss in the measures."""
+        if not self._watching.evaluates:
+            return
+        with timing.validation():
+            loss = self._evaluator.advance(self._model.params)
+        if loss is not None:
+            timing.watched = self._watching.cycle, loss
+            self._watching.evaluated()
 
 
 def evaluate_all(

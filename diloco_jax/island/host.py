@@ -27,7 +27,8 @@ from diloco_jax.island.device.build import (
     join,
 )
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.evaluate import Evaluator
+from diloco_jax.island.device.watched import WatchedModel
+from diloco_jax.island.evaluate import Evaluator, Watcher
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Decisions
@@ -39,6 +40,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.watching import Watching
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
 
@@ -76,12 +78,11 @@ class Host(Parts[Loop]):
         exchange, self._zeros = build_exchange(run, model, self._trainer)
         self._connect(identity, exchange)
         placement = self.config.placement
-        self._evaluator = Evaluator(
-            self._trainer,
-            self._validation,
-            placement.evaluate_every_steps,
-            placement.evaluate_batches,
-        )
+        self._evaluator = self._passes(placement.evaluate_every_steps)
+        self._watched: WatchedModel | None = None
+        if placement.watch_every:
+            dtype = self.island.compute_dtype
+            self._watched = WatchedModel(exchange, self._zeros, dtype)
 
     def compile(self) -> None:
         """Run everything once. No host runs anything before all have compiled it: one
@@ -94,13 +95,20 @@ class Host(Parts[Loop]):
         began, trainer = time.monotonic(), self._trainer
         if self._hosts is not None or jax.default_backend() == "tpu":
             compile_ahead(
-                trainer, self._exchange, self._zeros, self.config.run.sequence_length
+                trainer,
+                self._exchange,
+                self._zeros,
+                self.config.run.sequence_length,
+                self._watched,
             )
             self._meet_compiled()
         params, self._zeros = self._exchange.warm(self._zeros), {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
+        if self._watched is not None:
+            self._watched.warm()
+            float(trainer.eval_step(self._watched.params, batch)[0])
         state = TrainState(params, trainer.init_inner(params))
         training = {name: batch[name] for name in trainer.fields}
         _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
@@ -129,6 +137,10 @@ class Host(Parts[Loop]):
         if restored is not None:
             books.restored(restored.incarnation, restored.steps, restored.residuals)
         goal = goal_of(run, self.island.batch_size)
+        watching = watcher = None
+        if (model := self._watched) is not None:
+            watching = Watching(len(versions), model.copy)
+            watcher = Watcher(watching, model, self._passes(0))
         return Loop(
             config=self.config,
             name=self.name,
@@ -140,6 +152,7 @@ class Host(Parts[Loop]):
                 incoming=self.mailbox.arrivals,
                 outgoing=self.sender,
                 data=self.data,
+                watching=watching,
             ),
             data=self.data,
             mailbox=self.mailbox,
@@ -147,11 +160,16 @@ class Host(Parts[Loop]):
             pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             evaluator=self._evaluator,
+            watcher=watcher,
             send_anchor=self._send_anchor,
             patience_s=self._data_s,
             checkpoints=self.checkpoints,
             faults=faults,
         )
+
+    def _passes(self, every_steps: int) -> Evaluator:
+        batches = self.config.placement.evaluate_batches
+        return Evaluator(self._trainer, self._validation, every_steps, batches)
 
     def save_due(self) -> bool:
         """Tell if a checkpoint is to be written now."""

@@ -17,7 +17,7 @@ from typing import Any
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.replica import Replica
-from diloco_jax.island.evaluate import Evaluator
+from diloco_jax.island.evaluate import Evaluator, Watcher
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.models.model import Metrics
 from diloco_jax.protocol.island.boundary import Ending
@@ -32,6 +32,8 @@ class Loop(Stepping):
     replica: Replica
     data: LeasedStream
     evaluator: Evaluator
+    watcher: Watcher | None = None
+    """None: the island takes no turns at the merged model."""
     faults: Faults = dataclasses.field(default_factory=Faults)
     sleep: Callable[[float], None] = time.sleep
 
@@ -50,7 +52,9 @@ class Loop(Stepping):
     # ---- one step ---------------------------------------------------------------
 
     def _train_step(self, batch: Any) -> None:
-        with self.timing.step():
+        last = self._last_metrics
+        busy = last is not None and not last["loss"].is_ready()  # type: ignore[attr-defined]
+        with self.timing.step(busy):
             began = self.clock()
             metrics = self.replica.step(batch, self.learning_rate())
             # One step late: the device has the next one to do by now.
@@ -82,6 +86,8 @@ class Loop(Stepping):
             )
 
     def _validate(self) -> None:
+        if self.watcher is not None:
+            self.watcher.advance(self.timing)
         if not self.evaluator.due(self.done):
             return
         with self.timing.validation():

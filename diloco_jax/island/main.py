@@ -19,7 +19,7 @@ from typing import Generic
 
 import msgspec
 
-from diloco_jax import environment, libtpu
+from diloco_jax import compilation, environment, libtpu
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
@@ -117,7 +117,8 @@ def run(
         island.stop(ending)
         island.close()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
-    logger.log(level, "island %s ends: %s", name, ending.text)
+    told = compilation.counted()
+    logger.log(level, "island %s ends: %s; %s", name, ending.text, told)
     if hosts is not None:
         if island.ended_together:
             # The first host to leave would make the others abort, which hides their
@@ -191,6 +192,7 @@ class LeadingHost(Generic[L]):
         self._host.sender.start()
         assert self._receiver is not None
         self._receiver.start()
+        logger.info("island %s begins to train", self._name)
 
     @property
     def loop(self) -> L:
@@ -263,8 +265,9 @@ class LeadingHost(Generic[L]):
         versions = receiver.fetch_all()
         seconds = time.monotonic() - began
         logger.info(
-            "compiled in %.1f s, fetched %d fragments in %.1f s (%.1f MB/s)",
+            "compiled in %.1f s (%s), fetched %d fragments in %.1f s (%.1f MB/s)",
             host.compile_seconds,
+            compilation.counted(),
             len(versions),
             seconds,
             mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,

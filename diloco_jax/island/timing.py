@@ -2,7 +2,9 @@
 
 A *gap* is the time from one completed step's boundary to the next one's, validation
 apart. *Stalled* is the part of a gap that is neither the step (with its emulated delay)
-nor validation: decisions, dispatch of takes and adoptions, waiting for data.
+nor validation: decisions, dispatch of takes and adoptions, waiting for data. Where the
+device is not yet done with the step before when the next one is dispatched, all of the
+gap is step.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class Timing:
         self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
         self.eval_loss = float("nan")
+        self.watched = (0, float("nan"))
+        """Newest cycle whose merged model was evaluated, and its loss."""
         self.learning_rate = 0.0
 
     @contextmanager
@@ -52,15 +56,17 @@ class Timing:
         self._evaluated += seconds
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measure a step and its emulated delay; its end is a boundary."""
+    def step(self, busy: bool = False) -> Iterator[None]:
+        """Measure a step and its emulated delay; its end is a boundary. busy: the
+        device has not done the step before yet."""
         began = self._clock()
         self._first_unix = self._first_unix or time.time()
         yield
         now = self._clock()
         gap = now - self._boundary - self._evaluated_in_gap
-        self._stepped += now - began
-        self._stalled += gap - (now - began)
+        stepped = gap if busy else now - began
+        self._stepped += stepped
+        self._stalled += gap - stepped
         self._max_gap = max(self._max_gap, gap)
         self._gaps.append(gap)
         bisect.insort(self._sorted, gap)
@@ -100,6 +106,8 @@ class Timing:
             compile_seconds=self._compile_seconds,
             loss=statistics.fmean(self._losses) if self._losses else math.nan,
             eval_loss=self.eval_loss,
+            watched_cycle=self.watched[0],
+            watched_loss=self.watched[1],
             learning_rate=self.learning_rate,
             first_step_unix=self._first_unix,
             last_step_unix=self._last_unix,

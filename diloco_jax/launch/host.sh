@@ -14,7 +14,9 @@ boot() {
     echo always >/sys/kernel/mm/transparent_hugepage/enabled
   else
     # Container-Optimized OS lets in nothing but SSH.
-    iptables --wait --insert INPUT --protocol tcp --dport "$PORT" --jump ACCEPT
+    for port in "$PORT" "$BULK_PORT"; do
+      iptables --wait --insert INPUT --protocol tcp --dport "$port" --jump ACCEPT
+    done
   fi
   # A connection carries its window per round trip: 64 MiB are 5 Gbit/s over 100 ms.
   sysctl -qw net.core.rmem_max=67108864 net.core.wmem_max=67108864 \

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.launch.order import (
+    BULK_PORT,
     CERTIFICATES,
     CONFIG_FOLDER,
     COORDINATOR,
@@ -142,7 +143,7 @@ exec sleep infinity
                 "image": order.settings.image,
                 "command": ["/bin/bash", "-c", script],
                 "env": _variables(order, COORDINATOR),
-                "ports": [{"containerPort": PORT}],
+                "ports": [{"containerPort": PORT}, {"containerPort": BULK_PORT}],
                 "readinessProbe": {"tcpSocket": {"port": PORT}},
                 "volumeMounts": _mounts(volumes),
             }
@@ -155,7 +156,13 @@ exec sleep infinity
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": _metadata(order, name, COORDINATOR),
-            "spec": {"selector": labels, "ports": [{"port": PORT}]},
+            "spec": {
+                "selector": labels,
+                "ports": [
+                    {"name": "control", "port": PORT},
+                    {"name": "bulk", "port": BULK_PORT},
+                ],
+            },
         },
         {
             "apiVersion": "policy/v1",

@@ -34,7 +34,9 @@ PURCHASES: dict[str, Purchase] = {p: p for p in get_args(Purchase)}
 PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
 PORT = 7077
-"""Port of the coordinator."""
+"""Port of the coordinator's control."""
+BULK_PORT = PORT + 1
+"""Port that its bulk has then (`wire.addresses.bulk_address`)."""
 
 # Folders on every machine and in every container.
 ROOT = "/var/lib/diloco"

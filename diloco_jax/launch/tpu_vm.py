@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.order import (
+    BULK_PORT,
     COORDINATOR,
     INIT_WITHIN_S,
     PLATFORMS,
@@ -29,7 +30,7 @@ NOTICE_S = 25.0
 """Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 DISK = "/mnt/disks/diloco"
-PORTS = (PORT, 8471, 8482, 8431)
+PORTS = (PORT, BULK_PORT, 8471, 8482, 8431)
 """Ports of the coordinator and, within a slice, of libtpu, JAX and runtime metrics."""
 LOG_LINES = 100
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
@@ -264,6 +265,7 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
         INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
         SOURCE=order.source,
         PORT=str(PORT),
+        BULK_PORT=str(BULK_PORT),
         DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
         DISK=DISK,
     )

@@ -25,8 +25,8 @@ OF_THE_LAUNCH = frozenset(
     (
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
-        *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "PORT", "DEVICE", "DISK"),
-        "SOURCE",
+        *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "DEVICE", "DISK"),
+        *("PORT", "BULK_PORT", "SOURCE"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

@@ -42,6 +42,7 @@ Decode = Callable[[Params, jax.Array, Cache, int], tuple[jax.Array, Cache]]
 returns logits, f32 [B, T, V], and the cache with these positions."""
 
 
+@functools.lru_cache(maxsize=4)
 def make_decode(config: ModelConfig) -> Decode:
     """Return the model's decoder; it computes in the dtype of the cache."""
 
@@ -112,6 +113,7 @@ def generate(
     seed: int = 0,
     ends: frozenset[int] = frozenset(),
     dtype: str = "float32",
+    room: int = 0,
 ) -> Iterator[int]:
     """Yield the tokens that follow the prompt, each as soon as it is drawn.
 
@@ -119,6 +121,8 @@ def generate(
       temperature: divides the logits; 0 = always the likeliest token.
       top_p: draws among the likeliest tokens whose probabilities reach this sum.
       ends: tokens after which the text is over; they are not yielded.
+      room: positions of the cache; 0 = as many as prompt and `max_tokens` need. Calls
+        of equal room share what is compiled, however long their prompts are.
 
     Raises:
       ConfigError: an empty prompt, or one with tokens beyond the vocabulary.
@@ -133,8 +137,13 @@ def generate(
         )
     decode, position = make_decode(config), 0
     params = jax.tree.map(jnp.asarray, params)
-    cache = Cache.empty(config, 1, len(prompt) + max_tokens, dtype)
+    cache = Cache.empty(config, 1, room or len(prompt) + max_tokens, dtype)
     chance, tokens = np.random.default_rng(seed), list(prompt)
+    while room and len(tokens) > 1:
+        # Powers of two: few lengths are compiled. The last token's logits are drawn by.
+        count = 1 << (len(tokens) - 1).bit_length() - 1
+        _, cache = decode(params, jnp.asarray([tokens[:count]]), cache, position)
+        position, tokens = position + count, tokens[count:]
     for _ in range(max_tokens):
         logits, cache = decode(params, jnp.asarray([tokens]), cache, position)
         position += len(tokens)

@@ -24,6 +24,7 @@ CURVES = {
         *("loss", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
+    "merged_model": ("eval_loss",),
     "merge": (
         *("norm", "tokens", "seconds"),
         *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
@@ -61,12 +62,14 @@ class Metrics:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a line, and a point of each of its curves: an island's curves over its
-        own steps, a fragment's merges over versions."""
+        own steps, a fragment's merges over versions, the merged model over cycles."""
         self._waiting.append(record)
         self._write()
         kind = record["kind"]
         if kind == "island":
             name, step = record["island"], record["step"]
+        elif kind == "merged_model":
+            name, step = "by-cycle", record["cycle"]
         else:
             name, step = f"fragment-{record['fragment']}", record["version"]
         for field in CURVES[kind]:

@@ -154,8 +154,15 @@ def _headline(status: Mapping[str, Any], seconds_left: float | None) -> str:
         f"{status.get('phase', 'starting')} {_number(status, 'progress'):.0%} of "
         f"{int(_number(status, 'total_tokens')):,} tokens"
         f" | {int(_number(status, 'merges')):,} merges"
-        f" | goodput {_number(status, 'goodput'):.2f}{left}"
+        f" | goodput {_number(status, 'goodput'):.2f}{_merged(status)}{left}"
     )
+
+
+def _merged(status: Mapping[str, Any]) -> str:
+    """Return the newest loss of the merged model, if islands watch it."""
+    if (model := status.get("merged_model")) is None:
+        return ""
+    return f" | merged {_loss(model, 'eval_loss')} at cycle {model['cycle']:,}"
 
 
 def _bandwidth(status: Mapping[str, Any]) -> Text:

@@ -104,6 +104,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
         state,
         {piece: kind for kind, pieces in kinds for piece in pieces},
         in_host_memory=island.anchor_memory == "pinned_host",
+        watched_dtype=island.compute_dtype if config.placement.watch_every else None,
     )
     compiled, refusal = _compile_step(trainer, run.sequence_length, held.beside)
     exchange = []

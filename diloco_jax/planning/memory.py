@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import SyncConfig
@@ -26,6 +27,9 @@ class Hbm:
 
     parameters: int
     optimizer: int
+    watched: int
+    """The copy of the merged model, in the compute dtype, with
+    `placement.watch_every`."""
     anchors: int
     residuals: int
     """Residuals of the error feedback."""
@@ -51,7 +55,7 @@ class Hbm:
     def share_of_activations(self) -> float:
         """The share of the activations, and of the rest that a batch takes, for which
         there is room; at most 1."""
-        resident = self.used - self.parameters - self.optimizer
+        resident = self.used - self.parameters - self.optimizer - self.watched
         if not self.pinned_host:
             resident -= self.anchors + self.residuals + self.open_takes
         return min(1.0, 1 - self.missing / max(1, resident))
@@ -78,6 +82,7 @@ class Resident:
 
     parameters: int
     optimizer: int
+    watched: int
     anchors: int
     residuals: int
     open_takes: int
@@ -88,7 +93,7 @@ class Resident:
     @property
     def beside(self) -> int:
         """Bytes in HBM that a step does not touch."""
-        return 0 if self.in_host_memory else self._exchange
+        return self.watched + (0 if self.in_host_memory else self._exchange)
 
     @property
     def pinned_host(self) -> int:
@@ -107,10 +112,12 @@ def resident(
     kinds: dict[Piece, Kind],
     *,
     in_host_memory: bool,
+    watched_dtype: str | None = None,
 ) -> Resident:
     """Compute the bytes from shapes and shardings alone.
 
-    state: `Trainer.abstract_state()`.
+    state: `Trainer.abstract_state()`. watched_dtype: of the merged model's copy; None:
+    there is none.
     """
     share = {piece: _piece_bytes(piece, kind) for piece, kind in kinds.items()}
     anchors = sum(share.values())
@@ -121,6 +128,7 @@ def resident(
     return Resident(
         parameters=_bytes(state.params),
         optimizer=_bytes(state.opt_state),
+        watched=_watched_bytes(state.params, watched_dtype),
         anchors=anchors,
         residuals=anchors * feedback,
         open_takes=under_way * (1 + feedback),
@@ -164,6 +172,7 @@ def _hbm(held: Resident, used: int, available: int, temporaries: int | None) -> 
     return Hbm(
         parameters=held.parameters,
         optimizer=held.optimizer,
+        watched=held.watched,
         anchors=held.anchors,
         residuals=held.residuals,
         open_takes=held.open_takes,
@@ -174,6 +183,13 @@ def _hbm(held: Resident, used: int, available: int, temporaries: int | None) -> 
         missing=max(0, used - available),
         pinned_host=held.pinned_host,
     )
+
+
+def _watched_bytes(params: Any, dtype: str | None) -> int:
+    if dtype is None:
+        return 0
+    like = jnp.dtype(dtype)
+    return _bytes(jax.tree.map(lambda leaf: leaf.update(dtype=like), params))
 
 
 def _bytes(tree: Any) -> int:

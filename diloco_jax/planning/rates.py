@@ -98,15 +98,15 @@ CONSTANTS = MachineRates(
     delta_core_seconds={"f32": 0.9, "int8": 0.44},
     replay_core_seconds={"f32": 4.5, "int8": 5.7},
     merge_route="xla",
-    upload_core_seconds=1.62,
-    fetch_core_seconds=1.27,
+    upload_core_seconds=0.73,
+    fetch_core_seconds=0.44,
     copy_bytes_per_s=20.3e9,
     disk=None,
     merge="rda",
     outer="nesterov",
     merges_from="constant: `python benchmarks/merging.py`, 2 cores, AMD EPYC, "
     "2026-11-24",
-    wire_from="constant: `python benchmarks/wire.py`, 2 cores, Intel Xeon, 2026-11-23",
+    wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
     disk_from="",
 )
 """Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that

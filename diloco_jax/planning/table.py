@@ -117,6 +117,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("HBM per chip", lambda i: _size(i.compiled.hbm.available)),
     ("  parameters", lambda i: _size(i.compiled.hbm.parameters)),
     ("  optimizer", lambda i: _size(i.compiled.hbm.optimizer)),
+    ("  merged model", lambda i: _size(i.compiled.hbm.watched)),
     ("  anchors", lambda i: _size(i.compiled.hbm.anchors)),
     ("  residuals", lambda i: _size(i.compiled.hbm.residuals)),
     ("  open takes", lambda i: _size(i.compiled.hbm.open_takes)),

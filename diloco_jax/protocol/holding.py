@@ -1,4 +1,4 @@
-"""What the lead and the holder of fragments say to each other: every message.
+"""Every message between the lead and the holder of fragments.
 
 The lead decides and keeps no array. A holder keeps fragments and the deltas that have
 arrived for them, and decides nothing. It is in the lead's process; all that passes

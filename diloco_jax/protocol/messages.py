@@ -121,6 +121,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     loss: float = float("nan")
     """Training loss, mean over the last few steps, nats per token."""
     eval_loss: float = float("nan")
+    watched_cycle: Count = 0
+    """Cycle of the merged model that was evaluated last; 0: none yet."""
+    watched_loss: float = float("nan")
+    """Its validation loss, nats per token."""
     learning_rate: Rate = 0.0
     first_step_unix: UnixSeconds = 0.0
     last_step_unix: UnixSeconds = 0.0
@@ -140,6 +144,8 @@ class Report(Message, frozen=True, kw_only=True, tag=True):
     """Running median of the step time; 0 before the second step."""
     records: Annotated[tuple[Record, ...], Meta(max_length=MAX_RECORDS)] = ()
     measures: Measures = Measures()
+    watches: bool = False
+    """True if the island can evaluate the merged model, and is not at it."""
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):
@@ -232,6 +238,15 @@ class AnchorRequest(Message, frozen=True, kw_only=True, tag=True):
     fragment: int
 
 
+class Watch(Message, frozen=True, kw_only=True, tag=True):
+    """The fragment's version at this cycle: copy that anchor, and evaluate the copies
+    of the cycle once all fragments are there."""
+
+    cycle: int
+    fragment: int
+    version: Version
+
+
 class Stop(Message, frozen=True, kw_only=True, tag=True):
     """The run has its tokens: make no more steps, but answer take requests."""
 
@@ -255,6 +270,7 @@ FromCoordinator = (
     | Granted
     | Progress
     | AnchorRequest
+    | Watch
     | Stop
     | MayLeave
     | Finished

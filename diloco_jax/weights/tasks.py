@@ -127,7 +127,7 @@ def score(
         for number, item in enumerate(task.items)
         for choice in item.choices
     ]
-    found = _likelihoods(speaker, rows, dtype, report)
+    found, _ = likelihoods(speaker, rows, dtype=dtype, report=report)
     plain, per_byte, cut, at = [], [], 0, 0
     for item in task.items:
         own = slice(at, at + len(item.choices))
@@ -169,12 +169,17 @@ def _row(
     return ScoredText(kept, scored, cut=len(kept) < len(tokens))
 
 
-def _likelihoods(
-    speaker: Speaker, rows: Sequence[ScoredText], dtype: str, report: Report
-) -> np.ndarray:
-    """Return the log-likelihood of each row's choice, f64 [rows]."""
+def likelihoods(
+    speaker: Speaker,
+    rows: Sequence[ScoredText],
+    *,
+    dtype: str = "float32",
+    report: Report = lambda share: None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-likelihood of each row's scored tokens, f64 [rows], and whether
+    each of them is the likeliest one, bool [rows]."""
     likelihood = make_likelihood(speaker.model, dtype)
-    found = np.zeros(len(rows))
+    found, greedy = np.zeros(len(rows)), np.zeros(len(rows), bool)
     by_length: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         padded = SHORTEST
@@ -194,8 +199,9 @@ def _likelihoods(
                 tokens[place, : len(row.tokens)] = row.tokens
                 weights[place, len(row.tokens) - row.scored : len(row.tokens)] = 1.0
             given = jnp.asarray(tokens), jnp.asarray(weights)
-            of_batch = np.asarray(likelihood(speaker.params, *given))
-            found[batch] = of_batch[: len(batch)]
+            of_batch = likelihood(speaker.params, *given)
+            found[batch] = np.asarray(of_batch.log)[: len(batch)]
+            greedy[batch] = np.asarray(of_batch.greedy)[: len(batch)]
             done += len(batch)
             report(done / len(rows))
-    return found
+    return found, greedy

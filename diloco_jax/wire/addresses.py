@@ -8,6 +8,9 @@ import socket
 
 from diloco_jax.errors import ConfigError
 
+LAST_PORT = 65535
+_TRIES = 50
+
 
 def parse_address(address: str, field: str = "") -> tuple[str, int]:
     """Parse `HOST:PORT` or `[IPv6]:PORT` into (host without brackets, port).
@@ -18,7 +21,9 @@ def parse_address(address: str, field: str = "") -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     if bracketed:
         host = host[1:-1]
-    valid = colon and host and port.isascii() and port.isdigit() and int(port) < 65536
+    valid = (
+        colon and host and port.isascii() and port.isdigit() and int(port) <= LAST_PORT
+    )
     if not valid or (":" in host) != bracketed:
         of = f"{field}: " if field else ""
         raise ConfigError(
@@ -31,6 +36,18 @@ def parse_address(address: str, field: str = "") -> tuple[str, int]:
 def format_address(host: str, port: int) -> str:
     """Format host and port as HOST:PORT, the inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bulk_address(address: str) -> str:
+    """Return the address of the bulk port beside a coordinator's: the next port of the
+    same host. Raises ConfigError if there is none."""
+    host, port = parse_address(address)
+    if port == LAST_PORT:
+        raise ConfigError(
+            f"address {address} leaves no port for bulk, which is served at the next "
+            f"one; give a port below {LAST_PORT}"
+        )
+    return format_address(host, port + 1)
 
 
 def on_this_machine(address: str) -> str:
@@ -85,10 +102,46 @@ def resolve(address: str) -> str:
 
 
 def require_free(address: str) -> None:
-    """Raise ConfigError if `address` cannot be bound; called before a run is begun."""
-    obstacle = _obstacle(resolve(address))
-    if obstacle:
-        raise ConfigError(f"cannot bind {address}: {obstacle}")
+    """Raise ConfigError if `address` or the bulk port beside it cannot be bound; called
+    before a run is begun."""
+    wanted = [address]
+    if parse_address(address)[1]:
+        wanted.append(bulk_address(address))
+    for each in wanted:
+        if obstacle := _obstacle(resolve(each)):
+            raise ConfigError(f"cannot bind {each}: {obstacle}")
+
+
+def with_port(numeric: str) -> str:
+    """Return a numeric address to bind: the same or, for port 0, one whose port and the
+    next are free now."""
+    host, port = parse_address(numeric)
+    if port:
+        return numeric
+    for _ in range(_TRIES):
+        with listen(format_address(host, 0)) as probe:
+            port = probe.getsockname()[1]
+        found = format_address(host, port)
+        if port < LAST_PORT and not _obstacle(bulk_address(found)):
+            return found
+    raise ConfigError(f"cannot bind {numeric}: no two ports in a row are free")
+
+
+def listen(numeric: str) -> socket.socket:
+    """Return a socket that listens at a numeric address. Raises ConfigError."""
+    try:
+        return _listening(numeric)
+    except OSError as error:
+        raise bind_error(numeric) from error
+
+
+def _listening(numeric: str) -> socket.socket:
+    host, port = parse_address(numeric)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    dual = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port), family=family, backlog=1024, dualstack_ipv6=dual
+    )
 
 
 def bind_error(address: str) -> ConfigError:

@@ -1,4 +1,7 @@
-"""The first message of an upload or a fetch; raw chunks follow it (`frames.py`)."""
+"""Messages of the bulk port: requests, and what answers them.
+
+Chunks of a payload follow those that announce one (`frames.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, Version
+from diloco_jax.wire.errors import Failure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,3 +92,13 @@ class UploadDone(Message, frozen=True, kw_only=True, tag=True):
     one."""
 
     complete: bool
+
+
+class KeptStart(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to a request for a file: its bytes follow."""
+
+    total: int
+
+
+Request = UploadStart | FetchRequest | CycleRequest
+Reply = UploadDone | FetchStart | KeptStart | Failure

@@ -1,7 +1,7 @@
-"""An island's end of the wire: one control channel, several bulk channels.
+"""An island's end of the wire: one control channel, several bulk connections.
 
 On a long link one connection gets a fraction of the bandwidth, so payloads are cut
-into contiguous stripes, one per bulk channel.
+into contiguous stripes, one per bulk channel, to the port after that of control.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import grpc
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
-from diloco_jax.wire import addresses, errors, frames
+from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk import CycleRequest
 from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.encoding import encode
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.reachability import explain
@@ -44,13 +45,13 @@ class Client:
         addresses.require_tls(address, tls=tls is not None, insecure=insecure)
         self.address = address
         self._tls, self._deadlines = tls, deadlines
-        self._control_channel, *self._bulk_channels = (
-            self._channel() for _ in range(1 + bulk_channels)
-        )
+        self._control_channel = self._channel()
         self._watch = IdleWatch("diloco-client-watch")
-        self.transfers = Transfers(
-            self._bulk_channels, SERVICE, address, deadlines, self._watch
-        )
+        bulk_address = addresses.bulk_address(address)
+        # As many for either direction.
+        most = 2 * max(bulk_channels, 1)
+        connections = Connections(bulk_address, tls, deadlines, most)
+        self.transfers = Transfers(connections, bulk_channels, deadlines, self._watch)
         """Uploads and fetches."""
         self._lock = threading.Lock()
         self._streams: list[ControlStream] = []
@@ -89,23 +90,7 @@ class Client:
         """Yield the checked bytes of a file of a kept cycle.
 
         Raises Refused if it is not kept any more; ConnectionLost."""
-        method = self._control_channel.unary_stream(f"/{SERVICE}/Kept")
-        call = method(encode(CycleRequest(cycle=cycle, name=name)))
-        position = 0
-        with self._watch.guard(self._deadlines.idle_s, call.cancel) as guard:
-            try:
-                for frame in call:
-                    part = frames.check(
-                        frame,
-                        offset=position,
-                        room=frames.CHUNK_BYTES,
-                        peer=self.address,
-                    )
-                    position += len(part)
-                    guard.touch()
-                    yield part
-            except grpc.RpcError as error:
-                raise errors.from_rpc(error, self.address) from error
+        return self.transfers.kept(CycleRequest(cycle=cycle, name=name))
 
     def _ask(self, what: str, timeout_s: float, request: bytes = b"") -> dict[str, Any]:
         method = self._control_channel.unary_unary(f"/{SERVICE}/{what}")
@@ -135,8 +120,7 @@ class Client:
             # Half of the time left, so that the transfers' threads get the other half.
             stream.close(max(0.0, deadline - time.monotonic()) / 2)
         self.transfers.cancel()
-        for channel in (self._control_channel, *self._bulk_channels):
-            channel.close()
+        self._control_channel.close()
         self.transfers.close(max(0.0, deadline - time.monotonic()))
         self._watch.close(1.0)
 
@@ -162,7 +146,7 @@ def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
     keepalive."""
     half_budget_ms = int(deadlines.budget_s * 500)
     return [
-        *frames.SIZE_OPTIONS,
+        *encoding.SIZE_OPTIONS,
         ("grpc.use_local_subchannel_pool", 1),
         # Islands dial the advertised address itself.
         ("grpc.enable_http_proxy", 0),

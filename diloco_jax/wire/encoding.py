@@ -15,6 +15,12 @@ from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
 
 MAX_CONTROL_BYTES = 256 << 10
+MAX_ANSWER_BYTES = 4 << 20
+"""Most bytes of a message that gRPC carries: the answer to `diloco status`."""
+SIZE_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
+)
 QUEUED_CONTROL_BYTES = 16 << 20
 """Bytes of messages that may wait at either end of a stream."""
 
@@ -23,11 +29,9 @@ Decoded = TypeVar("Decoded")
 encode = msgspec.msgpack.Encoder().encode
 from_island = msgspec.msgpack.Decoder(FromIsland).decode
 from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
-upload_start = msgspec.msgpack.Decoder(bulk.UploadStart).decode
-upload_done = msgspec.msgpack.Decoder(bulk.UploadDone).decode
-fetch_request = msgspec.msgpack.Decoder(bulk.FetchRequest).decode
 cycle_request = msgspec.msgpack.Decoder(bulk.CycleRequest).decode
-fetch_start = msgspec.msgpack.Decoder(bulk.FetchStart).decode
+bulk_request = msgspec.msgpack.Decoder(bulk.Request).decode
+bulk_reply = msgspec.msgpack.Decoder(bulk.Reply).decode
 
 
 def decoded(decode: Callable[[bytes], Decoded], raw: bytes, peer: str) -> Decoded:

@@ -1,4 +1,4 @@
-"""Errors of the wire, by cause, and their gRPC status codes.
+"""Errors of the wire, by cause, and how one end tells them to the other.
 
 The class says which side is to blame: the path (`ConnectionLost`), this process
 (`LocalProtocolError`), the peer (`RemoteProtocolError`), the peer's decision
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+
+from diloco_jax.protocol.messages import Message
 
 MAX_DETAIL_CHARS = 2000
 CODE_KEY = "diloco-code"
@@ -59,6 +61,16 @@ class VersionGone(WireError):  # noqa: N818
 
 class SecurityError(WireError):
     """A certificate or key is missing, wrong, expired or unreadable."""
+
+
+class Failure(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to a request that fails: the error's class, and what it says. One to an
+    upload ends the connection."""
+
+    kind: str
+    message: str
+    code: str = ""
+    """Refused's."""
 
 
 # The status a server answers with, and the error its client makes of it. An error that
@@ -117,3 +129,24 @@ def from_rpc(error: Any, peer: str) -> WireError:
     if kind is LocalProtocolError:
         return kind(f"{peer} rejected what this process sent: {details}")
     return kind(f"{peer}: {details}")
+
+
+def failure_of(error: WireError) -> Failure:
+    """Return the message with which the bulk port answers because of `error`."""
+    code = error.code if isinstance(error, Refused) else ""
+    for kind, _, there in _STATUS:
+        if isinstance(error, kind):
+            said = str(error)[:MAX_DETAIL_CHARS]
+            return Failure(kind=there.__name__, message=said, code=code)
+    raise AssertionError(f"no failure for {error!r}")
+
+
+def from_failure(failure: Failure, peer: str) -> WireError:
+    """Return the error behind a failure that a client got from `peer`."""
+    if failure.kind == Refused.__name__:
+        return Refused(failure.code or "refused", failure.message)
+    kinds = {there.__name__: there for _, _, there in _STATUS}
+    kind = kinds.get(failure.kind, RemoteProtocolError)
+    if kind is LocalProtocolError:
+        return kind(f"{peer} rejected what this process sent: {failure.message}")
+    return kind(f"{peer}: {failure.message}")

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 
@@ -36,10 +35,9 @@ class Peers:
         self._changed: int | None = None
         self._looked = float("-inf")
 
-    def identify(self, context: Any) -> Principal:
-        """Return who makes a call. Raises SecurityError if the certificate names nobody
-        or is revoked."""
-        (pem,) = context.auth_context().get("x509_pem_cert", [b""])
+    def identify(self, pem: bytes) -> Principal:
+        """Return whose certificate a connection has. Raises SecurityError if it names
+        nobody or is revoked."""
         with self._lock:
             found = self._known.get(pem)
             if found is None:

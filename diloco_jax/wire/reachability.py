@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import tempfile
-from pathlib import Path
 
 from diloco_jax.wire.addresses import parse_address
 from diloco_jax.wire.errors import ConnectionLost, SecurityError, WireError
@@ -60,17 +58,8 @@ def _without_tls(address: str, connection: socket.socket) -> WireError | None:
 def _with_tls(
     address: str, host: str, connection: socket.socket, tls: TlsFiles
 ) -> WireError | None:
-    context = ssl.create_default_context(cadata=tls.authority_pem.decode())
+    context = tls.client_context()
     context.set_alpn_protocols(["h2"])
-    # No stricter than gRPC, whose failure this explains.
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    with tempfile.TemporaryDirectory() as folder:
-        # The standard library reads keys only from files; a folder of mkdtemp is
-        # private.
-        pair = Path(folder) / "pair.pem"
-        pair.touch(0o600)
-        pair.write_bytes(tls.certificate_pem + tls.key_pem)
-        context.load_cert_chain(pair)
     try:
         secured = context.wrap_socket(connection, server_hostname=host)
     except ssl.SSLCertVerificationError as error:

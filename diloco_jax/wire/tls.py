@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import logging
+import ssl
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,7 @@ class TlsFiles:
 
         def changed() -> Any:
             nonlocal newest
-            if (found := newest._read_again()) is None:
+            if (found := newest.read_again()) is None:
                 return None
             newest = found
             return newest._server_configuration()
@@ -89,7 +92,7 @@ class TlsFiles:
             root_certificates=self.authority_pem,
         )
 
-    def _read_again(self) -> TlsFiles | None:
+    def read_again(self) -> TlsFiles | None:
         """Return the files as they are now, if they are others and fit."""
         try:
             found = TlsFiles.load(self.folder, self.who)
@@ -106,6 +109,46 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(
             self.authority_pem, self.key_pem, self.certificate_pem
         )
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the same for a plain socket; its coordinator must be named."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._fill(context)
+        return context
+
+    def server_contexts(self) -> Callable[[], ssl.SSLContext]:
+        """Return a function that gives the context of the next connection; see
+        `server_credentials`."""
+        newest, context = self, self._server_context()
+
+        def current() -> ssl.SSLContext:
+            nonlocal newest, context
+            if (found := newest.read_again()) is not None:
+                newest, context = found, found._server_context()
+            return context
+
+        return current
+
+    def _server_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        # Nobody resumes sessions, and a ticket would look like an answer.
+        context.num_tickets = 0
+        self._fill(context)
+        return context
+
+    def _fill(self, context: ssl.SSLContext) -> None:
+        # No stricter than gRPC, which serves the other port.
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        context.load_verify_locations(cadata=self.authority_pem.decode())
+        with tempfile.TemporaryDirectory() as folder:
+            # The standard library reads keys only from files; a folder of mkdtemp is
+            # private.
+            pair = Path(folder) / "pair.pem"
+            pair.touch(0o600)
+            pair.write_bytes(self.certificate_pem + self.key_pem)
+            context.load_cert_chain(pair)
 
     def _check(self) -> None:
         authority_path = self.folder / "ca.pem"

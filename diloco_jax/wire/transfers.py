@@ -1,4 +1,4 @@
-"""Bulk: payloads in parallel stripes over several channels; fetches that resume."""
+"""Bulk: payloads in parallel stripes over several connections; fetches that resume."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding, frames
-from diloco_jax.wire.bulk import FetchRequest, FetchStart, UploadStart
+from diloco_jax.wire import encoding, errors, frames
+from diloco_jax.wire.bulk import (
+    CycleRequest,
+    FetchRequest,
+    FetchStart,
+    KeptStart,
+    UploadDone,
+    UploadStart,
+)
 from diloco_jax.wire.calls import CallGroup
-from diloco_jax.wire.encoding import decoded, encode
+from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -27,7 +34,10 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
+from diloco_jax.wire.spare import SpareMemory
+from diloco_jax.wire.threads import DaemonPool, IdleWatch
+
+Answer = TypeVar("Answer")
 
 MIN_STRIPE_BYTES = 1 << 20
 FIRST_STRIPE_BYTES = 2 << 20
@@ -44,27 +54,27 @@ class Fetched:
     count: int
     payload: memoryview
     wire_bytes: int
-    """Bytes received, with headers and repeated bytes."""
+    """Bytes received, with headers and whole chunks that came again."""
 
 
 class Transfers:
-    """Upload and fetch over the bulk channels, with threads of their own."""
+    """Upload and fetch over bulk connections, with threads of their own."""
 
     def __init__(
         self,
-        channels: Sequence[Any],
-        service: str,
-        peer: str,
+        connections: Connections,
+        channels: int,
         deadlines: Deadlines,
         watch: IdleWatch,
     ) -> None:
-        self._uploads = [c.stream_unary(f"/{service}/Upload") for c in channels]
-        self._fetches = [c.unary_stream(f"/{service}/Fetch") for c in channels]
-        self._peer, self._deadlines, self._watch = peer, deadlines, watch
-        self._turns = itertools.count()
+        """channels: stripes of one transfer that are under way at once."""
+        self._connections, self._channels = connections, channels
+        self._peer = connections.address
+        self._deadlines, self._watch = deadlines, watch
         # Apart, so that neither direction waits for the other.
-        self._upload_pool = DaemonPool(len(channels), "diloco-upload")
-        self._fetch_pool = DaemonPool(len(channels), "diloco-fetch")
+        self._upload_pool = DaemonPool(channels, "diloco-upload")
+        self._fetch_pool = DaemonPool(channels, "diloco-fetch")
+        self._memory = SpareMemory()
         self._lock = threading.Lock()
         self._groups: set[CallGroup] = set()
         self._closed = False
@@ -84,20 +94,18 @@ class Transfers:
                 f"upload of fragment {start.fragment} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
-        turn = next(self._turns)
         with self._group() as calls:
             sending = [
                 self._submit(
                     self._upload_pool,
                     self._send,
-                    self._uploads[(turn + i) % len(self._uploads)],
                     calls,
                     msgspec.structs.replace(
                         start, offset=start.offset + low, length=size
                     ),
                     view[low : low + size],
                 )
-                for i, (low, size) in enumerate(stripes(len(view), len(self._uploads)))
+                for low, size in stripes(len(view), self._channels)
             ]
             return sum(calls.results(sending))
 
@@ -110,26 +118,23 @@ class Transfers:
         ConnectionLost, or RemoteProtocolError. A payload of more than `max_bytes` is
         refused before anything is allocated.
         """
-        turn = next(self._turns)
         rest: list[futures.Future[int]] = []
         with self._group() as calls:
-            fetch = _Fetch(request, max_bytes, self._peer, self._deadlines, calls)
+            fetch = _Fetch(
+                request, max_bytes, self._peer, self._deadlines, calls, self._memory
+            )
 
             def fetch_rest() -> None:
                 left = len(fetch.payload) - FIRST_STRIPE_BYTES
                 if left > 0:
-                    for i, (low, size) in enumerate(stripes(left, len(self._fetches))):
+                    for low, size in stripes(left, self._channels):
                         begin = FIRST_STRIPE_BYTES + low
-                        method = self._fetches[(turn + 1 + i) % len(self._fetches)]
                         stripe = _Stripe(begin, begin + size)
-                        rest.append(
-                            self._submit(self._fetch_pool, fetch.run, method, stripe)
-                        )
+                        rest.append(self._submit(self._fetch_pool, fetch.run, stripe))
 
-            method = self._fetches[turn % len(self._fetches)]
             first = _Stripe(0, FIRST_STRIPE_BYTES)
             try:
-                wire_bytes = fetch.run(method, first, fetch_rest)
+                wire_bytes = fetch.run(first, fetch_rest)
             except BaseException:
                 calls.cancel()
                 futures.wait(rest)
@@ -144,6 +149,7 @@ class Transfers:
             groups = list(self._groups)
         for group in groups:
             group.cancel()
+        self._connections.close()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the threads, after `cancel`."""
@@ -151,27 +157,37 @@ class Transfers:
         for pool in (self._upload_pool, self._fetch_pool):
             pool.close(max(0.0, deadline - time.monotonic()))
 
-    def _send(
-        self, method: Any, calls: CallGroup, start: UploadStart, view: memoryview
-    ) -> int:
+    def kept(self, request: CycleRequest) -> Iterator[memoryview]:
+        """Yield the checked bytes of a file of a kept cycle, in their order; each is
+        valid until the next. Raises Refused, ConnectionLost, or RemoteProtocolError."""
+        place = memoryview(bytearray(frames.CHUNK_BYTES))
+        with self._group() as calls, calls.call() as (connection, guard):
+            start = _asked(connection, request, KeptStart)
+            position = 0
+            while position < start.total:
+                room = place[: start.total - position]
+                length = connection.receive_chunk(room, position)
+                position += length
+                guard.touch()
+                yield place[:length]
+            connection.between = True
+
+    def _send(self, calls: CallGroup, start: UploadStart, view: memoryview) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
         backoff = Backoff(self._deadlines)
         deadline = time.monotonic() + self._deadlines.budget_s
         sent = 0
-
-        def requests(guard: Guard) -> Iterator[bytes]:
-            nonlocal sent
-            parts = frames.chunks(view, start.offset)
-            for raw in itertools.chain((encode(start),), parts):
-                guard.touch()
-                sent += len(raw) + frames.MESSAGE_PREFIX_BYTES
-                yield raw
-
         while True:
             try:
-                with calls.call() as (slot, guard):
-                    reply = slot.fill(method.future(requests(guard))).result()
+                with calls.call() as (connection, guard):
+                    before = connection.sent_bytes
+                    connection.send(start)
+                    connection.send_payload((view,), 0, len(view), guard, start.offset)
+                    sent += connection.sent_bytes - before
+                    _answer(connection, UploadDone)
+                    connection.between = True
+                    return sent
             except Busy as error:
                 pause_s = backoff.next_s()
                 if time.monotonic() + pause_s > deadline:
@@ -182,9 +198,6 @@ class Transfers:
                     ) from error
                 if calls.pause(pause_s):
                     raise
-            else:
-                decoded(encoding.upload_done, reply, self._peer)
-                return sent
 
     def _submit(
         self, pool: DaemonPool, work: Callable[..., int], *arguments: Any
@@ -199,7 +212,7 @@ class Transfers:
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[CallGroup]:
-        group = CallGroup(self._peer, self._watch, self._deadlines.idle_s)
+        group = CallGroup(self._connections, self._watch, self._deadlines.idle_s)
         with self._lock:
             if self._closed:
                 raise self._is_closed()
@@ -231,24 +244,22 @@ class _Fetch:
         peer: str,
         deadlines: Deadlines,
         calls: CallGroup,
+        memory: SpareMemory,
     ) -> None:
-        self._request, self._max_bytes = request, max_bytes
+        self._request, self._max_bytes, self._memory = request, max_bytes, memory
         self._peer, self._deadlines, self._calls = peer, deadlines, calls
         self._deadline = time.monotonic() + deadlines.pin_s
         self._start: FetchStart | None = None
 
     def run(
-        self,
-        method: Any,
-        stripe: _Stripe,
-        on_first_answer: Callable[[], None] | None = None,
+        self, stripe: _Stripe, on_first_answer: Callable[[], None] | None = None
     ) -> int:
         """Fetch a stripe, attempt after attempt; return the bytes received."""
         backoff = Backoff(self._deadlines)
         while True:
             position = stripe.position
             try:
-                self._attempt(method, stripe, on_first_answer)
+                self._attempt(stripe, on_first_answer)
                 return stripe.wire_bytes
             except (ConnectionLost, Busy) as error:
                 if stripe.position > position:
@@ -276,7 +287,7 @@ class _Fetch:
         )
 
     def _attempt(
-        self, method: Any, stripe: _Stripe, on_first_answer: Callable[[], None] | None
+        self, stripe: _Stripe, on_first_answer: Callable[[], None] | None
     ) -> None:
         wanted = self._start.version if self._start else self._request.want
         request = msgspec.structs.replace(
@@ -285,33 +296,23 @@ class _Fetch:
             offset=stripe.position,
             length=stripe.end - stripe.position,
         )
-        with self._calls.call() as (slot, guard):
-            answers = slot.fill(method(encode(request)))
-            raw = next(answers, None)
-            if raw is None:
-                raise RemoteProtocolError(f"{self._peer} answered a fetch with nothing")
-            stripe.wire_bytes += len(raw) + frames.MESSAGE_PREFIX_BYTES
-            start = decoded(encoding.fetch_start, raw, self._peer)
-            if self._start is None:
-                self._begin(start, stripe)
-                if on_first_answer is not None:
-                    on_first_answer()
-            self._check_same(start, stripe)
-            view = memoryview(self.payload)
-            for frame in answers:
-                guard.touch()
-                stripe.wire_bytes += len(frame) + frames.MESSAGE_PREFIX_BYTES
-                room = stripe.end - stripe.position
-                part = frames.check(
-                    frame, offset=stripe.position, room=room, peer=self._peer
-                )
-                view[stripe.position : stripe.position + len(part)] = part
-                stripe.position += len(part)
-            if stripe.position != stripe.end:
-                raise RemoteProtocolError(
-                    f"{self._peer} ended a stripe at byte {stripe.position}, "
-                    f"expected {stripe.end}"
-                )
+        with self._calls.call() as (connection, guard):
+            before = connection.received_bytes
+            try:
+                start = _asked(connection, request, FetchStart)
+                if self._start is None:
+                    self._begin(start, stripe)
+                    if on_first_answer is not None:
+                        on_first_answer()
+                self._check_same(start, stripe)
+                while stripe.position < stripe.end:
+                    stripe.position += connection.receive_chunk(
+                        self.payload[stripe.position : stripe.end], stripe.position
+                    )
+                    guard.touch()
+                connection.between = True
+            finally:
+                stripe.wire_bytes += connection.received_bytes - before
 
     def _begin(self, start: FetchStart, first: _Stripe) -> None:
         if not 0 <= start.total <= self._max_bytes:
@@ -321,7 +322,7 @@ class _Fetch:
                 f"ends must run the same configuration"
             )
         self._start = start
-        self.payload = np.empty(start.total, np.uint8).data
+        self.payload = self._memory.lend(start.total)
         first.end = min(first.end, start.total)
 
     def _check_same(self, start: FetchStart, stripe: _Stripe) -> None:
@@ -348,3 +349,22 @@ def stripes(total: int, most: int) -> list[tuple[int, int]]:
     number = max(1, min(most, total // MIN_STRIPE_BYTES))
     edges = [total * i // number for i in range(number + 1)]
     return [(low, high - low) for low, high in itertools.pairwise(edges)]
+
+
+def _asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answer:
+    """Ask for something; return what comes before its bytes."""
+    connection.send(request)
+    return _answer(connection, kind)
+
+
+def _answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
+    """Receive an answer of this kind; raise the error that comes in its stead."""
+    reply = connection.receive(encoding.bulk_reply)
+    if isinstance(reply, errors.Failure):
+        raise errors.from_failure(reply, connection.peer)
+    if not isinstance(reply, kind):
+        raise RemoteProtocolError(
+            f"{connection.peer} answered with {type(reply).__name__}, expected "
+            f"{kind.__name__}; both ends must run the same version of diloco"
+        )
+    return reply

@@ -47,9 +47,9 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, WireError
-from diloco_jax.wire.server import FetchSource
 
 SHAPES = {"w": (4, 4), "v": (4, 2)}
 PLAN = plan_fragments(SHAPES, {"w": ("embed", "mlp"), "v": ("embed", "mlp")}, 2)
@@ -259,7 +259,7 @@ class Peer:
         else:
             default = {**self.identity(), "want": (1, 0), "have": None}
             request = decoded(
-                encoding.fetch_request, raw(kind, {**default, **changed}), "p"
+                encoding.bulk_request, raw(kind, {**default, **changed}), "p"
             )
             self.made.handlers.fetch(request)
 
@@ -343,7 +343,7 @@ class Peer:
         if changed.get("fragment") == 1:
             total = LAYOUTS[1].total_bytes
             fields = {**fields, "length": total, "total": total}
-        start = decoded(encoding.upload_start, raw("UploadStart", fields), "p")
+        start = decoded(encoding.bulk_request, raw("UploadStart", fields), "p")
         place = self.made.handlers.upload_begin(start)
         place[:] = bytes(len(place))
         self.made.handlers.upload_end(start, place)

@@ -12,9 +12,7 @@ import msgspec
 import numpy as np
 from door_support import ADMITTED, LAYOUTS, PLAN, RUN
 from fuzz_steady import FIRST, SHARED, STEP_S, Steady, raw
-from fuzz_support import UNIX, Move, World, paths
-
-from diloco_jax.wire import frames
+from fuzz_support import UNIX, Move, World, carried, chunked, paths
 
 EDGES = (-1, 0, 1, 2, 63, 2**16, 2**24, 2**31, 2**40, 2**47, 2**48, 2**48 + 1, 2**53)
 HUGE = (2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), FIRST, FIRST + 10**6)
@@ -230,8 +228,7 @@ class Hostile:
         if self.world.coordinator is None:
             fields["version"] = [1, 0]
         start = raw("UploadStart", {**self._identity(name), **fields})
-        chunks = tuple(frames.chunks(memoryview(data)[begin:stop], begin))
-        return Move("upload", name, (start, *chunks))
+        return Move("upload", name, (start, *chunked(data[begin:stop], begin)))
 
     def _fetch(self, name: str) -> dict[str, Any]:
         fragment = self.random.randrange(2)
@@ -245,6 +242,9 @@ class Hostile:
         if not move.frames:
             return move
         chance = self.random
+        if move.kind in ("upload", "fetch") and chance.random() < 0.2:
+            # Anywhere in what the connection carries, headers included.
+            return Move("bulk", move.who, (self._damaged(carried(move)),))
         if chance.random() < 0.2:
             at = chance.randrange(len(move.frames))
             damaged = (*move.frames[:at], self._damaged(move.frames[at]))

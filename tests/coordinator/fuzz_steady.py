@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 from door_support import ADMITTED, LAYOUTS, PLAN, RUN
-from fuzz_support import UNIX, Move, World
+from fuzz_support import UNIX, Move, World, chunked
 
 from diloco_jax.config import shared_fields
 from diloco_jax.protocol import messages
-from diloco_jax.wire import frames
 
 STEP_S = 0.1
 FIRST = int(UNIX)
@@ -142,17 +141,14 @@ class Steady:
         values = np.full(total // 4, 1e-3, np.float32)
         fields = {"fragment": fragment, "tick": tick, "offset": 0, "length": total}
         start = raw("UploadStart", {**self.identity(), **fields, "total": total})
-        chunks = frames.chunks(memoryview(values.tobytes()))
-        return Move("upload", self.name, (start, *chunks))
+        return Move("upload", self.name, (start, *chunked(values.tobytes())))
 
     def _anchor(self, fragment: int) -> Move:
         total = ANCHOR_BYTES[fragment]
         fields = {"fragment": fragment, "tick": -1, "offset": 0, "length": total}
         fields |= {"total": total, "version": self.base[fragment]}
         start = raw("UploadStart", {**self.identity(), **fields})
-        return Move(
-            "upload", self.name, (start, *frames.chunks(memoryview(bytes(total))))
-        )
+        return Move("upload", self.name, (start, *chunked(bytes(total))))
 
     def identity(self) -> dict[str, Any]:
         return {

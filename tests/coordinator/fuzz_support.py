@@ -8,6 +8,7 @@ import json
 import logging
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import encoding, frames, principal
-from diloco_jax.wire.errors import WireError
+from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.threads import IdleWatch, QueueClosed
@@ -38,6 +40,7 @@ CHECK_EVERY = 250
 """Moves between two looks at books and memory."""
 SHRINK_S = 60.0
 START = 1.0e6
+FAILED = "the coordinator failed on this call"
 UNIX = 1.8e9
 """Unix seconds at the start."""
 MOST_STATE_BYTES = 64 << 10
@@ -52,7 +55,8 @@ class Defect(AssertionError):  # noqa: N818
 
 class Move(NamedTuple):
     """One thing that happens. `frames`: bytes of a message, or of an upload, the first
-    frame first. `fresh`: on a stream of its own."""
+    frame first; of "bulk", all that a connection carries. `fresh`: on a stream of its
+    own."""
 
     kind: str
     who: str = ""
@@ -96,6 +100,9 @@ class Context:
     def peer(self) -> str:
         return f"peer {self.who}"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [self.who.encode()]}
+
     def cancel(self) -> None:
         """The stream ends."""
 
@@ -108,6 +115,35 @@ class Context:
         raise Ended(code, details)
 
 
+class Fed(BulkConnection):
+    """A connection that carries these bytes, and then ends."""
+
+    def __init__(self, who: str, octets: bytes) -> None:
+        self.peer, self._who = f"peer {who}", who
+        self.sent_bytes = self.received_bytes = 0
+        self.between = True
+        self._head = memoryview(bytearray(frames.HEADER_BYTES))
+        self.unread, self.said = memoryview(octets), bytearray()
+
+    def certificate(self) -> bytes:
+        return self._who.encode()
+
+    def spoken(self) -> bool:
+        return False
+
+    def drain(self) -> None:
+        """Nothing more comes."""
+
+    def _send(self, data: bytes | memoryview) -> None:
+        self.said += data
+
+    def _receive(self, place: memoryview) -> None:
+        got, self.unread = self.unread[: len(place)], self.unread[len(place) :]
+        place[: len(got)] = got
+        if len(got) < len(place):
+            raise ConnectionLost(f"{self.peer} ended the connection")
+
+
 class World:
     """One coordinator, or one that gathers first, and the streams of its peers."""
 
@@ -117,6 +153,8 @@ class World:
         self.streams: dict[str, Session] = {}
         self.heard: dict[str, list[Any]] = {}
         self._numbers, self._said_bytes = 0, 0
+        self.answers: Counter[str] = Counter()
+        """Kinds of what the bulk port answered."""
         self._config = replace(CONFIG, total_tokens=scenario.total_tokens)
         self._watch = IdleWatch("fuzz")
         self._server: Any = None
@@ -173,18 +211,27 @@ class World:
                 self._say(move)
             elif move.kind == "cut":
                 self.cut(move.who)
-            elif move.kind == "upload":
-                self._server._upload(iter(move.frames), Context(move.who))
-            elif move.kind == "fetch":
-                answer = self._server._fetch(move.frames[0], Context(move.who))
-                encoding.fetch_start(next(answer))
-                for frame in answer:
-                    assert len(frame) <= frames.MAX_MESSAGE_BYTES
+            elif move.kind in ("upload", "fetch", "bulk"):
+                self._transfer(move)
             elif move.kind == "ask":
                 self._server._status(b"", Context(move.who))
         self._run()
         if self.moves % CHECK_EVERY == 0:
             self.check()
+
+    def _transfer(self, move: Move) -> None:
+        octets = b"".join(move.frames) if move.kind == "bulk" else carried(move)
+        fed = Fed(move.who, octets)
+        while fed.between and fed.unread:
+            fed.between = False
+            fed.said.clear()
+            self._server._bulk.answer(fed)
+            if fed.said:
+                heard = Fed("coordinator", bytes(fed.said))
+                reply = heard.receive(encoding.bulk_reply)
+                if isinstance(reply, Failure) and FAILED in reply.message:
+                    raise Defect(f"a transfer failed: {reply.message}")
+                self.answers[type(reply).__name__] += 1
 
     def cut(self, who: str) -> None:
         """A peer's stream ends."""
@@ -238,9 +285,12 @@ class World:
             bulk_channels=2,
         )
         self._server._watch = self._watch
+        bulk = self._server._bulk
+        bulk._watch.close(1.0)
+        bulk._watch = self._watch
         if self.scenario.secure:
-            known = SimpleNamespace(identify=lambda call: principal.island(call.who))
-            self._server._peers = known
+            known = SimpleNamespace(identify=lambda pem: principal.island(pem.decode()))
+            self._server._peers = bulk._peers = known
 
     def _lead(self, state: State) -> None:
         made = Coordinator(
@@ -373,6 +423,18 @@ def _simpler(
             if fails([*moves[:-1], last._replace(frames=raw)]):
                 fields, last = less, last._replace(frames=raw)
     return last
+
+
+def carried(move: Move) -> bytes:
+    """Return the bytes that a connection carries for an upload or a fetch."""
+    request, *chunks = move.frames
+    return b"".join((frames.message_header(len(request)), request, *chunks))
+
+
+def chunked(data: bytes, begin: int = 0) -> tuple[bytes, ...]:
+    """The chunks of a stripe that begins there, as they are sent."""
+    cut = frames.chunks((data,), 0, len(data), begin)
+    return tuple(header + part for header, part in cut)
 
 
 def paths(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

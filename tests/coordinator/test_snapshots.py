@@ -59,7 +59,7 @@ def opened_states(run, store, folder):
 
 @pytest.fixture
 def writer(folder):
-    """Of a round of 10 s, in which two have their turns."""
+    """In a round of 10 s two fragments have their turns."""
     return SnapshotWriter(folder, 10.0, 2, "record log")
 
 

@@ -47,6 +47,7 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
         _trainer=Refused(),
         _exchange=SimpleNamespace(lower_all=lambda params: [], warm=warm),
         _zeros={},
+        _watched=None,
         config=Config(),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)

@@ -27,13 +27,13 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import (
     Busy,
     Refused,
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.server import FetchSource
 
 
 class FakeExchange:

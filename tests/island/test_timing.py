@@ -20,6 +20,18 @@ def test_validation_is_neither_a_stall_nor_part_of_a_gap():
     assert measures.max_step_gap_seconds == measures.median_step_seconds == 3.0
 
 
+def test_a_boundary_during_a_step_is_no_stall():
+    now = 0.0
+    timing = Timing(0.0, lambda: now)
+    for busy in (False, True, True):
+        now += 1.0
+        with timing.step(busy):
+            now += 2.0
+    measures = timing.measures()
+    assert (measures.step_seconds_total, measures.stalled_seconds) == (8.0, 1.0)
+    assert measures.median_step_seconds == 3.0
+
+
 def test_the_median_is_that_of_the_last_gaps():
     now, gaps = 0.0, []
     timing = Timing(0.0, lambda: now)

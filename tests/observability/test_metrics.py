@@ -42,17 +42,27 @@ MERGE = {
     "seconds": 0.1,
 }
 
+MODEL = {
+    "kind": "merged_model",
+    "time": 7.0,
+    "cycle": 12,
+    "island": "a",
+    "eval_loss": 2.25,
+}
+
 
 def test_lines_and_curves(tmp_path):
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
     metrics.append(MERGE)
+    metrics.append(MODEL)
     metrics.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [ISLAND, MERGE]
+    assert [json.loads(line) for line in lines] == [ISLAND, MERGE, MODEL]
     (file,) = (tmp_path / "tensorboard").iterdir()
     drawn = points(file)
     assert drawn["island/loss/a"] == (3, 5.0, 2.5)
+    assert drawn["merged_model/eval_loss/by-cycle"] == (12, 7.0, 2.25)
     assert drawn["merge/norm/fragment-1"] == (4, 6.0, 0.25)
     assert drawn["merge/pairwise_cosine/fragment-1"] == (4, 6.0, 0.1)
     assert "island/eval_loss/a" not in drawn, "there was none"

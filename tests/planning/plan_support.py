@@ -30,6 +30,7 @@ CONFIG = Config(
 HBM = Hbm(
     parameters=2 * GB,
     optimizer=4 * GB,
+    watched=0,
     anchors=2 * GB,
     residuals=2 * GB,
     open_takes=1 * GB,

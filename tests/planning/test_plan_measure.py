@@ -202,7 +202,7 @@ def test_a_machine_is_measured_once_and_planned_with_elsewhere(
     assert cli.main([*plan, "--machine", file]) == 0
     assert capsys.readouterr().err.splitlines()[:-1] == first[:-1]
     assert cli.main(plan) == 0
-    assert "1.62 up, 1.27 down [constant: `python benchmarks/wire.py`" in (
+    assert "0.73 up, 0.44 down [constant: `python benchmarks/wire.py`" in (
         capsys.readouterr().err
     )
     assert cli.main([*plan, "--machine", file, "--json"]) == 0

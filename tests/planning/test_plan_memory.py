@@ -16,6 +16,7 @@ from diloco_jax.planning.memory import Resident, accepted, open_fragments, refus
 HELD = Resident(
     parameters=100,
     optimizer=200,
+    watched=0,
     anchors=100,
     residuals=100,
     open_takes=20,
@@ -53,6 +54,12 @@ def test_each_chip_holds_its_share(feedback, on_host):
     share = 6 * 64 * 8 * 4 // 4
     assert (held.parameters, held.optimizer) == (share, share + share // 2)
     assert (held.anchors, held.residuals) == (share, share * feedback)
+    assert held.watched == 0
+    watched = memory.resident(
+        plan, sync, state, kinds, in_host_memory=on_host, watched_dtype="bfloat16"
+    )
+    assert watched.watched == share // 2
+    assert watched.beside == held.beside + share // 2
     # Two of the six layers, and with error feedback their residuals as they were.
     assert held.open_takes == share // 3 * (1 + feedback)
     # The other four; nobody holds bases of pending deltas under other rules.

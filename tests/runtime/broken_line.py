@@ -7,25 +7,35 @@ import socket
 import threading
 from typing import Self
 
+from diloco_jax.wire import addresses
+
 
 class Line:
-    """Forwards what comes to `address` on this machine, until it is cut."""
+    """Forwards what comes to `address` on this machine, and to the bulk port beside it,
+    until it is cut."""
 
     def __init__(self, to: str) -> None:
-        host, _, port = to.rpartition(":")
-        self._to, self._whole = (host, int(port)), True
+        self._whole = True
         self._ends: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.address = addresses.with_port("127.0.0.1:0")
+        self._listeners = []
+        for near, far in (
+            (self.address, to),
+            (addresses.bulk_address(self.address), addresses.bulk_address(to)),
+        ):
+            listener = socket.create_server(addresses.parse_address(near))
+            self._listeners.append(listener)
+            forwarding = (listener, addresses.parse_address(far))
+            threading.Thread(target=self._accept, args=forwarding, daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.cut()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def cut(self) -> None:
         """End all connections; new ones end at once."""
@@ -41,16 +51,16 @@ class Line:
         with self._lock:
             self._whole = True
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, to: tuple[str, int]) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
+                near, _ = listener.accept()
                 with self._lock:
                     whole = self._whole
                 if not whole:
                     near.close()
                     continue
-                far = socket.create_connection(self._to)
+                far = socket.create_connection(to)
                 with self._lock:
                     self._ends |= {near, far}
                 for ends in ((near, far), (far, near)):

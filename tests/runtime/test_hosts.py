@@ -44,6 +44,7 @@ from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.models import transformer
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 
@@ -68,6 +69,7 @@ def test_hosts_of_an_island_have_the_same_bits_after_every_adoption(text, tmp_pa
         batch_size=4, hosts=2, mesh_data=2, mesh_fsdp=2, step_seconds=0.1
     )
     config = dataclasses.replace(config, islands={"pair": pair}).validate()
+    config = placed(config, watch_every=2)
     run_processes(config, tmp_path, how="7")
     first, second = (
         (tmp_path / f"pair.{index}.adopted").read_text().splitlines()
@@ -76,6 +78,11 @@ def test_hosts_of_an_island_have_the_same_bits_after_every_adoption(text, tmp_pa
     assert first == second
     assert len(first) >= 6
     assert len({line.split()[-1] for line in first}) == len(first)
+    # Both evaluated the merged model: it is a collective of them.
+    lines = read_metrics(tmp_path / "run")
+    curve = [m for m in lines if m["kind"] == "merged_model"]
+    assert len(curve) >= 2
+    assert all(m["cycle"] % 2 == 0 and 2 < m["eval_loss"] < 7 for m in curve)
 
 
 def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):

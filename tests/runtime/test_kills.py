@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -78,7 +79,9 @@ def run(folder, stall) -> support.Run:
             checkpoint_every_s=1.0,
         ),
     )
-    with stall:
+    with stall, pytest.MonkeyPatch.context() as patch:
+        # With nothing in it, so that only b's first life compiles for the second.
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
         return support.run_in(config.validate(), folder, TIMEOUT_S)
 
 
@@ -110,6 +113,15 @@ def test_the_ledger_balances_with_the_tape(run):
 
 def test_the_killed_island_is_merged_again_within_a_cycle(run):
     assert tape_checks.steps_to_first_merge(run.tape, "b", 2) <= CYCLE_STEPS
+
+
+def test_the_killed_island_compiles_nothing_when_it_is_back(run):
+    (told,) = re.findall(
+        r"ends: .*; (\d+) programs compiled, (\d+) read",
+        (run.workdir / "logs" / "b.log").read_text(),
+    )
+    compiled, read = map(int, told)
+    assert compiled == 0 < read
 
 
 def test_the_simulator_calibrated_on_it_repeats_it(run, folder):

@@ -22,8 +22,10 @@ from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.evaluation import kept_facts
+from diloco_jax.evaluation import run as evaluate
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist
@@ -47,11 +49,14 @@ def diloco(*arguments: object) -> subprocess.CompletedProcess[str]:
 def over(text, tmp_path_factory):
     """The workdir of a run that was exported while it went on, and the two exports."""
     folder = tmp_path_factory.mktemp("live")
-    config = make_config(text, fragments=3, steps_per_cycle=6, quorum=1)
+    config = make_config(
+        text, fragments=3, steps_per_cycle=6, quorum=1, codec_down="f32"
+    )
     config = with_run(config, total_tokens=STEPS * SEQUENCE_LENGTH)
     island = IslandConfig(batch_size=1, step_seconds=0.1)
     config = dataclasses.replace(config, islands={"a": island, "b": island})
     config = placed(config, export_every=3, exports_kept=50, checkpoint_every_s=0.0)
+    config = placed(config, watch_every=3, evaluate_batches=10**6)
     write_config_json(config.validate(), folder / "config.json")
     workdir = folder / "run"
     with (folder / "log").open("wb") as log:
@@ -147,6 +152,24 @@ def test_an_export_of_the_live_run_is_that_of_its_cycle(over):
         for tensor, array in ours.items():
             np.testing.assert_array_equal(theirs[tensor], array)
         assert kept_facts(folder / "run", cycle)["merges"] > 0
+
+
+def test_the_curve_of_the_merged_model_is_that_of_the_kept_cycles(over):
+    folder, *_ = over
+    workdir = folder / "run"
+    config = read_config_json(workdir / "config.json")
+    lines = [m for m in read_metrics(workdir) if m["kind"] == "merged_model"]
+    curve = {line["cycle"]: line["eval_loss"] for line in lines}
+    assert len(curve) == len(lines) >= 2
+    assert {line["island"] for line in lines} == {"a", "b"}, "they take turns"
+    shared = sorted(curve.keys() & set(kept.numbers(workdir / run_files.KEPT)))
+    assert len(shared) >= len(curve) - 1, "both are of every third cycle"
+    found = {c: evaluate(config, workdir, c)["eval_loss"] for c in shared}
+    assert {c: curve[c] for c in shared} == pytest.approx(found, rel=1e-5)
+    assert len({round(loss, 4) for loss in found.values()}) == len(shared)
+    summary = json.loads((workdir / "summary.json").read_bytes())
+    assert summary["merged_model"]["cycle"] == max(curve)
+    assert sum(i["eval_seconds"] for i in summary["islands"].values()) > 0
 
 
 def test_a_cycle_that_cannot_be_had_is_refused_by_name(over):

@@ -132,8 +132,8 @@ def test_rows_of_each_folder_are_those_that_were_trained_on(run):
 
 
 def test_no_row_is_trained_on_twice_in_an_epoch(run):
-    """Whoever was killed, came and went, over several epochs of each folder. The tape
-    says which positions those are; the data, which rows."""
+    """Over several epochs of each folder, with islands that are killed, come and go.
+    The tape says which positions were trained on; the data, which rows those are."""
     positions = [p for some in trained(run.tape).values() for p in some]
     rows, shares = load_data(run.config.run), Shares(WEIGHTS)
     mixture = rows.index(run.config.run.seed)

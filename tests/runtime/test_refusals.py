@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import grpc
 import jax
 import msgspec
 import numpy as np
@@ -38,14 +38,14 @@ from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
-from diloco_jax.wire import bulk, encoding, frames, principal
+from diloco_jax.wire import addresses, bulk, encoding, frames, principal
 from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
     LocalProtocolError,
     Refused,
     SecurityError,
-    from_rpc,
 )
 from diloco_jax.wire.tls import TlsFiles
 
@@ -269,38 +269,30 @@ def test_a_delta_of_another_size_is_refused_before_it_is_stored(undisturbed, sta
     assert expected in str(refused.value)
 
 
-def raw_upload(address: str, *parts: bytes) -> grpc.RpcError:
-    """The error that an upload of these messages ends with."""
-    options = (("grpc.max_send_message_length", -1),)
-    with grpc.insecure_channel(address, options) as channel:
-        call = channel.stream_unary("/diloco.Coordinator/Upload")
-        with pytest.raises(grpc.RpcError) as refused:
-            call(iter(parts), timeout=PATIENCE_S)
-    return refused.value
+def answer_to(address: str, *parts: bytes) -> bulk.Failure:
+    """Return the answer of the bulk port to a peer that sends these bytes."""
+    host, port = addresses.parse_address(addresses.bulk_address(address))
+    with socket.create_connection((host, port), PATIENCE_S) as connection:
+        connection.sendall(b"".join(parts))
+        answer = BulkConnection(connection, address).receive(encoding.bulk_reply)
+    assert isinstance(answer, bulk.Failure)
+    return answer
 
 
 def test_a_corrupted_chunk_is_refused_and_may_be_sent_again(served, start):
     address = served.service.address
-    frame = bytearray(next(frames.chunks(memoryview(bytes(start.total)))))
-    frame[-1] ^= 1
-    error = raw_upload(address, encoding.encode(start), bytes(frame))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    raw, chunk = encoding.encode(start), bytearray(start.total)
+    header = frames.chunk_header(memoryview(chunk), 0)
+    chunk[-1] ^= 1
+    error = answer_to(address, frames.message_header(len(raw)), raw, header, chunk)
+    assert error.kind == "LocalProtocolError"
     assert re.search(
         r"at byte 0 is damaged: checksum (\w{16}), expected (?!\1)\w{16}; send the "
         r"transfer again",
-        error.details(),
+        error.message,
     )
     with client(address) as island:
         assert island.transfers.upload(start, bytes(start.total)) > start.total
-
-
-def test_an_oversized_message_is_refused(undisturbed, start):
-    address = undisturbed.service.address
-    size = frames.MAX_MESSAGE_BYTES + 1
-    error = from_rpc(raw_upload(address, encoding.encode(start), bytes(size)), address)
-    assert isinstance(error, LocalProtocolError)
-    for text in ("larger than max", f"{size}", f"{size - 1}", "same version of diloco"):
-        assert text in str(error)
 
 
 # ---- deltas that are not numbers -------------------------------------------------

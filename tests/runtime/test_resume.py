@@ -119,8 +119,8 @@ def resumed(text, tmp_path_factory) -> Resumed:
         reached = [list(f.version) for f in service.lead.state.fragments]
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
-        "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.5),
-        "c": IslandConfig(batch_size=1, step_seconds=0.5),
+        "a": IslandConfig(batch_size=64, hosts=2, mesh_fsdp=2, step_seconds=0.3),
+        "c": IslandConfig(batch_size=1, step_seconds=0.3),
     }
     config = dataclasses.replace(config, islands=others).validate()
     write_config_json(config, folder / "others.json")

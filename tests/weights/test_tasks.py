@@ -9,22 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import reference_forward as reference
 
 from diloco_jax import cli
 from diloco_jax.config import (
-    Config,
     ConfigError,
-    DataConfig,
-    IslandConfig,
-    RunConfig,
-    SyncConfig,
 )
-from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator import main
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.store import Store
 from diloco_jax.models.build import build
@@ -37,35 +29,6 @@ from diloco_jax.weights.tasks import read_task, score
 from diloco_jax.workdir import read_config
 
 WORDS = ("a", "bb", "of it", "z?", "longer", "\N{GREEK SMALL LETTER ALPHA}")
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    """The workdir of a run of bytes that has begun."""
-    folder = tmp_path_factory.mktemp("tasks")
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("one line of text\n" * 2000)
-    run = RunConfig(
-        model=tiny.MODEL,
-        data=DataConfig(paths=(str(folder / "text"),)),
-        sync=SyncConfig(fragments=3),
-        sequence_length=tiny.SEQUENCE_LENGTH,
-    )
-    config = resolve(Config(run=run, islands={"a": IslandConfig()}).validate())
-    coordinator = main.Coordinator(config, folder / "run", init=True)
-    try:
-        coordinator.start()
-    finally:
-        coordinator.close()
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def exported(workdir):
-    """config.json and tensors of the same parameters, for the reference."""
-    target = workdir.parent / "export"
-    assert cli.main(["export", str(workdir), str(target)]) == 0
-    return reference.load(target)
 
 
 def drawn(count: int) -> list[dict]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import socket
 import threading
 import time
 
-import grpc
 import numpy as np
 import pytest
 from wire_support import (
     WAIT_S,
+    answer_to,
     deadlines,
     fetch_request,
+    framed,
+    framed_chunk,
     hello,
     random_bytes,
     report,
@@ -19,7 +24,8 @@ from wire_support import (
 )
 
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding, frames
+from diloco_jax.wire import addresses, frames
+from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -92,30 +98,24 @@ def test_array_is_uploaded_without_a_copy_of_its_own(serve, connect, handlers):
     [
         (lambda f: f[:-1] + bytes([f[-1] ^ 1]), r"checksum \w{16}, expected \w{16}"),
         (lambda f: b"HTTP" + f[4:], "begins with b'HTTP', expected b'DLC2'"),
-        (lambda f: f[:-1], "announces 1000 bytes and holds 999"),
-        (lambda f: f + f, "announces 1000 bytes and holds"),
-        (lambda f: f[:10], "less than its header"),
-        (
-            lambda f: next(frames.chunks(memoryview(f)[frames.HEADER_BYTES :], 5)),
-            "offset 5, expected 0",
-        ),
-        (lambda f: next(frames.chunks(memoryview(bytes(MIB)))), "expected 1 to 1000"),
-        (lambda f: b"", "0 bytes, less than its header"),
+        (lambda f: framed_chunk(f[frames.HEADER_BYTES :], 5), "offset 5, expected 0"),
+        (lambda f: framed_chunk(bytes(MIB)), "announces 1048576 .* expected 1 to 1000"),
+        (lambda f: framed_chunk(b""), "announces 0 bytes, expected 1 to 1000"),
     ],
 )
 def test_broken_chunk_is_refused_and_others_go_on(
-    serve, connect, raw_channel, handlers, damage, cause
+    serve, connect, handlers, damage, cause
 ):
     _, address = serve()
     client = connect(address)
     stream = client.open_control(hello())
     handlers.next("connect")
     payload = random_bytes(1000)
-    frame = damage(next(frames.chunks(memoryview(payload))))
-    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
-    with pytest.raises(grpc.RpcError, match=cause) as error:
-        call(iter([encoding.encode(upload_start(1000)), frame]), timeout=WAIT_S)
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    reply = answer_to(
+        address, framed(upload_start(1000)), damage(framed_chunk(payload))
+    )
+    assert reply.kind == "LocalProtocolError"
+    assert re.search(cause, reply.message)
     stream.send(report(1))
     handlers.next("receive")
     client.transfers.upload(upload_start(1000), payload)
@@ -125,30 +125,64 @@ def test_broken_chunk_is_refused_and_others_go_on(
 @pytest.mark.parametrize(
     ("parts", "cause"),
     [
-        ([], "empty upload"),
-        ([b"\xc1"], "cannot be understood"),
-        ([encoding.encode(upload_start(10, offset=5))], "bytes 5 to 15 of .* 10"),
-        ([encoding.encode(upload_start(10, length=-1))], "bytes 0 to -1"),
-        ([encoding.encode(upload_start(10))], "announced 10 bytes and sent 0"),
+        ([framed(b"\xc1")], "cannot be understood"),
+        ([framed(upload_start(10, offset=5))], "bytes 5 to 15 of .* 10"),
+        ([framed(upload_start(10, length=-1))], "bytes 0 to -1"),
+        ([b"GET / HTTP/1.1\r\n"], "begins with b'GET ', expected b'DLM1'; .* version"),
+        ([frames.message_header(MIB + 1)], "announces 1048577 bytes, expected 1 to"),
+        ([frames.message_header(0)], "announces 0 bytes, expected 1 to"),
+        ([framed(hello())], "cannot be understood"),
+        ([framed(fetch_request(offset=1))], "-1 bytes from 1 on, of a payload of 0"),
     ],
 )
-def test_upload_that_does_not_add_up(serve, raw_channel, parts, cause):
+def test_requests_that_do_not_add_up(serve, parts, cause):
     _, address = serve()
-    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
-    with pytest.raises(grpc.RpcError, match=cause):
-        call(iter(parts), timeout=WAIT_S)
+    reply = answer_to(address, *parts)
+    assert reply.kind == "LocalProtocolError"
+    assert re.search(cause, reply.message)
 
 
-def test_oversized_message_is_refused_before_it_is_read(serve, raw_channel, handlers):
+@pytest.mark.parametrize("part", [b"", b"DLC", framed_chunk(bytes(10))[:-1]])
+def test_an_upload_that_ends_too_soon_is_not_taken(serve, handlers, part):
     _, address = serve()
-    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
-    huge = bytes(frames.MAX_MESSAGE_BYTES + 1)
-    with pytest.raises(grpc.RpcError) as error:
-        call(
-            iter([encoding.encode(upload_start(len(huge))), huge]),
-            timeout=WAIT_S,
-        )
-    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(ConnectionLost, match="ended the connection"):
+        answer_to(address, framed(upload_start(10)), part)
+    assert handlers.events.empty()
+
+
+def test_a_refused_upload_is_not_sent_to_its_end(serve, connect, handlers):
+    _, address = serve()
+    handlers.refusal = Refused("fenced", "incarnation 2 is here")
+    client, size = connect(address, bulk_channels=1), 400 * MIB
+    connection = client.transfers._connections.take()
+    client.transfers._connections.give(connection)
+    with pytest.raises(Refused, match="incarnation 2"):
+        client.transfers.upload(upload_start(size), np.zeros(size, np.uint8).data)
+    assert connection.sent_bytes < size / 4
+
+
+def test_a_message_larger_than_allowed_is_not_sent(serve, connect):
+    _, address = serve()
+    request = fetch_request(session="s" * (MIB + 1))
+    with pytest.raises(LocalProtocolError, match=r"FetchRequest .* limit is 1048576"):
+        connect(address).transfers.fetch(request, max_bytes=1)
+
+
+def test_transfers_follow_one_another_on_their_connections(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    client = connect(address, bulk_channels=2)
+    connections, dialled = client.transfers._connections, []
+    dial = connections._dial
+    monkeypatch.setattr(
+        connections, "_dial", lambda: dialled.append(dial()) or dialled[-1]
+    )
+    for _ in range(5):
+        client.transfers.upload(upload_start(4 * MIB), bytes(4 * MIB))
+    # One may do for both stripes, where the second begins after the first.
+    assert 1 <= len(dialled) <= 2
+    assert set(connections._idle) == set(dialled)
 
 
 def test_fetch_larger_than_allowed_is_refused_before_allocation(
@@ -196,13 +230,13 @@ def test_announced_length_must_be_the_payloads(connect):
 class Dribble:
     """Serves the first `good` chunks of every stripe and then waits to be stopped."""
 
-    def __init__(self, handlers, good: int) -> None:
+    def __init__(self, good: int) -> None:
         self.reached = threading.Semaphore(0)
         self.gone = threading.Event()
         self._good, self._chunks = good, frames.chunks
 
-    def chunks(self, payload, offset=0):
-        for number, frame in enumerate(self._chunks(payload, offset)):
+    def chunks(self, *arguments):
+        for number, frame in enumerate(self._chunks(*arguments)):
             if number == self._good:
                 self.reached.release()
                 self.gone.wait(3 * WAIT_S)
@@ -223,8 +257,8 @@ def test_fetch_resumes_at_the_byte_after_the_server_comes_back(
         ),
         daemon=True,
     )
-    dribble = Dribble(handlers, good=2)
-    monkeypatch.setattr("diloco_jax.wire.server.frames.chunks", dribble.chunks)
+    dribble = Dribble(good=2)
+    monkeypatch.setattr("diloco_jax.wire.frames.chunks", dribble.chunks)
     fetching.start()
     for _ in range(4):  # each of the four stripes of 5 MiB
         assert dribble.reached.acquire(timeout=WAIT_S)
@@ -286,20 +320,67 @@ def test_fetch_gives_up_at_its_deadline(connect):
     assert time.monotonic() - began < WAIT_S
 
 
-def test_server_breaks_off_a_stalled_upload(
-    serve, handlers, raw_channel, monkeypatch, clock
+@pytest.mark.parametrize(
+    ("parts", "limits"),
+    [
+        ([framed(upload_start(10))], {"idle_s": 0.1}),
+        ([framed(upload_start(10)), framed_chunk(bytes(10))[:-1]], {"idle_s": 0.1}),
+        ([framed(upload_start(10))[:5]], {"connect_s": 0.1}),
+    ],
+)
+def test_server_breaks_off_a_peer_that_stalls(
+    serve, handlers, clock, monkeypatch, parts, limits
 ):
-    _, address = serve(deadlines=deadlines(idle_s=0.1))
-    begun, never = threading.Event(), threading.Event()
-    begin = handlers.upload_begin
-    monkeypatch.setattr(handlers, "upload_begin", lambda s: begun.set() or begin(s))
-    call = raw_channel(address).stream_unary("/diloco.Coordinator/Upload")
-    first = encoding.encode(upload_start(10))
-    upload = call.future((p for p in (first, None) if p or never.wait()), WAIT_S)
-    assert begun.wait(WAIT_S)
-    clock.now += 0.1
-    assert upload.exception(WAIT_S).code() is grpc.StatusCode.CANCELLED
-    never.set()
+    """It holds a place for so long, and no longer."""
+    server, address = serve(deadlines=deadlines(**limits))
+    begun = threading.Event()
+    receive = BulkConnection._receive
+
+    def receiving(connection, place):
+        if connection.peer != "me":
+            begun.set()
+        receive(connection, place)
+
+    monkeypatch.setattr(BulkConnection, "_receive", receiving)
+    host, port = addresses.parse_address(addresses.bulk_address(address))
+    with socket.create_connection((host, port), WAIT_S) as connection:
+        connection.sendall(b"".join(parts))
+        assert begun.wait(WAIT_S)
+        places = server._bulk._places
+        deadline = time.monotonic() + WAIT_S
+        while places._free._value < places.count and time.monotonic() < deadline:
+            clock.now += 0.1
+            server._bulk._watch._condition.acquire()
+            server._bulk._watch._condition.notify()
+            server._bulk._watch._condition.release()
+            time.sleep(0.001)
+        assert places._free._value == places.count
+        assert not connection.recv(1)
+
+
+def test_a_peer_that_never_shakes_hands_is_closed_and_holds_up_nobody(
+    serve, connect, handlers, tls
+):
+    limits = deadlines(connect_s=1.0)
+    _, address = serve(tls=tls["coordinator"], deadlines=limits)
+    host, port = addresses.parse_address(addresses.bulk_address(address))
+    with socket.create_connection((host, port), WAIT_S) as silent:
+        client = connect(address, tls=tls["island"])
+        client.transfers.upload(upload_start(8), b"12345678")
+        assert not silent.recv(1)
+
+
+def test_the_oldest_connection_makes_room_for_a_new_one(serve, connect, monkeypatch):
+    server, address = serve()
+    server._bulk._acceptor._most = 2
+    host, port = addresses.parse_address(addresses.bulk_address(address))
+    with contextlib.ExitStack() as stack:
+        first, *_ = (
+            stack.enter_context(socket.create_connection((host, port), WAIT_S))
+            for _ in range(3)
+        )
+        assert not first.recv(1)
+        connect(address).transfers.upload(upload_start(8), b"12345678")
 
 
 def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatch):
@@ -315,8 +396,8 @@ def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatc
 def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
     _, address = serve()
     handlers.published = bytes(12 * MIB)
-    dribble = Dribble(handlers, good=1)
-    monkeypatch.setattr("diloco_jax.wire.server.frames.chunks", dribble.chunks)
+    dribble = Dribble(good=1)
+    monkeypatch.setattr("diloco_jax.wire.frames.chunks", dribble.chunks)
     client = connect(address)
     errors = []
 
@@ -348,3 +429,12 @@ def test_stripes_tile_the_payload():
         ]
         assert len(cut) == 1 or min(size for _, size in cut) >= MIB
         assert len(cut) <= 4
+
+
+def test_a_connection_given_back_after_the_end_is_closed(serve):
+    server, _ = serve()
+    server.stop(0)
+    ours, theirs = socket.socketpair()
+    with ours:
+        server._bulk._acceptor.give_back(BulkConnection(theirs, "them"))
+        assert theirs.fileno() == -1

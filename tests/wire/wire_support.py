@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import bulk
+from diloco_jax.wire import addresses, bulk, encoding, frames
+from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import VersionGone, WireError
-from diloco_jax.wire.server import FetchSource, Session
+from diloco_jax.wire.session import Session
 
 WAIT_S = 45.0
 """Less than the queues' poll and the budget: what only they end comes too late."""
@@ -155,3 +158,22 @@ class Recorder:
 
 def random_bytes(size: int) -> bytes:
     return np.random.default_rng(size).bytes(size)
+
+
+def framed(message: Any) -> bytes:
+    """A message, or raw bytes in its stead, as the bulk port takes it."""
+    raw = message if isinstance(message, bytes) else encoding.encode(message)
+    return frames.message_header(len(raw)) + raw
+
+
+def framed_chunk(payload: bytes, offset: int = 0) -> bytes:
+    return frames.chunk_header(memoryview(payload), offset) + payload
+
+
+def answer_to(address: str, *parts: bytes) -> Any:
+    """Return the answer of the bulk port to a peer that sends just these bytes."""
+    host, port = addresses.parse_address(addresses.bulk_address(address))
+    with socket.create_connection((host, port), WAIT_S) as connection:
+        connection.sendall(b"".join(parts))
+        connection.shutdown(socket.SHUT_WR)
+        return BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)

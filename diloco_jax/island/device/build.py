@@ -15,6 +15,7 @@ from diloco_jax.island.device.leaves import Lent
 from diloco_jax.island.device.mesh import layout, make_mesh
 from diloco_jax.island.device.replica import Replica, Restored
 from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.device.watched import WatchedModel
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Model, Params
@@ -47,15 +48,24 @@ def build_exchange(
 
 
 def compile_ahead(
-    trainer: Trainer, exchange: Exchange, params: Params, sequence_length: int
+    trainer: Trainer,
+    exchange: Exchange,
+    params: Params,
+    sequence_length: int,
+    watched: WatchedModel | None = None,
 ) -> None:
     """Compile everything that an island executes, and execute nothing.
 
-    params: arrays that lie like the local parameters.
+    params: arrays that lie like the local parameters. watched: copies of the merged
+    model, if the island evaluates that.
 
     Raises ConfigError, as `compile_programs`.
     """
-    compile_programs((*trainer.lower_all(sequence_length), *exchange.lower_all(params)))
+    programs = [*trainer.lower_all(sequence_length), *exchange.lower_all(params)]
+    if watched is not None:
+        programs += watched.lower_all()
+        programs.append(trainer.lower_eval(watched.params, sequence_length))
+    compile_programs(programs)
 
 
 def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:

@@ -65,7 +65,7 @@ class Kind:
     move: Any
     """(base, anchor before, anchor) -> base."""
     reset: Any
-    """(leaf, index, value) -> leaf, which is donated."""
+    """(leaf, index, value) -> leaf, which is donated; in the leaf's dtype."""
     whole: Any
     """(anchor) -> the anchor in f32 tiles."""
     read: Any
@@ -285,7 +285,8 @@ def _move(lies: Lies) -> Any:
 @_kept
 def _reset(lies: Lies) -> Any:
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
-        return lies.write(stacked, index, *lies.fetch(value))
+        (value,) = lies.fetch(value)
+        return lies.write(stacked, index, value.astype(stacked.dtype))
 
     return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
 

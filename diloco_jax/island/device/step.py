@@ -246,11 +246,16 @@ class Trainer:
     def lower_all(self, sequence_length: int) -> list[jax.stages.Lowered]:
         """Lower every function, as `lower` does the step."""
         state, step = self.abstract_state(), self.lower(sequence_length)
+        evaluate = self.lower_eval(state.params, sequence_length)
+        with jax.set_mesh(self.mesh):
+            return [self._init_inner.lower(state.params), evaluate, step]
+
+    def lower_eval(self, params: Params, sequence_length: int) -> jax.stages.Lowered:
+        """Lower `eval_step` for parameters like these, as `lower` does the step."""
         fields = {**self.fields, "weights": WEIGHTS}
         batch = self._abstract_batch(fields, sequence_length)
         with jax.set_mesh(self.mesh):
-            evaluate = self._eval.lower(state.params, batch, self._abstract_frozen())
-            return [self._init_inner.lower(state.params), evaluate, step]
+            return self._eval.lower(params, batch, self._abstract_frozen())
 
     def compilations(self) -> int:
         """Return how often the step was compiled: 1 from the first step on."""

@@ -55,7 +55,7 @@ def advance(config: PolicyConfig, before: State, state: State) -> Step:
     cycle, waiting, effects = state.kept_cycle, [], list[Effect]()
     for index in state.unkept:
         fragment = state.fragments[index]
-        if not _is_at(config, state, fragment, cycle):
+        if not is_at(config, state, fragment, cycle):
             waiting.append(index)
             continue
         effects.append(
@@ -71,8 +71,18 @@ def advance(config: PolicyConfig, before: State, state: State) -> Step:
 
 
 def forgotten(state: State) -> State:
-    """Return the state after a crash: what was kept of an unfinished cycle is gone."""
-    return replace(state, keeping=False, unkept=())
+    """Return the state after a crash: what was kept of an unfinished cycle is gone, and
+    what an island was told of one that it watches."""
+    return replace(state, keeping=False, unkept=(), unwatched=())
+
+
+def is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -> bool:
+    """Tell whether no merge of the cycle can follow the fragment's version."""
+    turn = (cycle - 1) * config.fragments + fragment.index + 1
+    if fragment.phase in ("open", "merging"):
+        return fragment.tick > turn
+    # Every later tick has a higher number.
+    return fragment.phase == "done" or state.tick >= turn
 
 
 def _begin(config: PolicyConfig, state: State) -> State:
@@ -82,15 +92,6 @@ def _begin(config: PolicyConfig, state: State) -> State:
         kept_cycle=present(config, state),
         unkept=tuple(range(config.fragments)),
     )
-
-
-def _is_at(config: PolicyConfig, state: State, fragment: Fragment, cycle: int) -> bool:
-    """Tell whether no merge of the cycle can follow the fragment's version."""
-    turn = (cycle - 1) * config.fragments + fragment.index + 1
-    if fragment.phase in ("open", "merging"):
-        return fragment.tick > turn
-    # Every later tick has a higher number.
-    return fragment.phase == "done" or state.tick >= turn
 
 
 def _same(before: State, state: State) -> bool:

@@ -28,6 +28,7 @@ from diloco_jax.protocol.coordinator import (
     members,
     schedule,
     takes,
+    watching,
     workers,
 )
 from diloco_jax.protocol.coordinator.events import (
@@ -106,7 +107,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     effects += expired
     state, moved = _advance(config, before, state, now)
     state, keeps = cycles.advance(config, before, state)
-    return state, effects + moved + keeps
+    state, watches = watching.advance(config, before, state)
+    return state, effects + moved + keeps + watches
 
 
 def next_deadline(state: State, now: float) -> float | None:
@@ -156,6 +158,7 @@ def _report(
         steps=max(island.steps, report.steps),
         step_seconds=report.step_seconds or island.step_seconds,
         records_through=through,
+        watches=report.watches,
     )
     state = members.alive(config, state, island, now)
     effects: list[Effect] = []

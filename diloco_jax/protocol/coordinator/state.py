@@ -64,6 +64,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Holders of fragments, see `workers.deal`."""
     export_every: int = 0
     """Cycles between two that are kept; 0 = none is, unless it is asked for."""
+    watch_every: int = 0
+    """An island watches the cycles that it divides; 0 = none."""
     admitted: dict[str, int | None] | None = None
     """Sequences per step of every admitted island, by name; None: as many as the island
     says. Without this dict any island is let in, with any batch."""
@@ -203,6 +205,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
     """Boundaries from a request to its take."""
     records_through: int = 0
+    watches: bool = False
+    """True if it can evaluate the merged model, and is not at it."""
     tokens_before: int = 0
     """Tokens computed by earlier incarnations."""
     joins: int = 1
@@ -266,6 +270,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Fragments that have not reached their versions of the cycle being kept."""
     keeping: bool = False
     """True until the cycle being kept is on disk."""
+    watched_cycle: int = 0
+    """The last cycle that an island was to watch."""
+    watcher: str = ""
+    """That island."""
+    unwatched: tuple[int, ...] = ()
+    """Fragments whose versions of that cycle it has not been told."""
     next_position: int = 0
     free_spans: tuple[Span, ...] = ()
     """Positions to grant again. They are granted first, so there are no more than what

@@ -19,7 +19,8 @@ import msgspec
 
 from diloco_jax.protocol.island.books import Books, Outcome
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import Measures, TakeRequest, TakeVerdict
+from diloco_jax.protocol.island.watching import Watching
+from diloco_jax.protocol.messages import Measures, TakeRequest, TakeVerdict, Watch
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Span, Version
 
@@ -49,6 +50,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     grants: tuple[Span, ...] = ()
     anchors: tuple[int, ...] = ()
     """Fragments whose anchors are to be sent."""
+    watches: tuple[Watch, ...] = ()
+    """Versions at the cycle that the island is to watch."""
     term: int = 0
     """The new term, which begins new books; 0: no term began."""
     others_tokens: int = 0
@@ -187,12 +190,14 @@ class Boundary:
         incoming: Incoming,
         outgoing: Outgoing,
         data: LeasedData,
+        watching: Watching | None = None,
     ) -> None:
+        """watching: of an island that can evaluate the merged model."""
         self.books = books
         self.others_tokens = 0
         """Tokens of the other islands, as of the last boundary."""
         self._goal, self._stop = goal, False
-        self._arrays, self._data = arrays, data
+        self._arrays, self._data, self._watching = arrays, data, watching
         self._incoming, self._outgoing = incoming, outgoing
         self._takes: dict[int, _Due] = {}
         """Takes that are delayed or wait for an adoption, by fragment."""
@@ -213,12 +218,14 @@ class Boundary:
         judged = [self._settle(verdict, step) for verdict in decision.verdicts]
         for request in decision.takes:
             self._request(request, step)
+        self._watch(decision.watches)
         if self.books.traits.adopts_first:
             self._adopt(decision.adoptions, step)
             self._take(step)
         else:
             self._take(step)
             self._adopt(decision.adoptions, step)
+        self._watch(())
         return [refused for refused in judged if refused is not None]
 
     def may_step(self, step: int) -> bool:
@@ -233,7 +240,16 @@ class Boundary:
             outstanding=self.books.outstanding(),
             versions=tuple(self.books.versions()),
             measures=measures,
+            watches=self._watching is not None and not self._watching.evaluates,
         )
+
+    def _watch(self, watches: tuple[Watch, ...]) -> None:
+        """Copy what is to be watched of the anchors that the island has now: an
+        adoption replaces them."""
+        if self._watching is not None:
+            for watch in watches:
+                self._watching.ask(watch)
+            self._watching.see(self.books)
 
     def _begin_term(self, step: int) -> None:
         self._takes = {}

@@ -26,6 +26,7 @@ from diloco_jax.protocol.messages import (
     Stop,
     TakeRequest,
     TakeVerdict,
+    Watch,
     Welcome,
 )
 from diloco_jax.protocol.values import Record, Span, Version
@@ -71,6 +72,7 @@ class Conversation:
         self._grants: list[Span] = []
         self._granted = self._next_position = 0
         self._anchors: list[int] = []
+        self._watches: dict[int, Watch] = {}
         self._others_tokens = self._tokens = self._heard = 0
         self.posted = Status()
         """The loop's last status."""
@@ -115,6 +117,8 @@ class Conversation:
                 if fragment not in self._anchors:
                     self._anchors.append(fragment)
                 self.has_news = True
+            case Watch(fragment=fragment):
+                self._watches[fragment] = message  # No news: it concerns no step.
             case Stop():
                 self.stop = self.has_news = True
             case MayLeave():
@@ -161,6 +165,7 @@ class Conversation:
             verdicts=tuple(self._verdicts),
             grants=tuple(self._grants),
             anchors=tuple(self._anchors),
+            watches=tuple(self._watches.values()),
             term=self._new_term,
             others_tokens=self._others_tokens,
             heard=self._heard,
@@ -172,7 +177,7 @@ class Conversation:
         )
         self._takes, self._adoptions, self._waiting = {}, {}, {}
         self._verdicts, self._grants, self._anchors = [], [], []
-        self._new_term, self.has_news = 0, False
+        self._watches, self._new_term, self.has_news = {}, 0, False
         return decision
 
     def post(self, status: Status, records: tuple[Record, ...] = ()) -> None:

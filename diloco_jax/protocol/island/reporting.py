@@ -28,6 +28,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[Version, ...] = ()
     """Versions of the anchors, current or about to be adopted."""
     measures: Measures = Measures()
+    watches: bool = False
 
     run_id: str = ""
     """The island's run, known from its first welcome on."""
@@ -129,6 +130,7 @@ class Reporting:
                 step_seconds=status.measures.median_step_seconds,
                 records=unsent[first : first + MAX_RECORDS],
                 measures=status.measures,
+                watches=status.watches,
             )
             for first in range(0, max(len(unsent), 1), MAX_RECORDS)
         ]

@@ -35,7 +35,7 @@ from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import VirtualFetch
-from diloco_jax.wire.server import FetchSource
+from diloco_jax.wire.bulk_server import FetchSource
 
 
 class EncodedDelta(NamedTuple):

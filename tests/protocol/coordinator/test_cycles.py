@@ -119,6 +119,16 @@ def test_every_so_many_cycles_one_is_kept_and_one_at_a_time() -> None:
     assert d.state.keeping, "that was another one"
 
 
+def test_a_cycle_that_is_due_begins_with_its_first_tick() -> None:
+    d = training(export_every=2)
+    for fragment, step in ((0, 2), (1, 4)):
+        d.report("a", step)
+        d.merge(fragment, a=step)
+    assert not d.state.keeping
+    d.report("a", 6)
+    assert (d.state.keeping, d.state.kept_cycle) == (True, 2)
+
+
 def test_who_asks_while_one_is_kept_gets_that_one() -> None:
     d = training()
     d.feed(KeepAsked())

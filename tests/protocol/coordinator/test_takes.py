@@ -7,6 +7,7 @@ from diloco_jax.protocol.coordinator.alerts import UNFIT_DELTAS
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
+    Published,
     ResendRequest,
     TakeRequest,
     TakeVerdict,
@@ -380,3 +381,19 @@ def test_a_refusal_is_told_once() -> None:
         d.computed(0)
     assert len(notes(d.effects, "refused")) == 1
     assert len([e for e in of(d.effects, Drop) if e.island == "a"]) == 1
+
+
+def test_a_record_that_is_told_twice_is_on_the_tape_once() -> None:
+    d = Driver()
+    d.join("a")
+    record = d.record("a", "progress", 1, value=7)
+    assert len(notes(d.report("a", 1, record), "island")) == 1
+    assert notes(d.report("a", 1, record), "island") == []
+
+
+def test_who_is_gone_is_told_of_no_version() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.goodbye("b")
+    d.report("a", 2)
+    assert [told.island for told in of(d.merge(0, a=2), Published)] == ["a"]

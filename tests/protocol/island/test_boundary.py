@@ -15,7 +15,8 @@ from diloco_jax.protocol.island.boundary import (
     Goal,
 )
 from diloco_jax.protocol.island.conversation import Conversation
-from diloco_jax.protocol.messages import Measures, TakeRequest
+from diloco_jax.protocol.island.watching import Watching
+from diloco_jax.protocol.messages import Measures, TakeRequest, Watch
 from diloco_jax.protocol.values import Span, Version
 
 
@@ -24,6 +25,7 @@ class Island:
 
     def __init__(self, rule="rebase", fragments=3):
         self.done, self.told = [], Conversation()
+        self.watching = Watching(fragments, lambda f: self.done.append(("copy", f)))
         self.boundary = Boundary(
             Books([Version()] * fragments, ADOPT_RULES.find(rule)),
             Goal(total_tokens=1000, tokens_per_step=10),
@@ -31,6 +33,7 @@ class Island:
             incoming=self,
             outgoing=self,
             data=self,
+            watching=self.watching,
         )
 
     def at(self, step, decision=None):
@@ -250,3 +253,56 @@ def test_what_is_so_already_is_not_waited_for():
     assert ahead.pending
     ahead.next(Decision(stop=True))
     assert not ahead.pending
+
+
+def watch(told, cycle, fragment, number):
+    version = Version(1, number)
+    told.receive(Watch(cycle=cycle, fragment=fragment, version=version))
+
+
+def test_an_anchor_is_copied_before_the_adoption_that_replaces_it():
+    island = Island(fragments=2)
+    watch(island.told, 1, 0, 0)
+    island.told.arrived(0, V1, 1)
+    assert island.at(4) == [("copy", 0), ("adopt", 0, V1, False)]
+
+
+def test_an_anchor_is_copied_once_after_the_adoption_that_brings_it():
+    island = Island(fragments=2)
+    watch(island.told, 1, 0, 1)
+    assert island.at(4) == []
+    island.told.arrived(0, V1, 1)
+    assert island.at(5) == [("adopt", 0, V1, False), ("copy", 0)]
+    assert island.at(6) == []
+
+
+def test_a_complete_cycle_is_evaluated_before_another_is_copied():
+    island = Island(fragments=2)
+    for fragment in range(2):
+        assert not island.watching.evaluates
+        watch(island.told, 3, fragment, 0)
+        island.at(4)
+    assert island.watching.evaluates
+    assert not island.boundary.status(4, Measures()).watches
+    watch(island.told, 6, 0, 0)
+    assert island.at(5) == [], "the copies are in use"
+    assert island.watching.cycle == 3
+    island.watching.evaluated()
+    assert island.boundary.status(5, Measures()).watches
+    watch(island.told, 9, 0, 0)
+    assert island.at(6) == [("copy", 0)]
+    assert island.watching.cycle == 9
+
+
+def test_a_cycle_of_which_a_version_was_missed_is_left_for_the_next_one():
+    island = Island(fragments=2)
+    island.told.arrived(0, Version(1, 2), 2)
+    island.at(3)
+    watch(island.told, 1, 0, 1)
+    watch(island.told, 1, 1, 0)
+    assert island.at(4) == [("copy", 1)], "fragment 0 is beyond it"
+    assert not island.watching.evaluates
+    watch(island.told, 2, 0, 2)
+    watch(island.told, 2, 1, 0)
+    assert island.at(5) == [("copy", 0), ("copy", 1)]
+    assert (island.watching.evaluates, island.watching.cycle) == (True, 2)

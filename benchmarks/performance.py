@@ -1,0 +1,169 @@
+"""The speed of everything, against its limits, from the raw results alone.
+
+Each row is a benchmark of docs/results/raw: its bounds, what was measured, and whether
+they hold. Machines and dates are those of the raw files; the load is that of the
+machine at the end, and a load above its cores means that others worked on it too.
+
+Command: `python -m benchmarks.performance`; it measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import support
+
+UNKNOWN = "not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A benchmark of the table: the raw file, and what its figures leave open."""
+
+    name: str
+    measures: str
+    raw: tuple[str, ...]
+    note: str = ""
+    """Parts that were not measured, and what is known of a bound that does not hold."""
+
+
+ROWS = (
+    Row(
+        "overhead",
+        "an island's step with a merge at every step, over the same loop alone",
+        ("overhead",),
+    ),
+    Row(
+        "inner_step",
+        "the bundled model's step over a minimal one",
+        ("inner_step",),
+        "On a GPU, and against a compiled PyTorch step: not measured.",
+    ),
+    Row(
+        "merge",
+        "merges over a copy, by codec",
+        ("merging",),
+        "From 32 deltas on, rules but the default, and pieces of other sizes than 16 "
+        "Mi: not measured.",
+    ),
+    Row(
+        "wire",
+        "uploads and fetches beside raw TLS",
+        ("wire",),
+        "On a machine without other load: not measured.",
+    ),
+    Row(
+        "wan",
+        "islands behind slow links, over no limit and data-parallel training",
+        (),
+        "No script of these measurements is in benchmarks/.",
+    ),
+    Row(
+        "coordinator_scale",
+        "a cycle by islands and parameters; the whole run against its plan",
+        ("coordinator_scale", "coordinator_memory", "large_run"),
+        "S = 2: not measured.",
+    ),
+    Row(
+        "recovery",
+        "start to first step and first merge",
+        ("recovery",),
+        "A restart of lead and worker at 300 M: not measured.",
+    ),
+    Row("data", "rows per second of one core", ("data",)),
+    Row(
+        "simulator",
+        "a day of 2.4 M chips, schedules of faults",
+        ("simulator",),
+        "Schedules with workers: not measured.",
+    ),
+)
+
+
+def main() -> int:
+    """Write the page; return 1 if the folder has none of the raw files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=support.RESULTS)
+    options = parser.parse_args()
+    page = told(options.out / "raw")
+    (options.out / "performance.md").write_text(page)
+    return 0 if "raw/" in page else 1
+
+
+def told(raw: Path) -> str:
+    """Return the page on these raw files."""
+    found = {
+        row.name: [known(raw / f"{name}.json") for name in row.raw] for row in ROWS
+    }
+    title, _, introduction = (__doc__ or "").partition("\n")
+    parts = [f"# {title.rstrip('.')}", introduction.strip()]
+    parts.append(support.markdown_table(summary(row, found[row.name]) for row in ROWS))
+    for row in ROWS:
+        parts.append(f"## {row.name}")
+        text = f"{row.measures[0].upper()}{row.measures[1:]}."
+        parts.append(f"{text} {row.note}".strip())
+        for name, facts in zip(row.raw, found[row.name], strict=True):
+            if facts is None:
+                parts.append(f"`{name}`: {UNKNOWN}.")
+                continue
+            about = [facts[key] for key in ("command", "date", "machine", "versions")]
+            about.append(f"load {facts.get('load', 'not noted')}")
+            parts.append(f"[raw/{name}.json](raw/{name}.json): {', '.join(about)}.")
+            parts.append(support.markdown_table(map(bound, facts["checks"])))
+    return support.wrapped("\n\n".join(parts) + "\n")
+
+
+def known(path: Path) -> dict[str, Any] | None:
+    """Return the raw results, None if there are none."""
+    try:
+        facts: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return facts
+
+
+def summary(row: Row, found: list[dict[str, Any] | None]) -> dict[str, str]:
+    """Return the row of the table."""
+    checks = [check for facts in found if facts for check in facts["checks"]]
+    broken = [check["what"] for check in checks if not check["holds"]]
+    if not checks:
+        holds = UNKNOWN
+    elif broken:
+        holds = f"**no**: {len(broken)} of {len(checks)} bounds do not"
+    else:
+        holds = f"yes, all {len(checks)}"
+    if checks and None in found:
+        holds += f"; a part {UNKNOWN}"
+    return {
+        "benchmark": f"[{row.name}](#{row.name})",
+        "measures": row.measures,
+        "holds": holds,
+    }
+
+
+def bound(check: dict[str, Any]) -> dict[str, str]:
+    """Return the row of one bound."""
+    return {
+        "bound": check["what"],
+        "target": check["bound"],
+        "measured": check["measured"],
+        "holds": "yes" if check["holds"] else f"**no**{distance(check)}",
+    }
+
+
+def distance(check: dict[str, Any]) -> str:
+    """Return by how much it does not hold, if both are numbers."""
+    try:
+        measured, target = float(check["measured"]), float(check["bound"].split()[-1])
+    except ValueError:
+        return ""
+    return f", {measured / target:.2f} of it" if target else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

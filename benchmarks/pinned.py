@@ -1,0 +1,128 @@
+"""A coordinator and islands as processes of a benchmark, each island on one core."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import support
+from machine import CpuSamples, cpu_seconds
+
+from diloco_jax import run_files
+from diloco_jax.config import Config
+from diloco_jax.files import write_json
+from diloco_jax.observability.metrics import read_metrics
+from diloco_jax.observability.tape import read_tape
+
+POLL_S = 0.5
+
+
+class PinnedRun:
+    """A run in `folder`; use it as a context, which ends all processes."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """Start the coordinator, and wait until it serves."""
+        self.config, self.workdir = config, folder / "run"
+        self._path, self._log = folder / run_files.CONFIG, folder / "log"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._cpu: CpuSamples = collections.defaultdict(list)
+        write_json(dataclasses.asdict(config), self._path)
+        self._workdir_of = folder
+        serve = ["coordinator", str(self._path), "--workdir", str(self.workdir)]
+        self._start("coordinator", [*support.DILOCO, *serve, "--init"])
+        address = self.workdir / run_files.ADDRESS
+        self.until(address.exists, 120.0)
+        self._address = address.read_text().strip()
+
+    def island(self, name: str, core: int, incarnation: int = 1) -> None:
+        """Start an island on that core; the folder of its checkpoints and compiled
+        programs stays with its name."""
+        command = [*support.DILOCO, "island", str(self._path), "--name", name]
+        command += ["--coordinator", self._address, "--incarnation", str(incarnation)]
+        command += ["--workdir", str(self._workdir_of / name)]
+        self._start(name, ["taskset", "--cpu-list", str(core), *command])
+
+    def kill(self, name: str) -> None:
+        """End a process with SIGKILL."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def terminate(self, name: str) -> None:
+        """Ask a process to end, and wait for it."""
+        process = self._processes.pop(name)
+        process.terminate()
+        process.wait(120.0)
+
+    def log_of(self, name: str) -> str:
+        """Return what the process has said."""
+        return self._log.with_suffix(f".{name}").read_text(errors="replace")
+
+    def until(self, reached: object, timeout_s: float) -> None:
+        """Wait for it, while CPU seconds are sampled; raises RunError if it does not
+        come in time, or if a process ends with an error. reached: a function."""
+        deadline = time.monotonic() + timeout_s
+        while not reached():  # type: ignore[operator]
+            for name, process in self._processes.items():
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    sample = time.time(), cpu_seconds(process.pid)
+                    self._cpu[name, process.pid].append(sample)
+                if process.poll():
+                    raise support.RunError(f"{name} failed:\n{self.log_of(name)}")
+            if time.monotonic() > deadline:
+                logs = "\n".join(map(self.log_of, self._processes))
+                raise support.RunError(f"not within {timeout_s:g} s:\n{logs[-4000:]}")
+            time.sleep(POLL_S)
+
+    def metrics(self) -> list[dict[str, object]]:
+        """Return the lines of metrics so far."""
+        return list(read_metrics(self.workdir))
+
+    def finish(self, timeout_s: float) -> support.Run:
+        """Wait until all have ended, and return the files and figures."""
+        self.until(
+            lambda: all(p.poll() is not None for p in self._processes.values()),
+            timeout_s,
+        )
+        summary = json.loads((self.workdir / run_files.SUMMARY).read_bytes())
+        return support.Run(
+            config=self.config,
+            workdir=self.workdir,
+            summary=summary,
+            tape=list(read_tape(self.workdir / run_files.TAPE)),
+            metrics=list(read_metrics(self.workdir)),
+            cpu=dict(self._cpu),
+        )
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _start(self, name: str, command: list[str]) -> None:
+        with self._log.with_suffix(f".{name}").open("ab") as log:
+            self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+
+
+@contextlib.contextmanager
+def pinned_run(config: Config, folder: Path) -> Iterator[PinnedRun]:
+    """The run, whose processes end with the block."""
+    run = PinnedRun(config, folder)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def cores() -> list[int]:
+    """Return the cores of this process."""
+    return sorted(os.sched_getaffinity(0))

@@ -1,0 +1,202 @@
+"""The thread of a bulk port that all connections without a transfer share.
+
+Such a connection costs an open file and no thread, so that a peer that is slow to shake
+hands, or says nothing, holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import addresses
+from diloco_jax.wire.connection import BulkConnection, prepare
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+
+class Acceptor:
+    """Accepts connections, shakes hands, and waits for requests on all of them."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: Callable[[], ssl.SSLContext | None],
+        begin: Callable[[BulkConnection], None],
+        deadlines: Deadlines,
+        most: int,
+    ) -> None:
+        """context: gives that of the next connection, None = no TLS. begin: serves a
+        connection that has something to say, without waiting for it. most: connections
+        that wait at once; beyond, the oldest is closed."""
+        self._listener, self._context, self._begin = listener, context, begin
+        self._deadlines, self._most = deadlines, most
+        self._awake, self._alarm = socket.socketpair()
+        self._lock = threading.Lock()
+        self._back: list[BulkConnection] = []
+        """Connections whose transfer is done."""
+        self._stopping = False
+        self._thread = threading.Thread(
+            target=self._run, name="diloco-bulk-acceptor", daemon=True
+        )
+        self._selector = selectors.DefaultSelector()
+        self._shaking: dict[socket.socket, float] = {}
+        """When connections that shake hands are closed, oldest first."""
+        self._idle: dict[BulkConnection, None] = {}
+        """Connections that may ask for something, longest silence first."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the listener, and the connections that wait."""
+        with self._lock:
+            self._stopping = True
+        self._ring()
+        self._thread.join(2 * _POLL_S)
+
+    def give_back(self, connection: BulkConnection) -> None:
+        """Wait for the next request of a connection, or close it after `stop`. Any
+        thread may call."""
+        with self._lock:
+            if not self._stopping:
+                self._back.append(connection)
+                self._ring()
+                return
+        connection.close()
+
+    def _ring(self) -> None:
+        # A full socket wakes the thread as well.
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"!")
+
+    def _run(self) -> None:
+        for one in (self._listener, self._awake, self._alarm):
+            one.setblocking(False)
+        for one in (self._listener, self._awake):
+            self._selector.register(one, selectors.EVENT_READ)
+        while not self._stopping:
+            for key, _ in self._selector.select(_POLL_S):
+                try:
+                    self._ready(key.fileobj)
+                except Exception:
+                    logger.exception("the bulk port failed on a connection")
+            self._close_late()
+        self._listener.close()
+        for connection in (*self._idle, *self._returned()):
+            connection.close()
+        for secured in self._shaking:
+            secured.close()
+        self._selector.close()
+        self._awake.close()
+        self._alarm.close()
+
+    def _returned(self) -> list[BulkConnection]:
+        with self._lock:
+            back, self._back = self._back, []
+        return back
+
+    def _ready(self, who: object) -> None:
+        if who is self._listener:
+            self._accept()
+        elif who is self._awake:
+            self._awake.recv(4096)
+            for connection in self._returned():
+                self._await(connection)
+        elif isinstance(who, BulkConnection) and who in self._idle:
+            self._selector.unregister(who)
+            del self._idle[who]
+            self._begin(who)
+        elif isinstance(who, ssl.SSLSocket) and who in self._shaking:
+            self._shake(who)
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                logger.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.05)  # Out of files: those that end free some.
+            return
+        try:
+            self._make_room()
+            prepare(accepted, self._deadlines)
+            context = self._context()
+            if context is None:
+                self._let_in(accepted)
+                return
+            accepted.setblocking(False)
+            secured = context.wrap_socket(
+                accepted, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError as error:
+            logger.info("a connection broke off: %s", error)
+            accepted.close()
+            return
+        self._shaking[secured] = time.monotonic() + self._deadlines.connect_s
+        self._selector.register(secured, selectors.EVENT_READ)
+        self._shake(secured)
+
+    def _shake(self, secured: ssl.SSLSocket) -> None:
+        try:
+            secured.do_handshake()
+        except ssl.SSLWantReadError:
+            self._selector.modify(secured, selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._selector.modify(secured, selectors.EVENT_WRITE)
+        except (OSError, ValueError) as error:
+            logger.info("a TLS handshake failed: %s", error)
+            self._drop(secured)
+        else:
+            self._selector.unregister(secured)
+            del self._shaking[secured]
+            self._let_in(secured)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        try:
+            host, port, *_ = connection.getpeername()
+        except OSError:
+            connection.close()
+            return
+        connection.settimeout(None)
+        peer = addresses.format_address(host, port)
+        self._await(BulkConnection(connection, peer))
+
+    def _await(self, connection: BulkConnection) -> None:
+        self._idle[connection] = None
+        self._selector.register(connection, selectors.EVENT_READ)
+        if connection.pending():
+            self._ready(connection)
+
+    def _drop(self, secured: socket.socket) -> None:
+        self._selector.unregister(secured)
+        del self._shaking[secured]
+        secured.close()
+
+    def _close_late(self) -> None:
+        now = time.monotonic()
+        for secured in [s for s, end in self._shaking.items() if end <= now]:
+            self._drop(secured)
+
+    def _make_room(self) -> None:
+        """Close the oldest connection that shakes hands or is idle, if there are too
+        many."""
+        if len(self._shaking) + len(self._idle) < self._most:
+            return
+        if self._shaking:
+            self._drop(next(iter(self._shaking)))
+            return
+        connection = next(iter(self._idle))
+        self._selector.unregister(connection)
+        del self._idle[connection]
+        connection.close()

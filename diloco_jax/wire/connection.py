@@ -1,0 +1,172 @@
+"""One connection to a bulk port, of either end: frames over a TCP or TLS socket.
+
+Payloads go from and to the caller's memory; nothing copies them in between but the
+kernel and OpenSSL. The socket blocks without a deadline of its own: whoever uses it
+sets a guard of an `IdleWatch` that calls `cut`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import frames
+from diloco_jax.wire.encoding import decoded, encode
+from diloco_jax.wire.errors import ConnectionLost, LocalProtocolError
+from diloco_jax.wire.threads import Guard
+
+Decoded = TypeVar("Decoded")
+_DRAIN_BYTES = 256 << 10
+
+
+class BulkConnection:
+    """A connection whose transfers follow one another. One thread uses it at a time;
+    any may `cut` it."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes of frames so far, without those of TLS and TCP."""
+        self.between = True
+        """True: no transfer is under way, and the next one may begin."""
+        self._socket = connection
+        self._head = memoryview(bytearray(frames.HEADER_BYTES))
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def certificate(self) -> bytes:
+        """Return the peer's certificate, PEM; empty without TLS."""
+        if not isinstance(self._socket, ssl.SSLSocket):
+            return b""
+        found = self._socket.getpeercert(binary_form=True)
+        return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises ConnectionLost; LocalProtocolError if it is too
+        large."""
+        raw = encode(message)
+        if len(raw) > frames.MAX_MESSAGE_BYTES:
+            raise LocalProtocolError(
+                f"{type(message).__name__} to {self.peer} has {len(raw)} bytes, the "
+                f"limit is {frames.MAX_MESSAGE_BYTES}; raise sync.fragments"
+            )
+        self.between = False
+        self._send(frames.message_header(len(raw)) + raw)
+
+    def receive(self, decode: Callable[[bytes], Decoded]) -> Decoded:
+        """Return the next message. Raises ConnectionLost, RemoteProtocolError."""
+        head = self._head[: frames.MESSAGE_HEADER_BYTES]
+        self._receive(head)
+        self.between = False
+        raw = bytearray(frames.message_length(head, self.peer))
+        self._receive(memoryview(raw))
+        return decoded(decode, bytes(raw), self.peer)
+
+    def send_payload(
+        self,
+        buffers: Sequence[frames.Payload],
+        offset: int,
+        length: int,
+        guard: Guard,
+        begin: int = 0,
+    ) -> bool:
+        """Send a stripe of buffers laid end to end; return False if the peer spoke in
+        between, which it only does to end the transfer. begin: place of the buffers in
+        the payload."""
+        for header, part in frames.chunks(buffers, offset, length, begin):
+            if self.spoken():
+                return False
+            self._send(header)
+            self._send(part)
+            guard.touch()
+        return True
+
+    def receive_chunk(self, place: memoryview, offset: int) -> int:
+        """Receive one checked chunk to the begin of a place; return its length.
+
+        offset: that of the chunk in the payload. Bytes of a damaged chunk are in the
+        place, too, when RemoteProtocolError is raised.
+        """
+        self._receive(self._head)
+        length, checksum = frames.chunk_length(
+            self._head, offset=offset, room=len(place), peer=self.peer
+        )
+        part = place[:length]
+        self._receive(part)
+        frames.check(part, checksum, offset=offset, peer=self.peer)
+        return length
+
+    def spoken(self) -> bool:
+        """Tell if the peer sent something, or closed the connection."""
+        return bool(self._poll.poll(0))
+
+    def pending(self) -> bool:
+        """Tell if OpenSSL holds bytes that the socket no longer has."""
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def drain(self) -> None:
+        """Leave unread what the peer still sends, until it closes the connection:
+        closed at once, the kernel would take back what this end said last."""
+        place = bytearray(_DRAIN_BYTES)
+        with contextlib.suppress(OSError):
+            # Of the socket beneath TLS: nothing need be deciphered.
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            while socket.socket.recv_into(self._socket, place):
+                pass
+
+    def fileno(self) -> int:
+        """Return the socket's, for selectors."""
+        return self._socket.fileno()
+
+    def cut(self) -> None:
+        """End what another thread is sending or receiving; it gets ConnectionLost."""
+        with contextlib.suppress(OSError):
+            # Not TLS's own, which does not suit two threads.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _send(self, data: bytes | memoryview) -> None:
+        with self._lost():
+            self._socket.sendall(data)
+        self.sent_bytes += len(data)
+
+    def _receive(self, place: memoryview) -> None:
+        filled, size = 0, len(place)
+        with self._lost():
+            receive = self._socket.recv_into
+            while filled < size:
+                got = receive(place[filled:])
+                if not got:
+                    raise ConnectionLost(f"{self.peer} ended the connection")
+                filled += got
+        self.received_bytes += size
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConnectionLost(f"{self.peer}: {error.strerror or error}") from error
+
+
+def prepare(connection: socket.socket, deadlines: Deadlines) -> None:
+    """Set a TCP socket up: small frames leave at once, and a peer that is gone is
+    noticed within the time budget."""
+    half_budget_s = max(1, int(deadlines.budget_s / 2))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):
+            connection.setsockopt(
+                socket.IPPROTO_TCP, getattr(socket, name), half_budget_s
+            )
+    if hasattr(socket, "TCP_KEEPCNT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)

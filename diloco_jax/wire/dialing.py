@@ -1,0 +1,82 @@
+"""Connections to a bulk port, made when needed and kept for the next transfer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import addresses
+from diloco_jax.wire.connection import BulkConnection, prepare
+from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.reachability import explain
+from diloco_jax.wire.tls import TlsFiles
+
+
+class Connections:
+    """Connections of one client to one port. Any thread may take one."""
+
+    def __init__(
+        self, address: str, tls: TlsFiles | None, deadlines: Deadlines, most: int
+    ) -> None:
+        """most: connections that are kept while nothing uses them."""
+        self.address = address
+        self._tls, self._deadlines, self._most = tls, deadlines, most
+        self._context = tls.client_context() if tls is not None else None
+        self._lock = threading.Lock()
+        self._idle: list[BulkConnection] = []
+        self._closed = False
+
+    def take(self) -> BulkConnection:
+        """Return a connection for one transfer, within about `connect_s`.
+
+        Raises ConnectionLost or SecurityError, which say what to do.
+        """
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionLost(f"the client of {self.address} is closed")
+                found = self._idle.pop() if self._idle else None
+            if found is None:
+                return self._dial()
+            if not found.spoken():
+                return found
+            found.close()  # The coordinator ended it, or was started again.
+
+    def give(self, connection: BulkConnection) -> None:
+        """Give a connection back; it is kept if its transfer ended well."""
+        with self._lock:
+            keep = connection.between and not self._closed
+            if keep := keep and len(self._idle) < self._most:
+                self._idle.append(connection)
+        if not keep:
+            connection.close()
+
+    def close(self) -> None:
+        """Close those that nothing uses, and give out no more."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _dial(self) -> BulkConnection:
+        host, port = addresses.parse_address(self.address)
+        limit_s = self._deadlines.connect_s
+        try:
+            connection = socket.create_connection((host, port), limit_s)
+            try:
+                prepare(connection, self._deadlines)
+                if self._context is not None:
+                    connection = self._context.wrap_socket(
+                        connection, server_hostname=host
+                    )
+                connection.settimeout(None)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            # As short as elsewhere: a socket answers at once or never.
+            cause = explain(self.address, self._tls, limit_s / 4)
+            raise cause or ConnectionLost(f"{self.address}: {error}") from error
+        return BulkConnection(connection, self.address)

@@ -1,0 +1,46 @@
+"""A run that has begun, and the float64 reference of its parameters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+import reference_forward as reference
+
+from diloco_jax import cli
+from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.config.resolving import resolve
+from diloco_jax.coordinator import main
+
+
+@pytest.fixture(scope="package")
+def workdir(tmp_path_factory):
+    """The workdir of a run of bytes that has begun."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("one line of text\n" * 2000)
+    run = RunConfig(
+        model=tiny.MODEL,
+        data=DataConfig(paths=(str(folder / "text"),)),
+        sync=SyncConfig(fragments=3),
+        sequence_length=tiny.SEQUENCE_LENGTH,
+    )
+    config = resolve(Config(run=run, islands={"a": IslandConfig()}).validate())
+    coordinator = main.Coordinator(config, folder / "run", init=True)
+    try:
+        coordinator.start()
+    finally:
+        coordinator.close()
+    return folder / "run"
+
+
+@pytest.fixture(scope="package")
+def exported(workdir):
+    """config.json and tensors of the same parameters, for the reference."""
+    target = workdir.parent / "export"
+    assert cli.main(["export", str(workdir), str(target)]) == 0
+    return reference.load(target)
