@@ -99,7 +99,8 @@ class Coordinator:
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
-        addresses.require_free(placement.bind)
+        spread = placement.workers if placement.workers > 1 else 0
+        addresses.require_free(placement.bind, spread)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             storage.require_access(self._folder)

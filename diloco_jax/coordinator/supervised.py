@@ -209,14 +209,16 @@ class Supervised:
     def _came_up(self, bound: str) -> None:
         """Note where it serves; a later process serves at the same place."""
         self._serves = True
-        host, port = addresses.parse_address(bound)
-        placed = self._config.placement.advertise
-        if placed:
-            host, _ = addresses.parse_address(placed)
-        self.address = addresses.format_address(host, port)
-        bind_host, _ = addresses.parse_address(self._begin.bind)
-        bind = addresses.format_address(bind_host, port)
-        self._begin = replace(self._begin, bind=bind)
+        placement = self._config.placement
+        self.address = bound
+        if placement.advertise:
+            _, port = addresses.parse_address(bound)
+            there, first = addresses.parse_address(placement.advertise)
+            # Where ports are fixed, each is forwarded as the coordinator's own is.
+            if own := addresses.parse_address(placement.bind)[1]:
+                port += first - own
+            self.address = addresses.format_address(there, port)
+        self._begin = replace(self._begin, bind=bound)
 
     def _kill(self) -> None:
         process = self._process

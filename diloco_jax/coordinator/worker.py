@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
@@ -25,12 +25,11 @@ from diloco_jax.config.loading import from_builtins
 from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.settings import server_of
+from diloco_jax.coordinator.settings import bulk_server_of
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.protocol import messages
 from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import (
     AllSaved,
@@ -44,10 +43,10 @@ from diloco_jax.protocol.working import (
     WorkerServes,
     to_worker,
 )
-from diloco_jax.wire import bulk, principal
+from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire.bulk_server import BulkServer, FetchSource
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.server import FetchSource, Server
-from diloco_jax.wire.session import Session
+from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class HoldingWorker:
             begin.fragments,
         )
         self.closing = threading.Event()
-        self._server: Server | None = None
+        self._server: BulkServer | None = None
 
     def answer(self, line: WorkerLine) -> None:
         """Say whom to answer."""
@@ -128,10 +127,11 @@ class HoldingWorker:
         self.holder.close()
 
     def _serve(self) -> None:
-        config, begin = self._config, self._begin
-        handlers = WorkerHandlers(self)
-        self._server = server_of(config, handlers, self._tls, bind=begin.bind)
-        self._line.send(WorkerServes(address=self._server.start()))
+        self._server = bulk_server_of(self._config, self, self._tls)
+        allow_connections(self._server.connections)
+        host, _ = addresses.parse_address(self._begin.bind)
+        port = self._server.start(addresses.resolve(self._begin.bind))
+        self._line.send(WorkerServes(address=addresses.format_address(host, port)))
 
     def _saved(self, within_s: float | None) -> AllSaved:
         """Write the last snapshots; nothing is merged any more."""
@@ -158,6 +158,10 @@ class HoldingWorker:
             raise Refused("anchor", "a worker asks for no anchors")
         return self.holder.upload_begin(start)
 
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
+        """Accept a stripe in its place."""
+        return self.holder.upload_end(start, place)
+
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Return published fragments for an island."""
         self._require_own(request)
@@ -169,6 +173,10 @@ class HoldingWorker:
                 f"committed here yet; come again"
             )
         return self.holder.fetch(request)
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Refuse: workers keep no cycles."""
+        raise Refused("cycle", "a worker keeps no cycles; ask the coordinator")
 
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         begin = self._begin
@@ -183,57 +191,6 @@ class HoldingWorker:
                 f"worker {begin.worker} has not fragment {call.fragment}, but "
                 f"{list(begin.fragments)}; ask the coordinator again"
             )
-
-
-class WorkerHandlers:
-    """The `Handlers` of a worker's server: bulk alone."""
-
-    def __init__(self, worker: HoldingWorker) -> None:
-        self._worker = worker
-
-    def connect(self, hello: messages.Hello, session: Session) -> None:
-        """Refuse: islands speak to the lead."""
-        raise _not_here()
-
-    def receive(
-        self, session: Session, message: messages.Report | messages.Goodbye
-    ) -> None:
-        """Never called: no stream is let in."""
-
-    def disconnect(self, session: Session) -> None:
-        """Never called, like `receive`."""
-
-    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """See HoldingWorker."""
-        return self._worker.upload_begin(start)
-
-    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
-        """Accept a stripe in its place."""
-        return self._worker.holder.upload_end(start, place)
-
-    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
-        """See HoldingWorker."""
-        return self._worker.fetch(request)
-
-    def status(self) -> dict[str, Any]:
-        """Refuse: the lead has the state."""
-        raise _not_here()
-
-    def keep(self, cycle: int) -> dict[str, Any]:
-        """Refuse, like `status`."""
-        raise _not_here()
-
-    def kept(self, cycle: int, name: str) -> memoryview:
-        """Refuse, like `status`."""
-        raise _not_here()
-
-
-def _not_here() -> Refused:
-    return Refused(
-        "worker",
-        "this is a worker's address, which takes deltas and gives fragments; ask the "
-        "coordinator",
-    )
 
 
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:

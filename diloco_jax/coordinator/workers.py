@@ -39,8 +39,8 @@ from diloco_jax.protocol.working import (
     SaveAll,
 )
 from diloco_jax.wire import addresses, bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy
-from diloco_jax.wire.server import FetchSource
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class WorkersHolder:
                     run_id=run_id,
                     worker=number,
                     fragments=self.of(number),
-                    bind=_bind_of(config, number),
+                    bind=addresses.worker_address(config.placement.bind, number),
                 ),
                 config,
                 self._hear,
@@ -220,10 +220,3 @@ class WorkersHolder:
             case MergeDigested(fragment=fragment, digest=digest):
                 self._digests[fragment] = digest
         self._tell(message)
-
-
-def _bind_of(config: Config, worker: int) -> str:
-    """Return where a worker binds: on the ports after the coordinator's, if that is a
-    fixed one."""
-    host, port = addresses.parse_address(config.placement.bind)
-    return addresses.format_address(host, port + 1 + worker if port else 0)

@@ -48,16 +48,14 @@ class Parts(abc.ABC, Generic[L]):
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         tls = TlsFiles.load_given(placement.certificates, principal.island(name))
 
-        def connect(address: str) -> Client:
-            return Client(
-                address,
-                tls=tls,
-                deadlines=self.deadlines,
-                bulk_channels=placement.bulk_channels,
-                insecure=placement.insecure,
-            )
-
-        self.lanes = Lanes(connect, coordinator_address, plan.sizes)
+        coordinator = Client(
+            coordinator_address,
+            tls=tls,
+            deadlines=self.deadlines,
+            bulk_channels=placement.bulk_channels,
+            insecure=placement.insecure,
+        )
+        self.lanes = Lanes(coordinator, plan.sizes)
 
     @property
     def join_s(self) -> float:

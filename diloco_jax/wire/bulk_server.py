@@ -109,17 +109,20 @@ class BulkServer:
         self._serving: set[BulkConnection] = set()
         self._stopping = False
 
-    def start(self, numeric: str) -> None:
-        """Listen at a numeric address and serve; ConfigError if that cannot be
-        bound."""
+    def start(self, numeric: str) -> int:
+        """Listen at a numeric address and serve; return the port. Raises ConfigError if
+        that cannot be bound."""
+        listener = addresses.listen(numeric)
+        port: int = listener.getsockname()[1]
         self._acceptor = Acceptor(
-            addresses.listen(numeric),
+            listener,
             self._contexts,
             self._begin,
             self._deadlines,
             self.connections,
         )
         self._acceptor.start()
+        return port
 
     def stop(self, grace_s: float) -> None:
         """Accept nothing more; cut off transfers that still run after `grace_s`."""

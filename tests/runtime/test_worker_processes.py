@@ -154,10 +154,12 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         assert [f.digest for f in restored.fragments] == before
         ask = Ask(workers)
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
-        with client(workers.addresses()[own]) as island:
+        address = workers.addresses()[own]
+        with client(address) as island:
+            there = island.transfers_at(address)
 
             def send(start: UploadStart) -> object:
-                return island.transfers.upload(start, payload.data)
+                return there.upload(start, payload.data)
 
             assert ask.merge(send, start) == wanted[0]
             pids = [worker.pid for worker in workers.processes()]
