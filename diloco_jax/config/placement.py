@@ -199,8 +199,8 @@ class Placement:
         5,
         NOT_NEGATIVE,
         group=PROCESSES,
-        help="Times in a row that diloco run restarts one crashed process; ten "
-        "minutes in which it ran end the row.",
+        help="Times in a row that diloco run restarts one crashed process, and the "
+        "coordinator one of its workers; ten minutes in which it ran end the row.",
     )
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."

@@ -35,7 +35,6 @@ from diloco_jax.coordinator.settings import (
     admitted,
     policy_config,
     require_room,
-    require_workers,
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
@@ -110,7 +109,6 @@ class Coordinator:
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
-        require_workers(config, self._plan)
         require_route(placement.merge_route)
         if init:
             require_source(config.run.model)

@@ -103,23 +103,6 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
         )
 
 
-def require_workers(config: Config, plan: FragmentPlan) -> None:
-    """Raise ConfigError if fragments cannot be spread over so many workers, or a cycle
-    is to be kept, which they cannot do yet."""
-    placement, fragments = config.placement, len(plan.fragments)
-    if placement.workers > fragments:
-        raise ConfigError(
-            f"placement.workers = {placement.workers}, but there are {fragments} "
-            f"fragments; give at most as many, or more sync.fragments"
-        )
-    if placement.workers > 1 and placement.export_every:
-        raise ConfigError(
-            f"placement.export_every = {placement.export_every}, but cycles are kept "
-            f"with placement.workers = 1 alone, and that is {placement.workers}; leave "
-            f"one of the two out"
-        )
-
-
 def room_needed(config: Config, plan: FragmentPlan) -> int:
     """Return the bytes of the largest fragment's deltas from all islands."""
     codec = get_codec(config.run.sync.codec_up)

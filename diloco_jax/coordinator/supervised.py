@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.worker_line import WorkerLine, write_frame
-from diloco_jax.deadlines import Backoff
 from diloco_jax.island.environment import fit_threads
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
@@ -64,13 +65,15 @@ class Supervised:
         begin: BeginWorker,
         config: Config,
         hear: Callable[[FromHolder | WorkerAway | WorkerBack], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
+        """failed: called once no restart is left, in place of `WorkerAway`."""
         self.name = f"worker {begin.worker}"
         self.alerts: tuple[str, ...] = ()
         self.address = ""
-        self._begin, self._config, self._hear = begin, config, hear
+        self._begin, self._config = begin, config
+        self._hear, self._failed = hear, failed
         self._deadlines = config.placement.deadlines
-        self._backoff = Backoff(self._deadlines)
         self._orders: queue.SimpleQueue[RestoreFragments | None] = queue.SimpleQueue()
         self._restored: queue.SimpleQueue[FragmentsRestored | str] = queue.SimpleQueue()
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
@@ -141,8 +144,9 @@ class Supervised:
     # ---- its thread -----------------------------------------------------------------
 
     def _supervise(self) -> None:
-        first = True
+        first, crashes, placement = True, 0, self._config.placement
         while (asked := self._orders.get()) is not None and not self._ending.is_set():
+            began = time.monotonic()
             line = self._start(asked)
             self._listen(line, first)
             self._line, self._serves = None, False
@@ -155,9 +159,20 @@ class Supervised:
                 self._restored.put(why)
                 return
             first = False
-            logger.error("%s is away: %s", self.name, self._failure or "it ended")
+            why = self._failure or "it ended"
+            crashes = crashes_in_a_row(crashes, time.monotonic() - began)
+            if crashes > placement.restarts:
+                self._failed(
+                    RuntimeError(
+                        f"{self.name} failed {crashes} times in a row, "
+                        f"placement.restarts = {placement.restarts}: {why}; see its "
+                        f"lines above, mend that, and start the coordinator again"
+                    )
+                )
+                return
+            logger.error("%s is away: %s", self.name, why)
             self._hear(WorkerAway(worker=self._begin.worker))
-            self._ending.wait(self._backoff.next_s())
+            self._ending.wait(placement.restart_delay_s)
 
     def _start(self, asked: RestoreFragments) -> WorkerLine:
         """Start a process and say what it holds."""
@@ -192,7 +207,6 @@ class Supervised:
                     restored = message
                 case WorkerServes(address=address):
                     self._came_up(address)
-                    self._backoff.reset()
                     if first and restored is not None:
                         self._restored.put(restored)
                     else:

@@ -75,6 +75,7 @@ class WorkersHolder:
                 ),
                 config,
                 self._hear,
+                self._fail,
             )
             for number in range(count)
         ]
@@ -99,8 +100,9 @@ class WorkersHolder:
 
     def answer(self, tell: Tell, failed: Callable[[BaseException], None]) -> None:
         """Say to whom to answer; see `StoreHolder.answer`. What workers have said
-        before waits for it. `failed` is for a holder in this process."""
-        self._tell = tell
+        before waits for it. failed: called with the error of a worker that is not
+        started again."""
+        self._tell, self._failed = tell, failed
         self._told.set()
 
     def hold(self, message: ToHolder) -> None:
@@ -220,3 +222,7 @@ class WorkersHolder:
             case MergeDigested(fragment=fragment, digest=digest):
                 self._digests[fragment] = digest
         self._tell(message)
+
+    def _fail(self, error: BaseException) -> None:
+        self._told.wait()
+        self._failed(error)

@@ -29,6 +29,7 @@ from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
     HostsBegin,
     LeadDecisions,
+    Moved,
     Orders,
     Refusal,
     lead_of,
@@ -150,6 +151,9 @@ class LeadingHost(Generic[L]):
         self._orders = (
             Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
         )
+        if self._orders is not None:
+            give = self._orders.give
+            self._host.lanes.moved = lambda workers: give(Moved(workers=workers))
         self._receiver: Receiver | None = None
         self._loop: L | None = None
         self._refused = False

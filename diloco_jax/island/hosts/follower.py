@@ -68,6 +68,7 @@ class Follower(Generic[L]):
             self.mailbox,
             host.fetcher.fetch,
             host.sender.resend,
+            host.lanes.use,
             deadlines,
         )
         self._orders.start()

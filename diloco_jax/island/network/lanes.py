@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.messages import Hello
@@ -22,6 +23,8 @@ class Lanes:
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._dealt: tuple[int, ...] = ()
+        self.moved: Callable[[tuple[str, ...]], None] = lambda _: None
+        """Called with other addresses than before, after they are used."""
 
     @property
     def dealt(self) -> tuple[int, ...]:
@@ -39,11 +42,13 @@ class Lanes:
         for address in addresses:
             self.coordinator.transfers_at(address)
         with self._lock:
-            self._addresses = addresses
+            before, self._addresses = self._addresses, addresses
             count = len(addresses)
             self._dealt = deal(self._sizes, count) if count else ()
         # Those of a lead that was started again: its workers ended with it.
         self.coordinator.leave_others(addresses)
+        if addresses != before:
+            self.moved(addresses)
 
     def open_control(self, hello: Hello) -> ControlStream:
         """Say hello to the coordinator; see `Client.open_control`. Its Welcome says
