@@ -158,8 +158,12 @@ def run_scripted(
             threading.Thread(target=live, args=pair)
             for pair in zip(config.islands, islands, strict=True)
         ]
-        for thread in threads:
+        for name, thread in zip(config.islands, threads, strict=True):
             thread.start()
+            # Data is leased in the order of hellos: two runs are to have the same.
+            await_state(
+                service, lambda s, name=name: bool(failures) or name in s.islands
+            )
         for thread in threads:
             thread.join(3 * PATIENCE_S)
         assert not failures, failures

@@ -23,7 +23,7 @@ class Lanes:
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._dealt: tuple[int, ...] = ()
-        self.moved: Callable[[tuple[str, ...]], None] = lambda _: None
+        self.moved: Callable[[tuple[str, ...]], object] = lambda _: None
         """Called with other addresses than before, after they are used."""
 
     @property
