@@ -203,7 +203,7 @@ class Checkpoints:
         self._work.put(lambda: self._write(number, copies, facts))
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the final checkpoint, if there is one, up to the given seconds."""
+        """Wait for the final checkpoint, if there is one, for at most `timeout_s`."""
         if self._thread.ident is not None:
             self._work.put(None)
             self._thread.join(timeout_s if self._final else 0.0)

@@ -130,10 +130,10 @@ def kind_of(
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
 ) -> Kind:
-    """Return the kind of a piece of this leaf, which need not have values.
+    """Return the kind of a piece of this leaf; the leaf need not have values.
 
-    Kinds that do the same share the compiled function, whatever else of `sync` differs:
-    runs of one process compile only what they differ in.
+    Kinds that compute the same share their compiled functions. So runs in one process
+    compile only the functions that their settings make different.
     """
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)

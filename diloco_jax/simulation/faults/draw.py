@@ -170,7 +170,7 @@ def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
 
 
 def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
-    return kinds.Lies(
+    return kinds.LongDeltas(
         at_s=round(rng.uniform(0, latest_s), 2),
         island=rng.choice(names),
         for_s=round(rng.uniform(0.2, 1) * latest_s, 2),
