@@ -34,7 +34,7 @@ class Publishes:
         """Open the folder, and make it if it is missing."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        sealed.sync_folder(folder.parent)
+        sealed.sync_path(folder.parent)
         for torn in folder.rglob(f"*{sealed.TEMPORARY}"):
             torn.unlink()
 
@@ -46,7 +46,7 @@ class Publishes:
         path = self._path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
-            sealed.sync_folder(self._folder)
+            sealed.sync_path(self._folder)
         require_space(self._folder, len(payload))
         header = {
             "fragment": fragment,

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver:
-    """One thread after `start`. `want` never waits for it."""
+    """The thread that fetches published fragments, after `start`. `want` never waits
+    for it.
+    """
 
     def __init__(
         self,
@@ -70,8 +72,7 @@ class Receiver:
         return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
     def have_all(self, versions: Sequence[Version]) -> None:
-        """Note versions that the island has without a fetch; in place of
-        `fetch_all`."""
+        """Note the versions that the island begins with, if it need not fetch them."""
         with self._changed:
             for fragment, version in enumerate(versions):
                 self._fetching.got(fragment, version)

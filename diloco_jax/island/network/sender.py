@@ -51,7 +51,7 @@ class _Parcel:
 
 
 class Sender:
-    """One thread. `put`, `resend` and `forget` never wait for it."""
+    """The thread that sends deltas. `put`, `resend` and `forget` never wait for it."""
 
     def __init__(
         self,
@@ -85,7 +85,9 @@ class Sender:
     def put_anchor(
         self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
-        """Send an anchor once, ahead of deltas: encoded as these are, in f32."""
+        """Send an anchor once, before any delta. It is encoded as a delta is, in
+        f32.
+        """
         self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, fragment: int, tick: int) -> None:

@@ -26,6 +26,8 @@ CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
 """Crashes of a coordinator whose disk stays; half of them come with a power cut."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
+LIAR_SHARE = 0.3
+"""Share of the schedules in which an island lies for a while."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -90,6 +92,9 @@ def draw(seed: int) -> Schedule:
     full = random.Random(f"full {seed}")
     if full.random() < FULL_SHARE:
         faults.append(_full_disk(full, storm_s))
+    liar = random.Random(f"liar {seed}")
+    if liar.random() < LIAR_SHARE:
+        faults.append(_lies(liar, names, storm_s))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -154,6 +159,15 @@ def _uniform(low: float, high: float, digits: int = 2) -> DrawValue:
 def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
     at_s = round(rng.uniform(0, latest_s), 2)
     return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng), brimful=_coin(rng))
+
+
+def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
+    return kinds.Lies(
+        at_s=round(rng.uniform(0, latest_s), 2),
+        island=rng.choice(names),
+        for_s=round(rng.uniform(0.2, 1) * latest_s, 2),
+        factor=rng.choice([2.0, 8.0, 100.0]),
+    )
 
 
 CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}
