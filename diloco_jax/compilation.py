@@ -115,7 +115,7 @@ def _have_every_host_write() -> None:
         except OSError as error:
             logger.warning("%s is compiled, but not kept in the cache: %s", name, error)
 
-    compiler._cache_write = write
+    compiler._cache_write = write  # type: ignore[assignment]
 
 
 def _ours() -> Path:
