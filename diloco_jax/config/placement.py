@@ -180,6 +180,13 @@ class Placement:
         "waits on the disk of the workdir: at most two deltas of everything per "
         "island.",
     )
+    workers: int = setting(
+        1,
+        AT_LEAST_1,
+        group=PROCESSES,
+        help="Processes that merge and serve fragments, each its own share of them; "
+        "1 = the coordinator's own process does.",
+    )
     merge_route: MergeRoute = setting(
         "auto",
         group=PROCESSES,
@@ -192,8 +199,8 @@ class Placement:
         5,
         NOT_NEGATIVE,
         group=PROCESSES,
-        help="Times in a row that diloco run restarts one crashed process; ten "
-        "minutes in which it ran end the row.",
+        help="Times in a row that diloco run restarts one crashed process, and the "
+        "coordinator one of its workers; ten minutes in which it ran end the row.",
     )
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."

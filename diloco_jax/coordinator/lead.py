@@ -19,11 +19,19 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Disconnected, Event, Said, Timer
+from diloco_jax.protocol.coordinator.events import (
+    Disconnected,
+    Event,
+    Said,
+    Timer,
+    WorkerAway,
+    WorkerBack,
+)
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
@@ -179,7 +187,7 @@ class Lead(EngineThread[State, Event]):
         config: PolicyConfig,
         state: State,
         *,
-        holder: StoreHolder,
+        holder: StoreHolder | WorkersHolder,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
@@ -223,16 +231,25 @@ class Lead(EngineThread[State, Event]):
         """True once the run is over."""
         return self.state.phase == "done"
 
-    def hear(self, message: FromHolder) -> None:
-        """Take a holder's message, on any thread."""
+    def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
+        """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | CycleKept():
+            case DeltaArrived() | MergePrepared() | CycleKept() | WorkerBack():
                 self.post(message)
+            case WorkerAway(worker=worker):
+                self.post(message)
+                # After that decision: no merge of its fragments is under way then.
+                self.post(None, lambda: self._bring_back(worker))
             case _ if threading.current_thread() is self._thread:
                 # A full queue would never take it: only this thread empties it.
                 self._write_down(message)
             case _:
                 self.post(None, lambda: self._write_down(message))
+
+    def _bring_back(self, worker: int) -> None:
+        assert isinstance(self._holder, WorkersHolder)
+        versions = [fragment.version for fragment in self.state.fragments]
+        self._holder.bring_back(worker, versions)
 
     def _write_down(
         self, message: MergesCompiled | MergeMeasured | MergeDigested | HolderTroubled

@@ -20,6 +20,7 @@ from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
@@ -46,7 +47,7 @@ class Service:
         likeness: Likeness,
         *,
         lead: Lead,
-        holder: StoreHolder,
+        holder: StoreHolder | WorkersHolder,
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,
@@ -166,6 +167,12 @@ class Service:
         until it is complete) and the share that is kept so far (`share`). Raises
         Refused for a cycle that is not kept and can no longer be.
         """
+        if isinstance(self._holder, WorkersHolder):
+            raise Refused(
+                "cycle",
+                "cycles are kept with placement.workers = 1 alone; export the run's "
+                "newest snapshot, without --cycle",
+            )
         now = cycles.present(self._lead.config, self._lead.state)
         if not cycle and now in self._kept.numbers():
             cycle = now

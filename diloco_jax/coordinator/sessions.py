@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
 from diloco_jax.wire import errors
@@ -34,6 +37,8 @@ class Sessions:
     """
 
     def __init__(self) -> None:
+        self.workers: Callable[[], tuple[str, ...]] = tuple
+        """Addresses of workers, which every Welcome is given."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
         self._serving: dict[str, Stream] = {}
@@ -61,6 +66,7 @@ class Sessions:
             self._refuse(session, errors.Refused(message.code, message.message))
             return
         if isinstance(message, Welcome):
+            message = replace(message, workers=self.workers())
             self._welcome(session)
         with self._lock:
             stream = self._serving.get(session)

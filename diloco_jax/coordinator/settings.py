@@ -11,6 +11,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -67,19 +68,32 @@ def admitted_hosts(config: Config) -> list[int]:
 
 def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Server:
     """Return the server of a coordinator, with places for its islands."""
-    placement, hosts = config.placement, admitted_hosts(config)
     return Server(
-        placement.bind,
+        config.placement.bind,
         handlers,
         tls=tls,
-        deadlines=placement.deadlines,
         max_islands=len(admitted(config)) + SPARE_ISLANDS,
-        max_hosts=sum(hosts) + SPARE_ISLANDS,
-        max_hosts_each=max(hosts),
-        bulk_channels=placement.bulk_channels,
-        insecure=placement.insecure,
+        insecure=config.placement.insecure,
         config=dataclasses.asdict(config),
+        **_bulk_places(config),
     )
+
+
+def bulk_server_of(
+    config: Config, handlers: BulkHandlers, tls: TlsFiles | None
+) -> BulkServer:
+    """Return the server of a worker, with as many places for transfers."""
+    return BulkServer(handlers, tls=tls, **_bulk_places(config))
+
+
+def _bulk_places(config: Config) -> dict[str, Any]:
+    hosts = admitted_hosts(config)
+    return {
+        "deadlines": config.placement.deadlines,
+        "max_hosts": sum(hosts) + SPARE_ISLANDS,
+        "max_hosts_each": max(hosts),
+        "bulk_channels": config.placement.bulk_channels,
+    }
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:

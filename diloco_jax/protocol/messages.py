@@ -167,6 +167,9 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     resumed: bool
     versions: tuple[Version, ...]
     """Current version of every fragment."""
+    workers: tuple[str, ...] = ()
+    """HOST:PORT of every worker, for deltas and fragments; empty: the address of the
+    coordinator itself."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):

@@ -184,6 +184,7 @@ Why = Literal[
     "done",
     "too few islands can be asked",
     "quorum is out of reach",
+    "its worker is away",
 ]
 """Reason for a skipped tick. The first four name the fragment's phase."""
 

@@ -41,7 +41,7 @@ def opened(run, store, folder):
     """Opens the snapshots of fragments."""
 
     def open_as(run_id, run=run, plan=store.plan, placement=PLACEMENT):
-        return FragmentSnapshots(folder, placement, 2, whose(run, run_id, plan))
+        return FragmentSnapshots(folder, placement, range(2), whose(run, run_id, plan))
 
     return open_as
 

@@ -161,7 +161,7 @@ def test_a_rule_that_is_not_bundled_is_in_snapshots_with_what_it_keeps(
     store = Store(run, plan, params, PIN_S)
     folder = epath.Path(tmp_path / "snapshots")
     whose = checkpoint.whose(run, "r", plan)
-    snapshots = FragmentSnapshots(folder, Placement(), 3, whose)
+    snapshots = FragmentSnapshots(folder, Placement(), range(3), whose)
     for fragment in range(3):
         merge_once(store, fragment, Version(1, 1))
         snapshots.save(fragment, Version(), store.arrays(fragment))

@@ -117,7 +117,7 @@ def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
     def opened(plan):
         folder = epath.Path(tmp_path / "snapshots")
         count = len(plan.fragments)
-        return FragmentSnapshots(folder, placement, count, whose(run, "r", plan))
+        return FragmentSnapshots(folder, placement, range(count), whose(run, "r", plan))
 
     merge_all(store, 1)
     again, snapshots = Store(run, CUT, None, PIN_S), opened(CUT)

@@ -67,6 +67,18 @@ class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
+class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
+    """The connection of a worker broke: what it had not committed is gone."""
+
+    worker: int
+
+
+class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has brought its fragments to what is committed."""
+
+    worker: int
+
+
 Event = (
     Hello
     | Said
@@ -77,6 +89,8 @@ Event = (
     | RunExtended
     | KeepAsked
     | CycleKept
+    | WorkerAway
+    | WorkerBack
     | Timer
 )
 

@@ -38,6 +38,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.StaleOut,
     safe_bounds.BoundsKept,
     safe_bounds.QuarantineKept,
+    safe_merges.HeldOnly,
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,

@@ -175,6 +175,22 @@ class CoordinatorCrash(DrawnFault, frozen=True):
         return world.crash_after(self, self.restart, self.effects)
 
 
+class WorkerCrash(DrawnFault, frozen=True):
+    """A worker dies in the middle of the lead's effects, and comes back.
+
+    effects: effects that the lead still carries out. noticed_s: seconds until the lead
+    notices. down_s: seconds from then to the worker's return.
+    """
+
+    worker: int
+    down_s: float
+    noticed_s: float = 0.0
+    effects: int = 0
+
+    def strike(self, world: FaultyWorld) -> bool:
+        return world.crash_worker_after(self)
+
+
 class DiskFailure(DrawnFault, frozen=True):
     """An append fails, and the coordinator's process ends.
 
@@ -376,6 +392,7 @@ AnyFault = (
     | Unfit
     | LongDeltas
     | CoordinatorCrash
+    | WorkerCrash
     | DiskFailure
     | TornWrite
     | SnapshotFailure
