@@ -15,6 +15,7 @@ from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrash
 
 DrawValue = Callable[[random.Random], Any]
 
@@ -179,7 +180,7 @@ def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
 
 
 def _worker_crash(rng: random.Random, latest_s: float) -> AnyFault:
-    return kinds.WorkerCrash(
+    return WorkerCrash(
         at_s=round(rng.uniform(0, latest_s), 2),
         worker=rng.randrange(3),
         down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrash
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld
@@ -173,22 +174,6 @@ class CoordinatorCrash(DrawnFault, frozen=True):
 
     def strike(self, world: FaultyWorld) -> bool:
         return world.crash_after(self, self.restart, self.effects)
-
-
-class WorkerCrash(DrawnFault, frozen=True):
-    """A worker dies in the middle of the lead's effects, and comes back.
-
-    effects: effects that the lead still carries out. noticed_s: seconds until the lead
-    notices. down_s: seconds from then to the worker's return.
-    """
-
-    worker: int
-    down_s: float
-    noticed_s: float = 0.0
-    effects: int = 0
-
-    def strike(self, world: FaultyWorld) -> bool:
-        return world.crash_worker_after(self)
 
 
 class DiskFailure(DrawnFault, frozen=True):

@@ -104,7 +104,7 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        self._world.workers_survive()
+        self._world.worker_crashes.strike_if_due()
         if not self._world.survives():
             return
         self._world.monitor.carrying_out(effect)
