@@ -203,7 +203,7 @@ class Checkpoints:
         self._work.put(lambda: self._write(number, copies, facts))
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the final checkpoint, if there is one, up to the given seconds."""
+        """Wait for the final checkpoint, if there is one, for at most `timeout_s`."""
         if self._thread.ident is not None:
             self._work.put(None)
             self._thread.join(timeout_s if self._final else 0.0)
@@ -265,8 +265,13 @@ class Checkpoints:
 def undisturbed(
     saved: Sequence[Version], now: Sequence[Version], outstanding: Collection[int]
 ) -> list[int]:
-    """Return the fragments whose saved residuals hold: no take and no merge came after
-    them. outstanding: fragments with a take when they were saved."""
+    """Return the fragments whose saved residuals still hold: no take and no merge came
+    later.
+
+    Args:
+      saved, now: versions by fragment, in the checkpoint and at present.
+      outstanding: fragments that had an outstanding take when they were saved.
+    """
     return [
         fragment
         for fragment, (before, version) in enumerate(zip(saved, now, strict=True))

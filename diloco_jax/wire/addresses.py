@@ -105,12 +105,20 @@ def resolve(address: str) -> str:
     return format_address(str(numeric[0]), port)
 
 
-def require_free(address: str) -> None:
-    """Raise ConfigError if `address` or the bulk port beside it cannot be bound; called
-    before a run is begun."""
+def worker_address(address: str, worker: int) -> str:
+    """Return the address of a worker's bulk beside a coordinator's: the ports after the
+    coordinator's two. Port 0, any free one, stays."""
+    host, port = parse_address(address)
+    return format_address(host, port + 2 + worker if port else 0)
+
+
+def require_free(address: str, workers: int = 0) -> None:
+    """Raise ConfigError if `address`, the bulk port beside it or those of its workers
+    cannot be bound; called before a run is begun."""
     wanted = [address]
     if parse_address(address)[1]:
         wanted.append(bulk_address(address))
+        wanted += [worker_address(address, worker) for worker in range(workers)]
     for each in wanted:
         if obstacle := _obstacle(resolve(each)):
             raise ConfigError(f"cannot bind {each}: {obstacle}")

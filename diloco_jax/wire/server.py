@@ -48,9 +48,7 @@ class Handlers(ControlHandlers, BulkHandlers, Protocol):
         changed."""
 
     def keep(self, cycle: int) -> dict[str, Any]:
-        """Keep a cycle, 0 = the next one that can be; return its number, the names of
-        its files and, until it has any, the share that is kept. May raise Refused or
-        Busy."""
+        """Have a cycle kept; see `Client.keep`. May raise Refused or Busy."""
 
 
 class Server:

@@ -105,7 +105,7 @@ def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):
     with coordinator(
         alike_config, tmp_path / "alike", init=False, killed=True
     ) as service:
-        expected = flat(service.store.params())
+        expected = flat(service.holder.store.params())
     for name, value in expected.items():
         error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
         assert error <= 1e-4, f"{name} differs by {error}"

@@ -14,6 +14,8 @@ from diloco_jax.wire.addresses import (
     is_loopback,
     on_this_machine,
     parse_address,
+    require_free,
+    worker_address,
 )
 
 
@@ -50,6 +52,20 @@ def test_malformed_address_is_named(address):
 )
 def test_all_addresses_are_reached_by_loopback(bound, reached):
     assert on_this_machine(bound) == reached
+
+
+def test_workers_have_the_ports_after_the_coordinator_s_two():
+    at = [worker_address("[::1]:7077", worker) for worker in range(2)]
+    assert at == ["[::1]:7079", "[::1]:7080"]
+    assert worker_address("127.0.0.1:0", 1) == "127.0.0.1:0"
+
+
+def test_a_worker_s_port_that_is_taken_is_refused_before_a_run_is_begun():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port - 3}"
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*another process"):
+            require_free(address, 2)
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ def kind_of(
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
 ) -> Kind:
-    """Return the kind of a piece of this leaf, which need not have values.
+    """Return the kind of a piece of this leaf; the leaf need not have values.
 
-    Kinds that do the same share the compiled function, whatever else of `sync` differs:
-    runs of one process compile only what they differ in.
+    Kinds that compute the same share their compiled functions. So runs in one process
+    compile only the functions that their settings make different.
     """
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
@@ -163,7 +163,7 @@ def kind_of(
 
 
 def index_of(piece: Piece, kind: Kind) -> Index:
-    """Return the argument `index`."""
+    """Return the layer and the band of a piece as arguments of its kind's functions."""
     layer, band = (
         None if n < 0 else number(np.int32(n), kind) for n in (piece.layer, piece.band)
     )
@@ -171,8 +171,9 @@ def index_of(piece: Piece, kind: Kind) -> Index:
 
 
 def number(value: np.int32 | np.float32, kind: Kind) -> jax.Array:
-    """Return a number that is an argument of the kind's functions, on all devices: a
-    host's number would be sent to them at each call."""
+    """Put a number on all devices of the kind, as an argument of its functions. A
+    number on the host would be transferred at every call.
+    """
     return _placed(value, _everywhere(kind.piece))
 
 
@@ -187,7 +188,7 @@ def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
 
 
 def alike(piece: Piece) -> tuple[Any, ...]:
-    """Return a key: pieces of equal leaves with equal keys are of one kind."""
+    """Return a key: pieces of one tensor with equal keys share compiled functions."""
     return piece.layer < 0, piece.bands, piece.shape
 
 
