@@ -144,9 +144,11 @@ class Acceptor:
             secured = context.wrap_socket(
                 accepted, server_side=True, do_handshake_on_connect=False
             )
-        except OSError as error:
-            logger.info("a connection broke off: %s", error)
+        except BaseException as error:
             accepted.close()
+            if not isinstance(error, OSError):
+                raise
+            logger.info("a connection broke off: %s", error)
             return
         self._shaking[secured] = time.monotonic() + self._deadlines.connect_s
         self._selector.register(secured, selectors.EVENT_READ)

@@ -112,7 +112,6 @@ class BulkServer:
         self._acceptor: Acceptor | None = None
         self._changed = threading.Condition()
         self._serving: set[BulkConnection] = set()
-        self._stopping = False
 
     def start(self, listener: socket.socket) -> None:
         """Serve what comes to a socket that listens, which is closed in the end."""
@@ -131,7 +130,6 @@ class BulkServer:
         if self._acceptor is not None:
             self._acceptor.stop()
         with self._changed:
-            self._stopping = True
             self._changed.wait_for(
                 lambda: not self._serving, max(0.0, deadline - time.monotonic())
             )
@@ -160,8 +158,7 @@ class BulkServer:
         with self._changed:
             self._serving.discard(connection)
             self._changed.notify_all()
-            keep = connection.between and not self._stopping
-        if keep and self._acceptor is not None:
+        if connection.between and self._acceptor is not None:
             self._acceptor.give_back(connection)
         else:
             connection.close()
@@ -262,7 +259,6 @@ class BulkServer:
         return self._peers.identify(connection.certificate())
 
     def _fail(self, connection: BulkConnection, error: WireError) -> None:
-        connection.between = False
         with (
             contextlib.suppress(ConnectionLost),
             self._watch.guard(self._deadlines.retry_max_s, connection.cut),

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from scripted import ScriptedDecisions
 from tiny import MODEL, SEQUENCE_LENGTH
@@ -308,8 +308,9 @@ class Stall:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._record, daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()

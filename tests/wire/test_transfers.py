@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import socket
 import threading
 import time
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 from wire_support import (
     WAIT_S,
-    Clock,
     answer_to,
     deadlines,
     fetch_request,
@@ -25,8 +22,7 @@ from wire_support import (
 )
 
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import acceptor, addresses, frames
-from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire import frames
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -321,73 +317,6 @@ def test_fetch_gives_up_at_its_deadline(connect):
     assert time.monotonic() - began < WAIT_S
 
 
-@pytest.mark.parametrize(
-    ("parts", "limits"),
-    [
-        ([framed(upload_start(10))], {"idle_s": 0.1}),
-        ([framed(upload_start(10)), framed_chunk(bytes(10))[:-1]], {"idle_s": 0.1}),
-        ([framed(upload_start(10))[:5]], {"connect_s": 0.1}),
-    ],
-)
-def test_server_breaks_off_a_peer_that_stalls(
-    serve, handlers, clock, monkeypatch, parts, limits
-):
-    """It holds a place for so long, and no longer."""
-    server, address = serve(deadlines=deadlines(**limits))
-    begun = threading.Event()
-    receive = BulkConnection._receive
-
-    def receiving(connection, place):
-        if connection.peer != "me":
-            begun.set()
-        receive(connection, place)
-
-    monkeypatch.setattr(BulkConnection, "_receive", receiving)
-    host, port = addresses.parse_address(addresses.bulk_address(address))
-    with socket.create_connection((host, port), WAIT_S) as connection:
-        connection.sendall(b"".join(parts))
-        assert begun.wait(WAIT_S)
-        places = server._bulk._places
-        deadline = time.monotonic() + WAIT_S
-        while places._free._value < places.count and time.monotonic() < deadline:
-            clock.now += 0.1
-            server._bulk._watch._condition.acquire()
-            server._bulk._watch._condition.notify()
-            server._bulk._watch._condition.release()
-            time.sleep(0.001)
-        assert places._free._value == places.count
-        # A reset: the server had not read all of it.
-        with contextlib.suppress(ConnectionResetError):
-            assert not connection.recv(1)
-
-
-def test_a_peer_that_never_shakes_hands_is_closed_and_holds_up_nobody(
-    serve, connect, handlers, tls, monkeypatch
-):
-    clock = Clock()
-    monkeypatch.setattr(acceptor, "time", clock)
-    _, address = serve(tls=tls["coordinator"])
-    host, port = addresses.parse_address(addresses.bulk_address(address))
-    with socket.create_connection((host, port), WAIT_S) as silent:
-        client = connect(address, tls=tls["island"])
-        client.transfers.upload(upload_start(8), b"12345678")
-        clock.now += deadlines().connect_s
-        assert not silent.recv(1)
-
-
-def test_the_oldest_connection_makes_room_for_a_new_one(serve, connect, monkeypatch):
-    server, address = serve()
-    server._bulk._acceptor._most = 2
-    host, port = addresses.parse_address(addresses.bulk_address(address))
-    with contextlib.ExitStack() as stack:
-        first, *_ = (
-            stack.enter_context(socket.create_connection((host, port), WAIT_S))
-            for _ in range(3)
-        )
-        assert not first.recv(1)
-        connect(address).transfers.upload(upload_start(8), b"12345678")
-
-
 def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatch):
     _, address = serve()
     hangs = threading.Event()
@@ -434,12 +363,3 @@ def test_stripes_tile_the_payload():
         ]
         assert len(cut) == 1 or min(size for _, size in cut) >= MIB
         assert len(cut) <= 4
-
-
-def test_a_connection_given_back_after_the_end_is_closed(serve):
-    server, _ = serve()
-    server.stop(0)
-    ours, theirs = socket.socketpair()
-    with ours:
-        server._bulk._acceptor.give_back(BulkConnection(theirs, "them"))
-        assert theirs.fileno() == -1
