@@ -39,6 +39,9 @@ class _Length(NamedTuple):
     steps: int
 
 
+_NONE = _Length(0.0, 0)
+
+
 def refuse(config: PolicyConfig, fragment: Fragment, fleet: Fleet) -> Step:
     """Refuse the ready deltas that are out of bounds."""
     before, effects = fragment, list[Effect]()
@@ -120,18 +123,22 @@ def _most(
 
 def _newest(fragment: Fragment, name: str) -> _Length:
     """Return the length of the island's delta that is ready, or else of its last
-    merged one."""
-    take = fragment.accounts[name].take
+    merged one; 0 if it is from before the last tick and earlier ones do not count."""
+    account = fragment.accounts[name]
+    take = account.take
     if take is None or not take.ready or take.end is None:
         return _last(fragment, name)
+    if take.tick < fragment.tick and fragment.merges < SETTLED_MERGES:
+        return _NONE
     return _Length(take.norm, take.end - take.start)
 
 
 def _last(fragment: Fragment, name: str) -> _Length:
     """Return that of the last merged delta; 0 if it does not count."""
     account = fragment.accounts[name]
-    norm = account.norm if fragment.merges >= SETTLED_MERGES else 0.0
-    return _Length(norm, account.norm_steps)
+    if fragment.merges < SETTLED_MERGES:
+        return _NONE
+    return _Length(account.norm, account.norm_steps)
 
 
 def _upper_median(values: list[float]) -> float:

@@ -50,8 +50,7 @@ def test_unfit_deltas_in_a_row_quarantine_an_island():
 def test_a_fit_delta_begins_the_row_anew():
     d = wary()
     for norm in (10.0, 1.0, 10.0, 1.0, 10.0):
-        cycle(d, c=norm)
-    assert not d.state.islands["c"].quarantined
+        assert not persisted(cycle(d, c=norm), "quarantined")
 
 
 def test_deltas_that_are_not_finite_count_too():
@@ -150,7 +149,10 @@ def test_merges_are_not_shortened_by_its_absence_nor_wait_for_it():
 
 
 def test_it_is_judged_and_released_even_if_no_quorum_is_left():
-    d = quarantined(quorum=3)
+    d = wary(quorum=3)
+    for norm in (1.0, 1.0, 1.0, 10.0, 10.0):
+        cycle(d, c=norm)
+    assert d.state.islands["c"].quarantined
     for _ in range(4):
         cycle(d, c=1.0)
         if not d.state.islands["c"].quarantined:
