@@ -38,7 +38,7 @@ def restore(
     snapshot reads, or it is of another run.
     """
     committed = asked.fragments
-    discarded = publishes.discard([fragment.version for fragment in committed])
+    discarded = publishes.discard({c.fragment: c.version for c in committed})
     found = []
     for fragment in committed:
         found.append(_restored(fragment, store, snapshots, publishes))

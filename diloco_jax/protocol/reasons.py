@@ -28,12 +28,14 @@ without being told to."""
 Refusal = RefusalReason | Literal[""]
 """Reason for which a delta is not merged; empty: it is fit."""
 
-LossReason = EndReason | RefusalReason | Literal["coordinator", "overwritten"]
+LossReason = EndReason | RefusalReason | Literal["coordinator", "worker", "overwritten"]
 """Reason for lost steps. coordinator: it was killed with deltas that it had not merged.
+worker: likewise, of a worker.
 overwritten: an adoption undid the steps."""
 
 STOPPED: Final = "stopped"
 STALE: Final = "stale"
+WORKER: Final = "worker"
 # The local value is unusable.
 NON_FINITE: Final = "non_finite"
 OUT_OF_BOUNDS: Final = "out_of_bounds"

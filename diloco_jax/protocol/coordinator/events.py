@@ -66,6 +66,18 @@ class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
     in which the run is."""
 
 
+class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
+    """The connection of a worker broke: what it had not committed is gone."""
+
+    worker: int
+
+
+class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has brought its fragments to what is committed."""
+
+    worker: int
+
+
 Event = (
     Hello
     | Said
@@ -76,6 +88,8 @@ Event = (
     | RunExtended
     | KeepAsked
     | CycleKept
+    | WorkerAway
+    | WorkerBack
     | Timer
 )
 

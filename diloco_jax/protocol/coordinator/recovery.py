@@ -61,6 +61,7 @@ def recover(
             asked=(),
             merging=(),
             left_behind=(),
+            away=False,
             accounts={
                 name: replace(account, take=None)
                 for name, account in fragment.accounts.items()
@@ -83,16 +84,9 @@ def recover(
             grants_left=GRANTS_AT_ONCE,
         )
         state = with_island(state, island)
-        # An ended incarnation loses its steps in a merge that never became durable,
-        # and in deltas that it left behind.
-        for fragment in state.fragments:
-            account = fragment.accounts[island.name]
-            settled = island.tokens_before + account.start * account.tokens_per_step
-            missing = settled - account.merged_tokens - account.carried_tokens
-            missing -= sum(account.lost_tokens.values())
-            account = account.lose_tokens(missing, "coordinator")
-            fragment = with_account(fragment, island.name, account)
-            state = with_fragment(state, fragment)
+    for fragment in state.fragments:
+        fragment = ledger.lose_missing(state, fragment, "coordinator")
+        state = with_fragment(state, fragment)
     state = cycles.forgotten(replace(state, reunion_until=now))
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):

@@ -63,6 +63,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     delta_bound: float = 0.0
     quarantine_after: int = 0
     release_cycles: int = 1
+    workers: int = 1
+    """Holders of fragments, see `workers.deal`."""
     export_every: int = 0
     """Cycles between two that are kept; 0 = none is, unless it is asked for."""
     watch_every: int = 0
@@ -108,7 +110,9 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Last final verdict on an island's take, to be repeated if it got lost."""
+    """The last final verdict on an island's takes. It is sent again if it may be
+    lost.
+    """
 
     tick: int
     verdict: Verdict
@@ -162,6 +166,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     tick: int = 0
     asked: tuple[str, ...] = ()
     """Islands whose deltas count towards the quorum."""
+    away: bool = False
+    """True while its worker is away."""
     final: bool = False
     opened_at: float = 0.0
     quorum_at: float | None = None

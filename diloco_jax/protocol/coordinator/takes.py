@@ -68,7 +68,7 @@ def took(
 def known(
     config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
 ) -> Step:
-    """Note the steps of a take; if they are known already, nothing changes."""
+    """Note the steps of a take; does nothing if they are known already."""
     account = fragment.accounts[name]
     asked = account.take
     if _known_as(account, held.tick):
@@ -102,8 +102,10 @@ def _known_as(account: Account, tick: int) -> str:
 
 
 def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
-    """Tell whether the bytes of this take are wanted from the island. A delta from
-    before a crash becomes known by a hello or a record, and is asked for then."""
+    """Tell whether the coordinator waits for the bytes of this take.
+
+    After a crash it does so only once a hello or a record has told of the take.
+    """
     account = fragment.accounts.get(name)
     if account is None or account.incarnation != incarnation:
         return False
@@ -150,8 +152,11 @@ def arrived(fragment: Fragment, event: DeltaArrived, now: float) -> Step:
 
 
 def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
-    """Note that the island knows of a refusal. kept: the delta's steps are still in its
-    parameters, and will be in its next delta; otherwise they are lost."""
+    """Note that the island has heard of a refusal, which ends the take.
+
+    kept: the island's parameters still have the delta's steps, and its next delta will
+    have them; otherwise they are lost.
+    """
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:

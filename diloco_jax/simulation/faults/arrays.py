@@ -84,6 +84,12 @@ class Anchors:
     def commit(self, fragment: int, version: Version) -> None:
         self.replay(fragment, version, self._computed.pop(fragment))
 
+    def load(self, fragment: int, anchor: Anchor) -> None:
+        """Take over a snapshot of a fragment."""
+        self.anchors[fragment] = anchor
+        self._publishes[fragment].clear()
+        self._computed.pop(fragment, None)
+
     def replay(self, fragment: int, version: Version, publish: bytes) -> None:
         """Apply a committed publish."""
         self.anchors[fragment] = self.anchors[fragment].next(publish)

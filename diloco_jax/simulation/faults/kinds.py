@@ -140,9 +140,10 @@ class Unfit(DrawnFault, frozen=True):
         return world.begun(self, 0.0)
 
 
-class Lies(DrawnFault, frozen=True):
-    """An island's deltas are `factor` times as long as they should be for a while, or
-    until its process ends."""
+class LongDeltas(DrawnFault, frozen=True):
+    """An island's deltas are `factor` times too long, for a while or until its process
+    ends.
+    """
 
     island: str
     for_s: float
@@ -172,6 +173,22 @@ class CoordinatorCrash(DrawnFault, frozen=True):
 
     def strike(self, world: FaultyWorld) -> bool:
         return world.crash_after(self, self.restart, self.effects)
+
+
+class WorkerCrash(DrawnFault, frozen=True):
+    """A worker dies in the middle of the lead's effects, and comes back.
+
+    effects: effects that the lead still carries out. noticed_s: seconds until the lead
+    notices. down_s: seconds from then to the worker's return.
+    """
+
+    worker: int
+    down_s: float
+    noticed_s: float = 0.0
+    effects: int = 0
+
+    def strike(self, world: FaultyWorld) -> bool:
+        return world.crash_worker_after(self)
 
 
 class DiskFailure(DrawnFault, frozen=True):
@@ -373,8 +390,9 @@ AnyFault = (
     | Impostor
     | StepJump
     | Unfit
-    | Lies
+    | LongDeltas
     | CoordinatorCrash
+    | WorkerCrash
     | DiskFailure
     | TornWrite
     | SnapshotFailure
