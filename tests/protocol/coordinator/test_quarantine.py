@@ -7,7 +7,7 @@ from kit import Driver, merged_islands, notes, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Alert, Effect
-from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.coordinator.state import with_account, with_fragment
 from diloco_jax.protocol.holding import Merge
 
 
@@ -108,8 +108,11 @@ def test_it_stays_apart_after_a_crash_and_as_another_incarnation():
 
 def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     d = quarantined()
-    for _ in range(3):  # No length counts before the fragment's first merges.
-        d.state = with_fragment(d.state, replace(d.fragment(0), merges=0))
+    for _ in range(3):
+        fragment = d.fragment(0)
+        for name, account in fragment.accounts.items():  # As before the first merge.
+            fragment = with_account(fragment, name, replace(account, norm=0.0))
+        d.state = with_fragment(d.state, fragment)
         steps = d.state.islands["c"].steps + 4
         for name in "abc":
             d.report(name, steps)
