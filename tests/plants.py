@@ -164,15 +164,6 @@ def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, state: (state, [])
 
 
-def _forgets_quarantines(joined: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(state: Any, island: Any, *, carrying: bool) -> Any:
-        after = joined(state, island, carrying=carrying)
-        fresh = replace(after.islands[island.name], quarantined=False)
-        return replace(after, islands={**after.islands, island.name: fresh})
-
-    return broken
-
-
 def _draws_backwards(draw: Callable[..., Any]) -> Callable[..., Any]:
     def broken(positions: Any, count: int) -> Any:
         drawn = draw(positions, count)
@@ -327,9 +318,6 @@ PLANTS = {
     "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
     "quarantined_deltas_are_merged": Plant(
         "quarantine", quarantine, "turn_away", _turns_nothing_away
-    ),
-    "a_restart_ends_a_quarantine": Plant(
-        "quarantine", members, "joined", _forgets_quarantines
     ),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),

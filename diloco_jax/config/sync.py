@@ -100,7 +100,9 @@ class SyncConfig:
         code=True,
         help='Rule by which deltas become one: "mean", their weighted mean; "rda", '
         "which averages their lengths and directions apart; "
-        '"trimmed_mean", which leaves out the extremes.',
+        '"trimmed_mean", which leaves out the extremes, and "clipped_mean", which '
+        "shortens what is longer than most, for islands that may send wrong deltas "
+        "(docs/results/liars.md).",
     )
     adopt: str = setting(
         "keep",

@@ -141,6 +141,34 @@ def test_weightings() -> None:
         WEIGHTINGS.find("loss")
 
 
+@pytest.mark.parametrize("wrong", [1e6, -1.0])
+def test_a_trimmed_mean_of_eight_lies_between_the_honest_six(wrong: float) -> None:
+    honest = [np.full(SHAPE, 1 + i / 10, np.float32) for i in range(6)]
+    lies = [np.full(SHAPE, wrong, np.float32)] * 2
+    merged = merge_deltas([*lies, *honest], [1.0] * 8, RULES.find("trimmed_mean"))
+    assert 1.0 <= merged.min() <= merged.max() <= 1.5
+
+
+def test_a_clipped_mean_shortens_what_is_longer_than_most() -> None:
+    rule, x, y = RULES.find("clipped_mean"), np.zeros(2), np.zeros(2)
+    x[0], y[1] = 1, 1
+    deltas = [v.astype(np.float32) for v in (x, 3 * x, 1e6 * y)]
+    np.testing.assert_allclose(
+        merge_deltas(deltas, [1.0, 1.0, 2.0], rule), [1.0, 1.5], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        merge_deltas(deltas, [1.0, 1.0, 1.0], rule), [4 / 3, 1.0], rtol=1e-6
+    )
+    zeros = [0 * d for d in deltas]
+    assert not merge_deltas(zeros, [1.0, 1.0, 1.0], rule).any()
+
+
+def test_rules_against_liars_are_for_all_pieces_and_the_last_merge() -> None:
+    embedding = Piece(("e",), -1, SHAPE, True)
+    for name in ("trimmed_mean", "clipped_mean"):
+        assert rule_for(embedding, RULES.find(name), final=True) is RULES.find(name)
+
+
 def test_embeddings_are_merged_by_mean() -> None:
     for embedding, expected in ((True, MEAN), (False, RDA)):
         piece = Piece(("w",), -1, SHAPE, embedding)

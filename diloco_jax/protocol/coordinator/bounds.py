@@ -110,10 +110,12 @@ def _most(
     known of the others."""
     if not config.delta_bound or not delta.norm:
         return math.inf
-    known = [_last(fragment, name)]
+    # A quarantined island is held to every length that there is.
+    early = fragment.merges < SETTLED_MERGES and not fleet.is_quarantined(name)
+    known = [] if early else [_last(fragment, name)]
     for other in fragment.accounts:
         if other != name and fleet.is_live(other) and not fleet.is_quarantined(other):
-            known.append(_newest(fragment, other))
+            known.append(_newest(fragment, other, early=early))
     usual = [length for length in known if length.norm and length.steps]
     if len(usual) < FEWEST:
         return math.inf
@@ -122,20 +124,20 @@ def _most(
     return config.delta_bound * max(norm, rate * delta.steps)
 
 
-def _newest(fragment: Fragment, name: str) -> _Length:
+def _newest(fragment: Fragment, name: str, *, early: bool) -> _Length:
     """Return the length of the island's delta that is ready, or else of its last
-    merged one."""
+    merged one. early: those from before the last tick do not count, and are 0."""
     take = fragment.accounts[name].take
     if take is None or not take.ready or take.end is None:
-        return _last(fragment, name)
+        return _Length(0.0, 0) if early else _last(fragment, name)
+    if early and take.tick < fragment.tick:
+        return _Length(0.0, 0)
     return _Length(take.norm, take.end - take.start)
 
 
 def _last(fragment: Fragment, name: str) -> _Length:
-    """Return that of the last merged delta; 0 if it does not count."""
     account = fragment.accounts[name]
-    norm = account.norm if fragment.merges >= SETTLED_MERGES else 0.0
-    return _Length(norm, account.norm_steps)
+    return _Length(account.norm, account.norm_steps)
 
 
 def _upper_median(values: list[float]) -> float:

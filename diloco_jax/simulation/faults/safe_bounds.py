@@ -4,9 +4,11 @@ island.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.bounds import SETTLED_MERGES
 from diloco_jax.protocol.coordinator.events import Note, Persist
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import Merge
@@ -15,6 +17,7 @@ from diloco_jax.protocol.records import (
     DeltaRefused,
     Durable,
     Left,
+    Merged,
     Quarantined,
     Released,
 )
@@ -41,6 +44,8 @@ class BoundsKept(Invariant):
         super().__init__(config)
         self._refused: set[Key] = set()
         self._ended: set[Incarnation] = set()
+        self._merges: Counter[int] = Counter()
+        """Merges of this term, by fragment."""
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         for effect in effects:
@@ -48,17 +53,27 @@ class BoundsKept(Invariant):
                 case Note(record=DeltaRefused() as r) if r.reason in RESTARTS:
                     self._refused.add((r.island, r.incarnation, r.fragment, r.tick))
                 case Merge():
-                    self._check(effect)
+                    tick = state.fragments[effect.fragment].tick
+                    self._check(effect, tick)
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Left):
             self._ended.add((record.island, record.incarnation))
+        elif isinstance(record, Merged):
+            self._merges[record.fragment] += 1
 
-    def _check(self, merge: Merge) -> None:
+    def opened(self, opened: Opened) -> None:
+        self._merges.clear()
+
+    def _check(self, merge: Merge, tick: int) -> None:
+        # In the first merges, those from before the tick are no measure.
+        since = tick if self._merges[merge.fragment] < SETTLED_MERGES else 0
         for c in merge.contributions:
             key = (c.island, c.incarnation, merge.fragment, c.tick)
             self.hold(key not in self._refused, "refused before:", c)
-            others = [o for o in merge.contributions if self._counts(o, c)]
+            others = [
+                o for o in merge.contributions if self._counts(o, c) and o.tick >= since
+            ]
             if len(others) < FEWEST or any(o.norm > o.steps for o in others):
                 continue
             most = self.config.delta_bound * max(c.steps, *(o.norm for o in others))

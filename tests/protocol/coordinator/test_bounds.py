@@ -46,6 +46,22 @@ def test_lengths_that_grow_on_all_islands_are_no_outliers(grown: float):
     assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
 
 
+def test_the_lengths_of_the_first_merges_hold_nobody_to_anything():
+    """They are those of a learning rate near 0, and the others' next ones come late."""
+    d = patient("a", "b", "c", grace=0.0)
+    together(d, a=0.01, b=0.01, c=0.01)
+    steps = d.state.islands["a"].steps + 4
+    for name in "abc":
+        d.report(name, steps)
+    assert merged_islands(only(d.take("a", 0, steps, norm=1.0), Merge))[0] == "a"
+
+
+def test_a_liar_among_three_is_no_measure_for_the_others():
+    d = patient("a", "b", "c")
+    effects = together(d, a=1.0, b=4.0, c=1e3)
+    assert merged_islands(only(effects, Merge)) == ["a", "b"]
+
+
 def test_a_delta_of_many_steps_may_be_as_much_longer():
     d = patient("a", "b", "c")
     for name in "abc":

@@ -7,7 +7,7 @@ from kit import Driver, merged_islands, notes, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Alert, Effect
-from diloco_jax.protocol.coordinator.state import with_fragment
+from diloco_jax.protocol.coordinator.state import with_account, with_fragment
 from diloco_jax.protocol.holding import Merge
 
 
@@ -50,8 +50,7 @@ def test_unfit_deltas_in_a_row_quarantine_an_island():
 def test_a_fit_delta_begins_the_row_anew():
     d = wary()
     for norm in (10.0, 1.0, 10.0, 1.0, 10.0):
-        cycle(d, c=norm)
-    assert not d.state.islands["c"].quarantined
+        assert not persisted(cycle(d, c=norm), "quarantined")
 
 
 def test_deltas_that_are_not_finite_count_too():
@@ -109,8 +108,11 @@ def test_it_stays_apart_after_a_crash_and_as_another_incarnation():
 
 def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     d = quarantined()
-    for _ in range(3):  # No length counts before the fragment's first merges.
-        d.state = with_fragment(d.state, replace(d.fragment(0), merges=0))
+    for _ in range(3):
+        fragment = d.fragment(0)
+        for name, account in fragment.accounts.items():  # As before the first merge.
+            fragment = with_account(fragment, name, replace(account, norm=0.0))
+        d.state = with_fragment(d.state, fragment)
         steps = d.state.islands["c"].steps + 4
         for name in "abc":
             d.report(name, steps)
@@ -150,7 +152,10 @@ def test_merges_are_not_shortened_by_its_absence_nor_wait_for_it():
 
 
 def test_it_is_judged_and_released_even_if_no_quorum_is_left():
-    d = quarantined(quorum=3)
+    d = wary(quorum=3)
+    for norm in (1.0, 1.0, 1.0, 10.0, 10.0):
+        cycle(d, c=norm)
+    assert d.state.islands["c"].quarantined
     for _ in range(4):
         cycle(d, c=1.0)
         if not d.state.islands["c"].quarantined:
