@@ -98,8 +98,7 @@ class Coordinator:
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
-        spread = placement.workers if placement.workers > 1 else 0
-        addresses.require_free(placement.bind, spread)
+        addresses.require_free(placement.bind, placement.ports)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             storage.require_access(self._folder)
