@@ -173,7 +173,7 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
         sessions = Sessions()
-        sessions.workers = self.holder.addresses
+        sessions.told = self.holder.told
         self.lead = Lead(
             self.policy_config,
             state,

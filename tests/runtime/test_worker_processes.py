@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime_support import client, make_config, placed, run_scripted
+from msgspec.structs import replace
+from runtime_support import client, hello, make_config, placed, run_scripted
 
 from diloco_jax import checkpoint
 from diloco_jax.coordinator.holder import make_holder
@@ -26,13 +27,16 @@ from diloco_jax.protocol.holding import (
     Commit,
     Committed,
     DeltaArrived,
+    Forget,
     Merge,
     MergeDigested,
     MergePrepared,
     RestoreFragments,
 )
+from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk import UploadStart
+from diloco_jax.wire.errors import NO_TICKET, Refused
 
 pytestmark = pytest.mark.dist
 
@@ -154,13 +158,24 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         assert [f.digest for f in restored.fragments] == before
         ask = Ask(workers)
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
-        address = workers.addresses()[own]
+        address = workers.processes()[own].address
         with client(address) as island:
             there = island.transfers_at(address)
 
             def send(start: UploadStart) -> object:
-                return there.upload(start, payload.data)
+                who = hello(config, incarnation=start.incarnation)
+                take = TakeRequest(fragment=start.fragment, tick=start.tick)
+                permitted = replace(start, ticket=workers.told(who, take).ticket)
+                return there.upload(permitted, payload.data)
 
+            def refused(start: UploadStart, send: Any, why: str) -> None:
+                with pytest.raises(Refused, match=why) as refusal:
+                    send(start)
+                assert refusal.value.code == NO_TICKET
+
+            before_it = replace(start, incarnation=0)
+            refused(start, lambda start: there.upload(start, payload.data), "malformed")
+            workers.hold(Forget(island="a", before=1, kept=()))
             assert ask.merge(send, start) == wanted[0]
             pids = [worker.pid for worker in workers.processes()]
             os.kill(pids[own], signal.SIGKILL)
@@ -170,6 +185,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             workers.bring_back(own, [FIRST] * len(everything))
             assert ask.await_(WorkerBack).worker == own
             assert not list(publishes.glob("*.publish"))
+            refused(before_it, send, "fenced")
             assert workers.processes()[1 - own].pid == pids[1 - own]
             assert (ask.merge(send, start), ask.commit(0)) == wanted
     finally:
