@@ -63,7 +63,7 @@ def write(
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(final)
-        sync_folder(final.parent)
+        sync_path(final.parent)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
@@ -113,9 +113,9 @@ def mapped(path: Path) -> memoryview:
     return memoryview(whole)[start:-DIGEST_BYTES]
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Force to disk the contents of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

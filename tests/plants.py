@@ -17,12 +17,14 @@ from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
+    bounds,
     cycles,
     decide,
     fragments,
     leases,
     ledger,
     members,
+    quarantine,
     recovery,
     schedule,
     takes,
@@ -150,6 +152,23 @@ def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
             else e
             for e in effects
         ]
+
+    return broken
+
+
+def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, fragment, fleet: (fragment, [])
+
+
+def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, state: (state, [])
+
+
+def _forgets_quarantines(joined: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(state: Any, island: Any, *, carrying: bool) -> Any:
+        after = joined(state, island, carrying=carrying)
+        fresh = replace(after.islands[island.name], quarantined=False)
+        return replace(after, islands={**after.islands, island.name: fresh})
 
     return broken
 
@@ -304,6 +323,13 @@ PLANTS = {
     "the_dead_leave_deltas": Plant("fenced", members, "end", _keeps_what_the_dead_sent),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_stale", _refuses_nothing
+    ),
+    "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
+    "quarantined_deltas_are_merged": Plant(
+        "quarantine", quarantine, "turn_away", _turns_nothing_away
+    ),
+    "a_restart_ends_a_quarantine": Plant(
+        "quarantine", members, "joined", _forgets_quarantines
     ),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),

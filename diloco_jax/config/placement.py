@@ -224,8 +224,9 @@ class Placement:
 
     @property
     def alone_s(self) -> float:
-        """Seconds for which an island is there without a coordinator, at least: it
-        trains on the data that it holds, then it waits."""
+        """Least seconds that an island lasts without a coordinator: it trains on the
+        data that it holds, and then waits for `patience_s`.
+        """
         return self.outage_budget_s + self.patience_s
 
     @property

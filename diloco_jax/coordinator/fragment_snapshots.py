@@ -116,11 +116,16 @@ class FragmentSnapshots(Snapshots):
         self.save(fragment, version, arrays)
 
     def unsaved(self, current: Sequence[Version]) -> list[int]:
-        """Return the fragments whose current version, by fragment, is in no snapshot,
-        beginning with the one whose turn it is."""
+        """Return the fragments whose current version no snapshot has, in the order of
+        turns.
+
+        current: versions by fragment.
+        """
         turns = self.fragments[self._next :] + self.fragments[: self._next]
         return [f for f in turns if self._versions[f][-1:] != [current[f]]]
 
     def took_turn(self, fragment: int) -> None:
-        """Note that a fragment is being written: the next one has its turn."""
+        """Note that this fragment's snapshot has begun, so that the next turn is the
+        next fragment's.
+        """
         self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)

@@ -34,7 +34,7 @@ from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.restoring import restore
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import ComputedMerge, Store
-from diloco_jax.core.fragment_merge import Squares, is_fit
+from diloco_jax.core.fragment_merge import Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
@@ -124,8 +124,12 @@ class StoreHolder:
         tell: Callable[[FromHolder], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Say to whom to answer. tell: called with each message, on any thread.
-        failed: called with the error of a merge, after which the process must end."""
+        """Set the callbacks, before any message is handed over.
+
+        Args:
+          tell: called with each message to the lead, on any thread.
+          failed: called with the error of a merge, after which the process must end.
+        """
         self._tell, self._failed = tell, failed
 
     def warm_up(self) -> None:
@@ -230,7 +234,11 @@ class StoreHolder:
                 start.island,
                 start.incarnation,
             )
-        arrived = DeltaArrived(**key._asdict(), refusal="" if fit else "non_finite")
+        arrived = DeltaArrived(
+            **key._asdict(),
+            refusal="" if fit else "non_finite",
+            norm=length(squares) if fit else 0.0,
+        )
         self._tell(arrived)
         return True
 

@@ -96,9 +96,12 @@ class EngineThread(Generic[S, E]):
         before: Before | None = None,
         peer: Disconnected | None = None,
     ) -> None:
-        """Queue an event at the present time. before: called on the engine's thread
-        just ahead of it. peer: the end of the session that caused the event, where the
-        event does not tell."""
+        """Queue an event with the present time.
+
+        Args:
+          before: called on the engine's thread just before the event is decided.
+          peer: ends the session that caused the event, if the event does not name one.
+        """
         queued = (event, before, peer, time.monotonic())
         while not self._ended:
             with contextlib.suppress(queue.Full):

@@ -90,7 +90,7 @@ class Coordinator:
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
-        """Prepare or find the run in `workdir`, once it is sure to be served."""
+        """Make or find the run in `workdir`, if the address can be served."""
         self._workdir = workdir
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement

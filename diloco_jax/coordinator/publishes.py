@@ -35,7 +35,7 @@ class Publishes:
         written here, if not all are; others' files are left alone."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        sealed.sync_folder(folder.parent)
+        sealed.sync_path(folder.parent)
         torn, own = f"*{sealed.TEMPORARY}", [folder]
         if fragments is not None:
             own = [self._path(f, Version()).parent for f in fragments]
@@ -50,7 +50,7 @@ class Publishes:
         path = self._path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
-            sealed.sync_folder(self._folder)
+            sealed.sync_path(self._folder)
         require_space(self._folder, len(payload))
         header = {
             "fragment": fragment,

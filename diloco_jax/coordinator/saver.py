@@ -30,9 +30,12 @@ class Saver:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
 
     def begin(self) -> None:
-        """Make every fragment as it is now durable, as the first one of a run or a
-        term; nothing else of it stays. Raises OSError if the disk is full, ConfigError
-        or StorageAway if a bucket takes no snapshot."""
+        """Write the first snapshots of a run or a term, one per fragment, and delete
+        all older snapshots and publishes.
+
+        Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
+        and StorageAway if it does not answer.
+        """
         with self._snapshots.beginning():
             for fragment in self._snapshots.fragments:
                 self._snapshots.save_first(fragment, *self._store.current(fragment))

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 DECIDED_WITHIN_S = 10.0
-"""Longest wait for the thread of decisions by who asks for a cycle."""
+"""Longest wait of a call that asks for a cycle, until that is decided."""
 
 
 class Service:
@@ -125,8 +125,11 @@ class Service:
             self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a delta's stripe, once the sender has proved to be
-        current."""
+        """Return the memory for a stripe of a delta that is awaited.
+
+        Raises Refused if the sender is not the island's current process, or if the
+        delta is not awaited.
+        """
         self._check(start)
         if start.version is not None:
             raise Refused(
@@ -158,8 +161,12 @@ class Service:
         return self._status()
 
     def keep(self, cycle: int) -> dict[str, Any]:
-        """Return the cycle that is, or is being kept: this one or, for 0, the next one
-        that can be; and the names of its files once it is kept."""
+        """Have a cycle kept: the given one or, for 0, the earliest one that can be.
+
+        Returns the number of the cycle (`cycle`), the names of its files (`files`, none
+        until it is complete) and the share that is kept so far (`share`). Raises
+        Refused for a cycle that is not kept and can no longer be, and with workers.
+        """
         if isinstance(self._holder, WorkersHolder):
             raise Refused(
                 "cycle",

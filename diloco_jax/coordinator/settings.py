@@ -16,7 +16,7 @@ from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
 SPARE_ISLANDS = 8
-"""Places for streams of islands that are told that they may not come in."""
+"""Places for streams of islands that are refused, so that they can be told why."""
 
 
 def policy_config(
@@ -47,15 +47,21 @@ def policy_config(
 
 
 def admitted(config: Config) -> dict[str, int | None]:
-    """Return the sequences per step of the islands that may join, by name; None: any
-    number."""
+    """Return the sequences per step of each island that may join, by name.
+
+    None stands for any number: `placement.admit` names the island, and no config
+    describes it.
+    """
     others = dict.fromkeys(config.placement.admit)
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
 def admitted_hosts(config: Config) -> list[int]:
-    """Return the hosts of each island that may join; an island outside the config has
-    one."""
+    """Return the number of hosts of each island that may join, in the order of
+    `admitted`.
+
+    An island that the config does not describe has one host.
+    """
     known = config.islands
     return [known[n].hosts if n in known else 1 for n in admitted(config)]
 

@@ -238,8 +238,8 @@ class Store:
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
         """Free the memory of a fragment's retained publishes: another one is about to
-        come. mapped: returns the same bytes where they lie on the disk, if they are
-        there."""
+        come. mapped: returns a publish as mapped from the disk, or None.
+        """
         current = self._fragments[fragment]
         with self._lock:
             held = [v for v, _ in current.publishes if v not in current.on_disk]

@@ -135,7 +135,9 @@ class HoldingWorker:
         self._server = bulk_server_of(self._config, self, self._tls)
         allow_connections(self._server.connections)
         host, _ = addresses.parse_address(self._begin.bind)
-        port = self._server.start(addresses.resolve(self._begin.bind))
+        listener = addresses.listen(addresses.resolve(self._begin.bind))
+        port = listener.getsockname()[1]
+        self._server.start(listener)
         self._line.send(WorkerServes(address=addresses.format_address(host, port)))
 
     def _saved(self, within_s: float | None) -> AllSaved:

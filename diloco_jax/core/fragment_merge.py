@@ -342,6 +342,11 @@ class FragmentMerge:
         return jax.tree.map(np.asarray, after)
 
 
+def length(squares: Squares) -> float:
+    """Return the length of a delta with these sums."""
+    return math.sqrt(math.fsum(squares))
+
+
 def is_fit(squares: Squares) -> bool:
     """Tell if a delta is finite and not absurdly long."""
     return math.fsum(squares) <= merging.MOST_SQUARES

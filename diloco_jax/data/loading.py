@@ -56,10 +56,10 @@ class Data:
 
 
 def load_data(run: RunConfig, *, copied: bool = False) -> Data:
-    """Load a run's data; raise ConfigError if it is not the run's, does not fill a
-    window, or holds nothing out.
+    """Load a run's data.
 
-    copied: the files are copies, and their manifests are believed (`load_corpus`).
+    Raises ConfigError if the data is not the run's, fills no window, or holds nothing
+    out. copied: the files are copies, and their manifests are believed (`load_corpus`).
     """
     if run.data.factory:
         data = _own(run)

@@ -62,7 +62,7 @@ document, and all of its predictions count."""
 
 
 class Rows(Protocol):
-    """Rows by number. Several threads read at a time."""
+    """Rows by number. Several threads may read at once."""
 
     @property
     def fields(self) -> Fields:
@@ -77,8 +77,9 @@ class Rows(Protocol):
 
 
 class Source(Rows, Protocol):
-    """Common to windows of a text, `.npy` tokens, ArrayRecord and mixtures;
-    rows are numbered from 0."""
+    """Rows numbered from 0: of a text, `.npy` tokens, ArrayRecord files or a
+    mixture.
+    """
 
     def __len__(self) -> int:
         """Return the number of rows per epoch."""

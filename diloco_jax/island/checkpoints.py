@@ -265,8 +265,13 @@ class Checkpoints:
 def undisturbed(
     saved: Sequence[Version], now: Sequence[Version], outstanding: Collection[int]
 ) -> list[int]:
-    """Return the fragments whose saved residuals hold: no take and no merge came after
-    them. outstanding: fragments with a take when they were saved."""
+    """Return the fragments whose saved residuals still hold: no take and no merge came
+    later.
+
+    Args:
+      saved, now: versions by fragment, in the checkpoint and at present.
+      outstanding: fragments that had an outstanding take when they were saved.
+    """
     return [
         fragment
         for fragment, (before, version) in enumerate(zip(saved, now, strict=True))

@@ -176,10 +176,11 @@ class JoinedIsland:
 
     @property
     def final(self) -> Any:
-        """The run's parameters, as far as this island has heard of them: after the
-        end, those of the flush, as they were sent (`sync.codec_down`).
+        """The run's parameters, from the newest versions that this island has.
 
-        Raises IslandEndedError if the run ended while this island could not hear of it.
+        After the end they are the flushed ones, as they were published
+        (`sync.codec_down`). Raises IslandEndedError if the run is over and some last
+        versions did not arrive.
         """
         over = self._ending is not None and self._ending.reason == "finished"
         if over and (lacking := self._loop.lacking()):
@@ -320,8 +321,11 @@ def _of_coordinator(
 def _described(
     config: Config, name: str, tokens_per_step: int, hosts: int
 ) -> IslandConfig:
-    """Return what the run says of this island; raise ConfigError where that is not
-    so."""
+    """Return the config of this island in the run.
+
+    Raises ConfigError if the run does not have the island, or with other tokens or
+    hosts.
+    """
     length = config.run.sequence_length
     sequences, rest = divmod(tokens_per_step, length)
     if rest or sequences < 1:

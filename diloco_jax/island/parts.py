@@ -28,7 +28,7 @@ L = TypeVar("L", bound=Stepping)
 
 
 class Parts(abc.ABC, Generic[L]):
-    """Make it, `build`, `compile`, `loop`, at the end `close`."""
+    """The parts of one host. Call `build`, `compile`, `loop` and at the end `close`."""
 
     compile_seconds = 0.0
     gives = False

@@ -78,8 +78,10 @@ class Stepping:
         """Reason of the wait, answers seen when it began, and its start time."""
 
     def until_step(self) -> Ending | None:
-        """Return None once the next step is to be made, or how this incarnation
-        ends."""
+        """Pass boundaries until the next step may be made; then return None.
+
+        Return an Ending instead if the incarnation ends.
+        """
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:

@@ -96,11 +96,13 @@ class Model(NamedTuple):
 
 
 def loop_model(init: Callable[[jax.Array], Any], axes: Axes | None = None) -> Model:
-    """Return a model whose loss is known to train loops that join the run alone.
+    """Return a model without a loss, for runs whose islands are all train loops that
+    join.
 
-    init: makes the first parameters of a key, any pytree of f32 arrays. axes: as in
-    `Model`, of the tree that `named` makes; None: each array is a piece, and no
-    embedding.
+    Args:
+      init: returns the first parameters for a key, any pytree of f32 arrays.
+      axes: as in `Model`, for the tree that `named` returns; None: every array is one
+        piece, and none is an embedding.
     """
 
     def first(key: jax.Array) -> Params:

@@ -132,6 +132,8 @@ class DeltaArrived(Message, frozen=True, kw_only=True):
     fragment: int
     tick: int
     refusal: Refusal = ""
+    norm: float = 0.0
+    """Length of the delta; 0: unknown."""
 
 
 class MergePrepared(Message, frozen=True, kw_only=True):

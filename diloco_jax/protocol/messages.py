@@ -182,7 +182,9 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TakeRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Take the fragment and send it, `after` boundaries later than possible."""
+    """Take the fragment and send the delta. The island waits for `after` boundaries
+    before it takes.
+    """
 
     fragment: int
     tick: int

@@ -137,8 +137,9 @@ def require_source(model: ModelConfig) -> None:
 
 
 def keep_source(weights: str, workdir: Path) -> None:
-    """Keep the small files of the folder that a run starts from in its workdir, for its
-    exports."""
+    """Copy the small files of the folder that a run starts from into its workdir.
+    Exports of the run need them.
+    """
     if not weights:
         return
     kind, folder = source_of(weights)

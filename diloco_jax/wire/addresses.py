@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import secrets
 import socket
 
 from diloco_jax.errors import ConfigError
 
 LAST_PORT = 65535
 _TRIES = 50
+PORTS = range(20_000, 32_000)
+"""Those that stand for port 0. Linux and macOS give none of them to a connection that
+goes out, so that a coordinator that is started again finds its ports free."""
 
 
 def parse_address(address: str, field: str = "") -> tuple[str, int]:
@@ -120,19 +124,19 @@ def require_free(address: str, ports: int = 2) -> None:
             raise ConfigError(f"cannot bind {each}: {obstacle}")
 
 
-def with_port(numeric: str) -> str:
-    """Return a numeric address to bind: the same or, for port 0, one whose port and the
-    next are free now."""
+def reserve(numeric: str) -> tuple[str, socket.socket]:
+    """Return a numeric address to bind, for port 0 one whose port is free, and a socket
+    that listens at the bulk port beside it. Raises ConfigError."""
     host, port = parse_address(numeric)
-    if port:
-        return numeric
-    for _ in range(_TRIES):
-        with listen(format_address(host, 0)) as probe:
-            port = probe.getsockname()[1]
-        found = format_address(host, port)
-        if port < LAST_PORT and not _obstacle(bulk_address(found)):
-            return found
-    raise ConfigError(f"cannot bind {numeric}: no two ports in a row are free")
+    for _ in range(1 if port else _TRIES):
+        found = format_address(host, port or secrets.choice(PORTS))
+        try:
+            with listen(found):
+                return found, listen(bulk_address(found))
+        except ConfigError:
+            if port:
+                raise
+    raise bind_error(numeric)
 
 
 def listen(numeric: str) -> socket.socket:

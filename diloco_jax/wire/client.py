@@ -109,9 +109,11 @@ class Client:
         return self._ask("Config", timeout_s)
 
     def keep(self, cycle: int, timeout_s: float) -> dict[str, Any]:
-        """Have a cycle kept, 0 = the next one that can be; return its number (`cycle`),
-        the names of its files (`files`) and, until it has any, the share that is kept
-        (`share`). Raises Refused for a cycle that is not kept and cannot be any more.
+        """Have a cycle kept: the given one or, for 0, the next one that can be.
+
+        Returns its number (`cycle`), the names of its files (`files`) and, while there
+        are none yet, the share that is kept (`share`). Raises Refused for a cycle that
+        is not kept and can no longer be.
         """
         return self._ask("Keep", timeout_s, encode(CycleRequest(cycle=cycle)))
 

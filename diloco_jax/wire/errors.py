@@ -67,8 +67,9 @@ class SecurityError(WireError):
 
 
 class Failure(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to a request that fails: the error's class, and what it says. One to an
-    upload ends the connection."""
+    """Answer to a request that failed: class and message of the error. After a failed
+    upload the connection ends.
+    """
 
     kind: str
     message: str

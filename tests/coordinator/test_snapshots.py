@@ -111,7 +111,7 @@ def test_an_old_one_goes_once_the_new_one_is_on_disk(
     save_first(snapshots, store)
     there = []
     monkeypatch.setattr(
-        "diloco_jax.sealed.sync_folder", lambda _: there.append(versions(folder, 0))
+        "diloco_jax.sealed.sync_path", lambda _: there.append(versions(folder, 0))
     )
     snapshots.save(0, Version(1, 1), store.arrays(0))
     assert there == [[Version(), Version(1, 1)]]

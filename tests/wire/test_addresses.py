@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
 
 from diloco_jax.config import ConfigError
+from diloco_jax.wire import addresses
 from diloco_jax.wire.addresses import (
     format_address,
     is_loopback,
@@ -104,6 +106,30 @@ def test_port_in_use(serve, bind):
     _, address = serve(bind=f"{bind}:0")
     with pytest.raises(ConfigError, match=r"Address already in use; .*another port"):
         serve(bind=address)
+
+
+def test_any_free_port_is_one_whose_next_is_free_too(monkeypatch):
+    """And no connection is given it while the coordinator is started again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        offered = [port, port - 1, *addresses.PORTS]
+        monkeypatch.setattr(addresses.secrets, "choice", lambda _: offered.pop(0))
+        found, beside = addresses.reserve("127.0.0.1:0")
+        with beside:
+            _, control = parse_address(found)
+            assert beside.getsockname()[1] == control + 1
+            assert control in addresses.PORTS
+            with pytest.raises(ConfigError, match="in use"):
+                addresses.listen(addresses.bulk_address(found))
+            addresses.listen(found).close()
+
+
+def test_a_bulk_port_in_use_is_named(serve):
+    found, beside = addresses.reserve("127.0.0.1:0")
+    named = re.escape(addresses.bulk_address(found))
+    with beside, pytest.raises(ConfigError, match=rf"{named}: Address already in use"):
+        serve(bind=found)
+    serve(bind=found)
 
 
 def test_address_of_another_machine_cannot_be_bound(serve):

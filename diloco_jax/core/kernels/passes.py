@@ -29,7 +29,9 @@ class Passes:
     each: Each = map
 
     def knows(self, codec: str) -> bool:
-        """Tell whether a codec, by its name in the config, is one of theirs."""
+        """Tell whether there are functions in C for this codec, by its name in the
+        config.
+        """
         return codec in CODECS
 
     def squares(self, codec: str, encoded: Octets, elements: int) -> float:

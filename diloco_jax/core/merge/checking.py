@@ -69,8 +69,11 @@ def check(rule: MergeRule) -> None:
 
 
 def merges_bands_alike(rule: MergeRule) -> bool:
-    """Tell whether the bands of a piece, merged one by one, make the whole merged
-    piece: in two merges, with a crash in between."""
+    """Tell whether merging a piece band by band gives the same result as merging it
+    whole.
+
+    It tries two merges with a crash in between.
+    """
     rng, shape = np.random.default_rng(0), SHAPES[0]
     # The ratio of the islands' lengths differs from row to row.
     lengths = 10.0 ** np.outer(np.arange(ISLANDS), np.linspace(0, 1, shape[0]))

@@ -16,7 +16,7 @@ SUFFIX = ".model"
 
 
 class PiecesTokenizer:
-    """See `tokenizer.Tokenizer`."""
+    """A tokenizer of SentencePiece; see `tokenizer.Tokenizer`."""
 
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file is none, or the library is not installed."""

@@ -1,8 +1,8 @@
-"""Trees beside the parameters of a loop that joined: an average, a copy in bf16.
+"""Trees beside the parameters of a loop that joined: an average, or a copy in bf16.
 
-An adoption moves the parameters in one step. A tree that follows them, and is not told,
-would drag behind for as long as its memory lasts. So each piece of it is moved by the
-same change, and stays as far from the local values as it was.
+An adoption moves the parameters in one step, which an average would follow only slowly.
+So each piece of such a tree is moved by the same change, and keeps its distance from
+the local values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diloco_jax.protocol.island.books import Outcome
 
 
 class LentBeside(LentParams[Listed]):
-    """Parameters and the trees beside them, which change alike."""
+    """Parameters and the trees beside them; an adoption changes all alike."""
 
     def __init__(self, exchange: Exchange, params: Listed) -> None:
         super().__init__(exchange, params)

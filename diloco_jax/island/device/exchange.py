@@ -40,7 +40,9 @@ from diloco_jax.island.mailbox import Arrival
 
 @dataclasses.dataclass(slots=True)
 class Held:
-    """One piece on the island: its arrays, and what its programs are called with."""
+    """One piece on the island: its arrays, and the arguments of its compiled
+    functions.
+    """
 
     fragment: int
     piece: Piece
@@ -367,7 +369,7 @@ class Exchange:
         return lowered
 
     def held(self, fragment: int) -> Sequence[Held]:
-        """Return the fragment's pieces, to be looked at."""
+        """Return the fragment's pieces; the caller changes nothing in them."""
         return self._held[fragment]
 
     def one_of_each(self, params: Params | Listed) -> list[Held]:

@@ -163,7 +163,7 @@ def kind_of(
 
 
 def index_of(piece: Piece, kind: Kind) -> Index:
-    """Return the argument `index`."""
+    """Return the layer and the band of a piece as arguments of its kind's functions."""
     layer, band = (
         None if n < 0 else number(np.int32(n), kind) for n in (piece.layer, piece.band)
     )
@@ -171,8 +171,9 @@ def index_of(piece: Piece, kind: Kind) -> Index:
 
 
 def number(value: np.int32 | np.float32, kind: Kind) -> jax.Array:
-    """Return a number that is an argument of the kind's functions, on all devices: a
-    host's number would be sent to them at each call."""
+    """Put a number on all devices of the kind, as an argument of its functions. A
+    number on the host would be transferred at every call.
+    """
     return _placed(value, _everywhere(kind.piece))
 
 
@@ -187,7 +188,7 @@ def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
 
 
 def alike(piece: Piece) -> tuple[Any, ...]:
-    """Return a key: pieces of equal leaves with equal keys are of one kind."""
+    """Return a key: pieces of one tensor with equal keys share compiled functions."""
     return piece.layer < 0, piece.bands, piece.shape
 
 

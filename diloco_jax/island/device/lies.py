@@ -98,12 +98,12 @@ class Lies:
 
 
 def barrier(x: jax.Array) -> jax.Array:
-    """Return x, computed as it is, whatever uses it."""
+    """Return x, and keep XLA from fusing its computation with that of its users."""
     y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
     return y
 
 
 def on(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return x where this sharding has it."""
+    """Constrain x to this sharding."""
     y: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
     return y

@@ -129,8 +129,7 @@ class LikeLeaves:
         return first
 
     def _lie(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return arrays that lie as `like` does: those that do, and copies of the
-        others."""
+        """Return the arrays laid out as `like` is; those that are not are copied."""
         return [
             leaf
             if isinstance(leaf, jax.Array)

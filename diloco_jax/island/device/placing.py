@@ -69,11 +69,12 @@ def land(
 
 
 def in_turn(arrays: T) -> T:
-    """Return the arrays; on CPUs of several hosts, once they are there.
+    """Return the arrays; on a CPU island of several hosts, wait until they are
+    computed.
 
-    An accelerator runs programs in the order in which they were dispatched, and so do
-    its collectives. CPUs run independent programs side by side, and hosts would match
-    the collective of one with that of another.
+    An accelerator runs programs, and so their collectives, in the order of their
+    dispatch. A CPU runs independent programs side by side, so hosts could pair
+    different collectives with each other.
     """
     if _side_by_side():
         jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]

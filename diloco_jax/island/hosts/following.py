@@ -67,7 +67,9 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason why the island is not let in, in place of a Begin, which is empty then."""
+    """The coordinator's reason for refusing the island, which host 0 tells the
+    others.
+    """
 
     code: str
     message: str
@@ -170,7 +172,7 @@ class FollowDecisions:
         return self._decode(told)
 
     def wait(self, timeout_s: float) -> None:
-        """See decisions.Decisions; `at` waits."""
+        """Return at once: `at` waits for host 0."""
 
 
 class Orders:

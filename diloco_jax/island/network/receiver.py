@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver:
-    """A thread for each lane after `start`. `want` never waits for them."""
+    """The threads that fetch published fragments, after `start`: one for each lane.
+    `want` never waits for them.
+    """
 
     def __init__(
         self,
@@ -84,8 +86,7 @@ class Receiver:
         return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
     def have_all(self, versions: Sequence[Version]) -> None:
-        """Note versions that the island has without a fetch; in place of
-        `fetch_all`."""
+        """Note the versions that the island begins with, if it need not fetch them."""
         with self._changed:
             for fragment, version in enumerate(versions):
                 self._fetching.got(fragment, version)

@@ -55,7 +55,9 @@ class _Parcel:
 
 
 class Sender:
-    """A thread for each lane. `put`, `resend` and `forget` never wait for them."""
+    """The threads that send deltas, one for each lane. `put`, `resend` and `forget`
+    never wait for them.
+    """
 
     def __init__(
         self,
@@ -99,7 +101,9 @@ class Sender:
     def put_anchor(
         self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
-        """Send an anchor once, ahead of deltas: encoded as these are, in f32."""
+        """Send an anchor once, before any delta. It is encoded as a delta is, in
+        f32.
+        """
         self._put(_Parcel(fragment, -1, version, encoded))
 
     def permit(self, fragment: int, tick: int, ticket: bytes) -> None:

@@ -26,6 +26,7 @@ from diloco_jax.protocol.coordinator import (
     leaving,
     ledger,
     members,
+    quarantine,
     schedule,
     takes,
     watching,
@@ -104,11 +105,13 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
         case Timer():
             effects = []
     state, expired = members.expire(state, now)
-    effects += expired
+    state, turned = quarantine.turn_away(config, state)
+    effects += expired + turned
     state, moved = _advance(config, before, state, now)
+    state, judged = quarantine.advance(config, state, effects + moved)
     state, keeps = cycles.advance(config, before, state)
     state, watches = watching.advance(config, before, state)
-    return state, effects + moved + keeps + watches
+    return state, effects + moved + judged + keeps + watches
 
 
 def next_deadline(state: State, now: float) -> float | None:
@@ -234,9 +237,7 @@ def _arrived(
     before = state.fragments[event.fragment]
     if before.away:
         return state, [ignored("fragment", "away", "bytes")]
-    fragment, effects = takes.arrived(
-        before, event.island, event.tick, event.refusal, now
-    )
+    fragment, effects = takes.arrived(before, event, now)
     if state.phase == "flushing" and fragment is not before:
         # Every delta that arrives renews the wait for the next one.
         state = replace(state, deadline=now + config.flush_s)

@@ -15,7 +15,7 @@ import math
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import ledger, takes
+from diloco_jax.protocol.coordinator import bounds, ledger, takes
 from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.machines import FRAGMENT
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -121,7 +121,7 @@ def settle(
     patient = not hurry and _window_is_open(fragment, now)
     for name in fragment.asked:
         take = fragment.accounts[name].take
-        if take is None or take.refused:
+        if take is None or take.refused or fleet.is_quarantined(name):
             continue
         if take.ready:
             ready += 1
@@ -140,6 +140,11 @@ def settle(
         fragment = _open_window(config, fragment, fleet, others, now)
         if others and not hurry and _window_is_open(fragment, now):
             return fragment, []
+    fragment, refusals = bounds.refuse(config, fragment, fleet)
+    if refusals:
+        # Without these deltas, there may be no quorum.
+        fragment, found = settle(config, fragment, fleet, now, hurry=hurry)
+        return fragment, refusals + found
     return _close(config, fragment, fleet, now)
 
 
@@ -321,6 +326,7 @@ def _share(
         if name not in present
         and account.missed_merges < MISSED_MERGES
         and fleet.is_live(name)
+        and not fleet.is_quarantined(name)
     )
     known = [rate for rate in map(fleet.token_rate, present) if rate]
     if not known:

@@ -50,6 +50,8 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
             "merged_end": contribution.end,
             "take": None,
             "told": Told(tick=contribution.tick, verdict="merged", reason=""),
+            "norm": contribution.norm,
+            "norm_steps": contribution.steps,
         }
     account = replace(
         account,

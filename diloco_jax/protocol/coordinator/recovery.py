@@ -12,6 +12,7 @@ from diloco_jax.protocol.coordinator import (
     leases,
     ledger,
     members,
+    quarantine,
     schedule,
 )
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
@@ -33,6 +34,8 @@ from diloco_jax.protocol.records import (
     Joined,
     Left,
     Merged,
+    Quarantined,
+    Released,
     Stopping,
     Ticks,
 )
@@ -76,6 +79,7 @@ def recover(
             steps=steps,
             steps_at_tick=steps,
             records_through=0,
+            streak=0,
             granted_at=now,
             grants_left=GRANTS_AT_ONCE,
         )
@@ -130,6 +134,9 @@ def _replayed(state: State, record: Durable) -> State:
                 record.settled_steps_by_fragment,
                 record.merged_steps,
             )
+        case Quarantined() | Released():
+            quarantined = isinstance(record, Quarantined)
+            return quarantine.moved(state, record.island, quarantined=quarantined)
         case Merged():
             return _replayed_merge(state, record)
         case Ticks(through=through):

@@ -28,6 +28,8 @@ WORKERS_SHARE = 0.5
 """Share of the schedules in which workers die."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
+LIAR_SHARE = 0.3
+"""Share of the schedules in which an island lies for a while."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -98,6 +100,9 @@ def draw(seed: int) -> Schedule:
         faults += [
             _worker_crash(workers, storm_s) for _ in range(workers.choice([1, 2, 3]))
         ]
+    liar = random.Random(f"liar {seed}")
+    if liar.random() < LIAR_SHARE:
+        faults.append(_lies(liar, names, storm_s))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -171,6 +176,15 @@ def _worker_crash(rng: random.Random, latest_s: float) -> AnyFault:
         down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
         noticed_s=rng.choice([0.0, 0.0, 0.05, 0.3]),
         effects=rng.randrange(12),
+    )
+
+
+def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
+    return kinds.Lies(
+        at_s=round(rng.uniform(0, latest_s), 2),
+        island=rng.choice(names),
+        for_s=round(rng.uniform(0.2, 1) * latest_s, 2),
+        factor=rng.choice([2.0, 8.0, 100.0]),
     )
 
 

@@ -15,6 +15,7 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
     safe_books,
+    safe_bounds,
     safe_disk,
     safe_merges,
     safe_versions,
@@ -36,6 +37,8 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.FencedOut,
     safe_merges.StaleOut,
     safe_merges.HeldOnly,
+    safe_bounds.BoundsKept,
+    safe_bounds.QuarantineKept,
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,

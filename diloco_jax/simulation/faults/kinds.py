@@ -140,6 +140,24 @@ class Unfit(DrawnFault, frozen=True):
         return world.begun(self, 0.0)
 
 
+class Lies(DrawnFault, frozen=True):
+    """An island's deltas are `factor` times as long as they should be for a while, or
+    until its process ends."""
+
+    island: str
+    for_s: float
+    factor: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        island = world.islands[self.island]
+        if island.ended is not None:
+            return False
+        body = island.body
+        body.lie = self.factor
+        world.clock.after(self.for_s, lambda: setattr(body, "lie", 1.0))
+        return world.begun(self, self.for_s)
+
+
 # ---- the coordinator and its disk ---------------------------------------------------
 
 
@@ -371,6 +389,7 @@ AnyFault = (
     | Impostor
     | StepJump
     | Unfit
+    | Lies
     | CoordinatorCrash
     | WorkerCrash
     | DiskFailure

@@ -27,6 +27,8 @@ SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 COMPILE_BUDGET_S = 10.0
+QUARANTINE_AFTER = 2
+"""Unfit deltas in a row after which an island is quarantined; one cycle releases it."""
 EXPORT_EVERY = 2
 """Cycles between two that are kept."""
 RESTART_S = 1.0
@@ -117,6 +119,8 @@ class Schedule(
                 grace_window=self.grace_window,
                 max_staleness=self.max_staleness,
                 adopt=self.adopt,
+                quarantine_after=QUARANTINE_AFTER,
+                release_cycles=1,
             ),
         )
         placement = Placement(

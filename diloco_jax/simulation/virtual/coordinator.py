@@ -130,8 +130,9 @@ class VirtualCoordinator(Engine[State, Event]):
             return
         if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
             return
-        self._deltas[key], refusal = self.merging.receive(key, encoded)
-        self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
+        delta, refusal, norm = self.merging.receive(key, encoded)
+        self._deltas[key] = delta
+        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
         """Return the newest version of a fragment; None if its worker is away."""

@@ -46,7 +46,7 @@ class VirtualFetches:
 
     @property
     def joined(self) -> Mapping[int, VirtualFetch] | None:
-        """Every fragment in full; None until all have arrived."""
+        """The anchors of all fragments, in full; None until all have arrived."""
         fetching = self._fetching
         return self._joined if fetching is not None and fetching.joined else None
 
