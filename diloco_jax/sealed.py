@@ -103,9 +103,12 @@ def read(
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the bytes of a local file where they lie on the disk, unchecked: memory
-    holds what is read of them, as long as there is space for it. They stay readable
-    when the file is deleted. Raises SealedError."""
+    """Map the bytes of a local file, unchecked; they stay readable after the file is
+    deleted.
+
+    The system keeps the parts that are read in memory while there is room. Raises
+    SealedError.
+    """
     with _open(path) as file:
         _read_header(file, path)
         start = file.tell()

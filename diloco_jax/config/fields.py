@@ -130,10 +130,10 @@ def own_code(section: Any) -> dict[str, str]:
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Hold every field of a dataclass to its type, choices and bounds.
+    """Compare every field of a dataclass with its type, choices and bounds.
 
-    Fields that are dataclasses are left to a call of their own. Raises ConfigError
-    with the field's name behind `prefix`, its value and what it may be.
+    Fields that are dataclasses need a call of their own. Raises ConfigError with the
+    field's name after `prefix`, its value and the allowed ones.
     """
     hints = types_of(type(config))
     for field in dataclasses.fields(config):

@@ -1,14 +1,14 @@
 """Hold parameters and deltas in the lead's own process.
 
-The lead speaks to a holder in messages (`protocol/holding.py`) and reads nothing of it.
-Islands' bytes come and go by `upload_begin`, `upload_end` and `fetch`, once the caller
-has made sure that the island may.
+The lead and its holder exchange only messages (`protocol/holding.py`). Islands' bytes
+come and go by `upload_begin`, `upload_end` and `fetch`; the caller checks first that
+the island may.
 
-Merges are computed on a few threads, one fragment on each. The same thread writes the
-publish to disk, which prepares the merge, and says so with an event. A publish that
-cannot be written is tried again, for as long as islands last without a coordinator: the
-merge stays open, and nothing else waits for it.
-Deltas are dropped once the merge is committed.
+Merges are computed on a few threads, one fragment on each. The same thread then writes
+the publish to disk, which prepares the merge, and reports it with an event. A publish
+that cannot be written is tried again for as long as islands last without a coordinator:
+this merge stays open, and nothing else waits for it. Deltas are dropped once their
+merge is committed.
 """
 
 from __future__ import annotations

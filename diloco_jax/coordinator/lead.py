@@ -119,9 +119,9 @@ class EngineThread(Generic[S, E]):
     def run(self) -> None:
         """Decide until `stop`.
 
-        Raises the error of another thread (`fail`) or of an effect: the process must
-        end then, and start again from what is durable. If no decision can be made upon
-        a peer's event, only that peer's session ends.
+        If no decision can be made upon a peer's event, only that peer's session ends.
+        An error of another thread (`fail`) or of an effect is raised: the process must
+        then end, and start again from what is durable.
         """
         self._thread = threading.current_thread()
         try:

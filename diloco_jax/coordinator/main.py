@@ -123,8 +123,7 @@ class Coordinator:
         self._interrupted = False
 
     def start(self) -> None:
-        """Load or make the state, and serve. Without a run and without --init, wait for
-        islands that have it."""
+        """Make or load the state, or gather it from islands, and serve."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
         gathered = None if self._facts.run_id else self._gather()

@@ -86,7 +86,7 @@ def initialise(
 
 
 class FromLog(NamedTuple):
-    """The lead's state, as its snapshots and its log have it."""
+    """The lead's state, from its snapshots and its log."""
 
     state: State
     snapshot: int

@@ -1,8 +1,8 @@
-"""Anchors that are kept while islands fetch them in full.
+"""Keep anchors while islands fetch them in full.
 
-A fetch goes by stripes, which begin and break at times of their own, and the hosts of
-an island fetch parts of one version. So an anchor stays while a stripe is under way and
-some seconds longer.
+A fetch has several stripes, which begin and break at different times, and the hosts of
+an island fetch parts of one version. So an anchor is kept while a stripe is under way,
+and for some seconds longer.
 """
 
 from __future__ import annotations

@@ -84,8 +84,9 @@ class Publishes:
         return made[0].data, bool(header["final"])
 
     def mapped(self, fragment: int, version: Version) -> Buffer | None:
-        """Return a publish where it lies on the disk, which was read or written
-        before; None if it was deleted since."""
+        """Return a publish as mapped from the disk; None if it was deleted since it was
+        read or written.
+        """
         try:
             return sealed.mapped(self._path(fragment, version))
         except sealed.SealedError:

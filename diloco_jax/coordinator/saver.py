@@ -30,8 +30,8 @@ class Saver:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
 
     def begin(self) -> None:
-        """Write the first snapshots of a run or a term, one per fragment, and delete
-        all older snapshots and publishes.
+        """Write the first snapshots of a run or a term, one per fragment held here,
+        and delete all older snapshots and publishes.
 
         Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
         and StorageAway if it does not answer.

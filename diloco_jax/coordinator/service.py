@@ -165,7 +165,7 @@ class Service:
 
         Returns the number of the cycle (`cycle`), the names of its files (`files`, none
         until it is complete) and the share that is kept so far (`share`). Raises
-        Refused for a cycle that is not kept and can no longer be, and with workers.
+        Refused for a cycle that is not kept and can no longer be.
         """
         if isinstance(self._holder, WorkersHolder):
             raise Refused(

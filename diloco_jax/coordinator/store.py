@@ -352,7 +352,7 @@ class Store:
     def load(
         self, fragment: int, arrays: dict[str, list[Any]], version: Version
     ) -> None:
-        """Take over what `arrays` returned, at this version."""
+        """Set the fragment's arrays, as `arrays` returned them, and its version."""
         like, current = self._merges[fragment].like(), self._fragments[fragment]
         whole = {name: [np.asarray(x) for x in own] for name, own in arrays.items()}
         rules = jax.tree.structure(like.rules)

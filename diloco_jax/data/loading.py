@@ -1,4 +1,6 @@
-"""Load the data of a run, of whatever kind, for training and evaluation."""
+"""Load the data of a run for training and evaluation: text, tokens, rows or your
+own.
+"""
 
 from __future__ import annotations
 

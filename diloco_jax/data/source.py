@@ -1,7 +1,7 @@
 """Rows by number, and the arrays that a row has.
 
-A row is a mapping of arrays by name. Which ones there are is known beforehand, so that
-steps are compiled without a row. `T` tokens predicted of each row.
+A row is a mapping of arrays by name. The names are known beforehand, so that steps are
+compiled without a row. `T` tokens are predicted of each row.
 """
 
 from __future__ import annotations
@@ -137,10 +137,11 @@ def fields_of_batch(asked: Fields, arrays: Collection[str]) -> dict[str, Field]:
 
     Args:
       asked: arrays that a model takes (`Model.batch`).
-      arrays: names of those that the data has (`data.arrays`).
+      arrays: names of the arrays that the data has (`data.arrays`).
 
     Raises:
-      ConfigError: the model does not take what the data has, or needs what it lacks.
+      ConfigError: the model cannot take an array of the data, or needs one that the
+        data lacks.
     """
     has = ", ".join(sorted(arrays))
     takes = ", ".join(sorted(asked))

@@ -1,6 +1,6 @@
 """Validation batches: every prediction of the validation source exactly once.
 
-`B` rows, `T` tokens predicted of each.
+`B` rows; `T` tokens are predicted of each.
 """
 
 from __future__ import annotations

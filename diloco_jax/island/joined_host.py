@@ -218,10 +218,12 @@ class JoinedLoop(Stepping):
         return tuple(map(self.leaves.as_tree, self.replica.beside))
 
     def stepped(self, params: Any, loss: Any, alongside: Sequence[Any] = ()) -> None:
-        """Note the step, which need not be done on the device. Its parameters, and the
-        trees beside them, are lent until the next one begins.
+        """Note that the user's loop has dispatched a step; the device may still be
+        computing it.
 
-        Raises ValueError if they are not like those that were handed over.
+        The step's parameters, and the trees beside them, belong to the island until the
+        next step begins. Raises ValueError if they differ from those that were handed
+        over in structure, shapes or sharding.
         """
         listed = self.leaves.as_listed(params)
         beside = [self.leaves.as_beside(tree) for tree in alongside]

@@ -205,11 +205,12 @@ class Decisions(Protocol):
 
 
 class LiveDecisions:
-    """Decide on what has come in by now; `at` never waits.
+    """Decide upon the messages that have arrived by now; `at` never waits.
 
-    save_due: asked if it is time for a checkpoint. last_s: seconds after the run's end
-    in which its last publishes may come, while a coordinator that is done waits for its
-    islands.
+    Args:
+      save_due: asked whether it is time for a checkpoint.
+      last_s: seconds after the end of the run within which its last publishes may
+        still come; a coordinator that is done waits for its islands meanwhile.
     """
 
     def __init__(

@@ -59,8 +59,10 @@ class Parts(abc.ABC, Generic[L]):
 
     @property
     def join_s(self) -> float:
-        """Longest wait of hosts for each other in a join, once all is compiled. The
-        coordinator may start again meanwhile."""
+        """Longest time that hosts wait for each other in a join, after compilation.
+
+        The coordinator may start again in that time.
+        """
         fetched_s = self.deadlines.join_s(4 * self.plan.total)
         return self.config.placement.outage_budget_s + fetched_s
 

@@ -147,8 +147,9 @@ class Stepping:
         )
 
     def in_doubt(self) -> list[int]:
-        """Return fragments with a take that may be merged after this incarnation's
-        end."""
+        """Return the fragments whose take may still be merged after this incarnation's
+        end.
+        """
         books = self.boundary.books
         if self._seen.leaving:
             return list(range(len(books.versions())))  # All are about to be taken.

@@ -119,8 +119,9 @@ def plain_axes(params: Params) -> Axes:
 
 
 def named(tree: Any) -> Params:
-    """Return the leaves of any pytree by their path, as a nested dict with names as
-    keys; one of those stays as it is.
+    """Return a pytree as a nested dict of its leaves, keyed by their paths.
+
+    A tree of nested dicts with text as keys is returned with the same keys.
 
     Raises:
       ValueError: two leaves have one path, or a leaf has none.

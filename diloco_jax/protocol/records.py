@@ -263,6 +263,8 @@ def from_log(written: Mapping[str, Any]) -> Durable:
 
 
 def from_tape(written: Mapping[str, Any], kind: type[R]) -> R:
-    """Parse a line of the tape as a record of that kind, ignoring other fields;
-    msgspec.ValidationError if it is none."""
+    """Parse a line of the tape as a record of that kind; ignore other fields.
+
+    Raises msgspec.ValidationError if the line is of another form.
+    """
     return msgspec.convert(written, kind)

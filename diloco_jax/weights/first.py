@@ -43,10 +43,11 @@ from diloco_jax.weights.sources import FROM_ISLAND, source_of
 
 
 def started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
-    """Return the config of a run that starts from a source: its model is the source's,
-    unless that is an island. trust_code: see `workdir.read_config`.
+    """Return the config of a run that starts from a source, with the source's model.
 
-    Raises ConfigError if the source is none, or its model no known one.
+    A source that is an island has no model of its own, and the config's stays.
+    trust_code: see `workdir.read_config`. Raises ConfigError if the source cannot be
+    found, or if its model is of an unknown kind.
     """
     if source.startswith(FROM_ISLAND):
         return _given_by(config, source.removeprefix(FROM_ISLAND))

@@ -167,7 +167,7 @@ class BulkServer:
             connection.close()
 
     def answer(self, connection: BulkConnection) -> None:
-        """Receive one request, and do what it asks for. Tell the peer what fails."""
+        """Receive one request and carry it out. If it fails, tell the peer why."""
         peer = connection.peer
         try:
             with contextlib.ExitStack() as held:

@@ -34,11 +34,13 @@ class ProtocolError(WireError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This process sent, or was about to send, what it must not."""
+    """This process sent, or was about to send, a message that breaks the protocol."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what it must not: corrupt, oversized, unknown or out of order."""
+    """The peer sent a message that breaks the protocol: corrupt, oversized, unknown or
+    out of order.
+    """
 
 
 class Refused(WireError):  # noqa: N818

@@ -36,7 +36,8 @@ def message_header(length: int) -> bytes:
 
 def message_length(header: memoryview, peer: str) -> int:
     """Return the length of the message behind a header. Raises RemoteProtocolError if
-    it is none, or too long."""
+    the header is not one, or if the message is too long.
+    """
     magic, length = _MESSAGE.unpack(header)
     if magic != MESSAGE_MAGIC:
         raise RemoteProtocolError(

@@ -31,7 +31,7 @@ KINDS = ("sum", "fold", "elementwise", "whole")
 
 
 def check(rule: MergeRule) -> None:
-    """Raise an error that says what is wrong with the rule, if anything is."""
+    """Raise an error that describes the fault of the rule, if it has one."""
     needs = getattr(rule, "needs", None)
     if needs not in KINDS:
         raise ValueError(

@@ -20,7 +20,7 @@ STEPS = 2
 
 
 def check(optimizer: OuterOptimizer) -> None:
-    """Raise an error that says what is wrong with the optimizer, if anything is."""
+    """Raise an error that describes the fault of the optimizer, if it has one."""
     tx = optimizer(MOMENTUM)
     if not isinstance(tx, optax.GradientTransformation):
         raise ValueError(

@@ -25,7 +25,9 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raise ConfigError if the file is none, or the library is not installed."""
+        """Raise ConfigError if the file is no tokenizer, or the library is not
+        installed.
+        """
         try:
             from tokenizers import Tokenizer
         except ImportError as error:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver:
-    """The threads that fetch published fragments, after `start`: one for each lane.
-    `want` never waits for them.
+    """Threads that fetch published fragments, one for each lane, after `start`. `want`
+    never waits for them.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ class _Parcel:
 
 
 class Sender:
-    """The threads that send deltas, one for each lane. `put`, `resend` and `forget`
-    never wait for them.
+    """Threads that send deltas, one for each lane. `put`, `resend` and `forget` never
+    wait for them.
     """
 
     def __init__(

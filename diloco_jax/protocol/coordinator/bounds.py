@@ -1,15 +1,16 @@
-"""The bounds of a delta: how long it may be, compared with the others.
+"""Refuse deltas that are much longer than those of the other islands.
 
-The length allowed to an island's delta is `sync.delta_bound` times what is usual among
-the other islands and for the island itself. Usual is the upper median of their lengths,
-or of their lengths per step times the steps of this delta, whichever is more: a random
-walk and a straight one are both honest. A length counts from a delta that is ready now,
-or else from the island's last merge of the fragment. There is no lower bound. So a
-minority of the islands can neither bring in a long delta nor keep others out.
+An island's delta may be `sync.delta_bound` times as long as is usual among the other
+islands and for the island itself. The usual length is the upper median of their
+lengths, or of their lengths per step times the steps of this delta if that is more:
+both a random walk and a straight one are honest. An island's length is that of its
+delta that is ready now, or else of its last merge of the fragment. There is no lower
+bound. So a minority of the islands can neither bring in a long delta nor keep others
+out.
 
-Deltas are judged when the fragment closes, so that they are compared with those of the
-same moment: the learning rate warms up for all islands alike. Those of quarantined
-islands, for which no fragment waits, are judged as they arrive.
+Deltas are judged when the fragment closes, so that deltas of one moment are compared:
+the learning rate warms up for all islands alike. No fragment waits for quarantined
+islands, so their deltas are judged as they arrive.
 """
 
 from __future__ import annotations
@@ -56,8 +57,11 @@ def refuse(config: PolicyConfig, fragment: Fragment, fleet: Fleet) -> Step:
 def turn_away(
     config: PolicyConfig, fragment: Fragment, fleet: Fleet, name: str
 ) -> Step:
-    """Refuse the ready deltas of a quarantined island. The reason says whether they are
-    within bounds: enough of those in a row release the island."""
+    """Refuse the ready deltas of a quarantined island.
+
+    The reason says whether a delta is within bounds; enough of those in a row release
+    the island.
+    """
     before, effects = fragment, list[Effect]()
     for delta in _ready(before, name):
         most = _most(config, before, fleet, name, delta)

@@ -1,12 +1,12 @@
-"""Quarantine: an island whose deltas are unfit again and again is merged no more.
+"""Quarantine: no delta of an island is merged after too many unfit ones in a row.
 
-Every refusal makes the island restart that fragment from its anchor, so after a cycle
-nothing is left of what it had. Its deltas are still asked for and judged, but none is
-merged. The island is released once all of so many cycles' deltas in a row were fit. A
-new incarnation of a quarantined island is quarantined too.
+Every refusal makes the island restart that fragment from its anchor, so a cycle later
+nothing of its old values is left. The coordinator still asks for its deltas and judges
+them, but merges none. It releases the island once all deltas of `sync.release_cycles`
+cycles in a row were fit. A new incarnation of a quarantined island is quarantined too.
 
-Most of the live islands are never quarantined: if most are unlike the rest, nobody can
-tell who is right.
+A majority of the live islands is never quarantined: if most differ from the rest,
+nobody can tell who is right.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def advance(config: PolicyConfig, state: State, effects: Sequence[Effect]) -> St
 
 
 def turn_away(config: PolicyConfig, state: State) -> Step:
-    """Refuse what has arrived from quarantined islands, whatever their fragments do:
-    nobody waits for them, so their deltas may come too late for a merge."""
+    """Refuse the deltas that have arrived from quarantined islands, in every phase of
+    their fragments.
+
+    Nobody waits for these deltas, so they may come too late for a merge.
+    """
     effects: list[Effect] = []
     apart = [name for name, island in state.islands.items() if island.quarantined]
     for name in apart:
@@ -70,8 +73,9 @@ def turn_away(config: PolicyConfig, state: State) -> Step:
 
 
 def moved(state: State, name: str, *, quarantined: bool) -> State:
-    """Return the state with the island in quarantine or out of it; recovery applies it
-    too."""
+    """Return the state with the island in quarantine, or out of it; recovery applies
+    this too.
+    """
     island = replace(state.islands[name], quarantined=quarantined, streak=0)
     return with_island(state, island)
 
@@ -126,8 +130,9 @@ def _fit(config: PolicyConfig, state: State, refused: records.DeltaRefused) -> S
 def _is_untold(
     config: PolicyConfig, state: State, refused: records.DeltaRefused
 ) -> bool:
-    """Tell whether the delta has a length, and those of the others, which would say if
-    it is fit, are still to come: it came first."""
+    """Tell whether the delta cannot be judged yet: it came first, and the lengths of
+    the others' deltas are still to come.
+    """
     if not (config.delta_bound and refused.norm) or refused.most:
         return False
     others = (i for i in state.islands.values() if i.counted and not i.quarantined)

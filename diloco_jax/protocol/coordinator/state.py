@@ -60,11 +60,11 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     compile_budget_s: float
     outage_budget_s: float
     flush_s: float
-    workers: int = 1
-    """Holders of fragments, see `workers.deal`."""
     delta_bound: float = 0.0
     quarantine_after: int = 0
     release_cycles: int = 1
+    workers: int = 1
+    """Holders of fragments, see `workers.deal`."""
     export_every: int = 0
     """Cycles between two that are kept; 0 = none is, unless it is asked for."""
     watch_every: int = 0

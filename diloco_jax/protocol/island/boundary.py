@@ -127,7 +127,9 @@ class Incoming(Protocol):
     """Published fragments that wait for a decision to adopt them."""
 
     def pick(self, fragment: int, version: Version) -> Any:
-        """Remove and return all that leads to this version, for `Arrays.adopt`."""
+        """Remove and return the arrivals that lead to this version, for
+        `Arrays.adopt`.
+        """
 
 
 class Outgoing(Protocol):

@@ -39,9 +39,8 @@ from diloco_jax.wire.bulk_server import FetchSource
 
 
 class EncodedDelta(NamedTuple):
-    """A delta on its way, by piece.
-
-    It is packed when it arrives, so that nothing waits for the device before.
+    """A delta on its way, by piece. It is packed only when it arrives, so that the take
+    does not wait for the device.
     """
 
     layout: PayloadLayout

@@ -140,9 +140,10 @@ class Unfit(DrawnFault, frozen=True):
         return world.begun(self, 0.0)
 
 
-class Lies(DrawnFault, frozen=True):
-    """An island's deltas are `factor` times as long as they should be for a while, or
-    until its process ends."""
+class LongDeltas(DrawnFault, frozen=True):
+    """An island's deltas are `factor` times too long, for a while or until its process
+    ends.
+    """
 
     island: str
     for_s: float
@@ -389,7 +390,7 @@ AnyFault = (
     | Impostor
     | StepJump
     | Unfit
-    | Lies
+    | LongDeltas
     | CoordinatorCrash
     | WorkerCrash
     | DiskFailure

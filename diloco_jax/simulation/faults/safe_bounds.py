@@ -1,4 +1,6 @@
-"""Safety of what enters a merge: nothing too long, nothing refused, nobody apart."""
+"""Safety of what enters a merge: no delta that is too long, and none of a quarantined
+island.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ FEWEST = 2
 
 class BoundsKept(Invariant):
     """No delta that was refused as unfit is merged, and none that is too long beside
-    honest ones. One that was stale before a crash of the coordinator may be in time
-    after it.
+    honest ones.
 
-    An honest delta is at most as long as the number of its steps.
+    An honest delta is at most as long as the number of its steps. A delta that was
+    refused as stale may be merged after a crash of the coordinator, if it is then in
+    time.
     """
 
     name = "bounds"
@@ -68,8 +71,11 @@ class BoundsKept(Invariant):
 
 
 class QuarantineKept(Invariant):
-    """Nothing of a quarantined island enters a merge that begins afterwards, in any of
-    its incarnations and after any crash. A new term begins without quarantines."""
+    """No delta of a quarantined island enters a merge that begins afterwards.
+
+    This holds for all its incarnations and after any crash. A new term begins without
+    quarantines.
+    """
 
     name = "quarantine"
 

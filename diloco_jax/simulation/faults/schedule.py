@@ -166,7 +166,7 @@ class Schedule(
 
 
 def from_json(text: str) -> Schedule:
-    """Read a schedule from JSON. Raises ConfigError if the text is none."""
+    """Read a schedule from JSON. Raises ConfigError if the text is not one."""
     try:
         schedule = msgspec.json.decode(text, type=Schedule)
     except msgspec.DecodeError as error:

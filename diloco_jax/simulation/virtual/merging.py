@@ -34,8 +34,9 @@ class Merging(Protocol):
         """Take in a delta that arrived."""
 
     def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
-        """Compute a merge and keep it; return what it is once its publish is on
-        disk."""
+        """Compute a merge and keep it; return its digest and length once it is
+        prepared.
+        """
 
     def commit(self, fragment: int, version: Version) -> None:
         """Make the computed merge the current version."""

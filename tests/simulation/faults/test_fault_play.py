@@ -17,7 +17,7 @@ def test_what_must_hold_holds() -> None:
     kinds = {fault.kind for seed in range(1000) for fault in draw(seed).faults}
     assert set(report.faults) == kinds
     assert len(kinds) == len({kind for kind, _ in KINDS}) + 3, (
-        "a full disk, the deaths of workers and a liar are drawn apart"
+        "a full disk, a liar and the deaths of workers are drawn apart"
     )
     assert report.merges > CYCLES * len(SEEDS)
     assert report.crashes >= report.faults["island_crash"]

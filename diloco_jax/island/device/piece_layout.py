@@ -1,4 +1,4 @@
-"""Places of the arrays of one kind of piece, inside compiled functions."""
+"""The layout of one kind of piece on the mesh, for use inside compiled functions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from diloco_jax.core.codecs.codec import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Lies:
-    """Places of the arrays of a kind, and the way from a leaf to a piece."""
+class PieceLayout:
+    """Shardings of a kind's arrays, and the way from a tensor of the parameters to a
+    piece.
+
+    at_work: on the device, as the parameter is cut. at_rest: where anchors, bases and
+    residuals stay. on_tiles: bytes, cut at tile bounds.
+    """
 
     leaf: NamedSharding
     spec: PartitionSpec
