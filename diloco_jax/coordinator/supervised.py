@@ -47,7 +47,7 @@ COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
 
 
 class Shown(NamedTuple):
-    """A worker, for people."""
+    """The facts about a worker that `diloco status` shows."""
 
     worker: int
     address: str
@@ -94,8 +94,10 @@ class Supervised:
         self._orders.put((asked, *fences))
 
     def restored(self, patience_s: float) -> FragmentsRestored:
-        """Return the answer of the first process, which serves then. Raises
-        ConfigError."""
+        """Wait for the first process, which serves then; return its answer.
+
+        Raises ConfigError if it does not come up in time.
+        """
         try:
             found = self._restored.get(timeout=patience_s)
         except queue.Empty:
@@ -105,7 +107,7 @@ class Supervised:
         return found
 
     def send(self, message: ToHolder | SaveAll) -> None:
-        """Say something, if it is there."""
+        """Send a message; nothing happens while the worker is away."""
         line = self._line
         if line is not None:
             line.send(message)
@@ -120,7 +122,7 @@ class Supervised:
         return None
 
     def shown(self) -> Shown:
-        """See Shown."""
+        """Return the facts about this worker that `diloco status` shows."""
         process = self._process
         return Shown(
             worker=self._begin.worker,

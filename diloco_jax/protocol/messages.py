@@ -194,7 +194,7 @@ class TakeRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
 
 
 class ResendRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Send the delta of this take once more."""
+    """Send the delta of this take again."""
 
     fragment: int
     tick: int

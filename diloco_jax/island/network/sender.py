@@ -112,7 +112,7 @@ class Sender:
             self._tickets[fragment] = tick, ticket
 
     def resend(self, request: ResendRequest) -> None:
-        """Send the delta of this take once more, if the sender still has it."""
+        """Send the delta of this take again, if the sender still has it."""
         with self._changed:
             parcel = self._parcels.get((request.fragment, False))
             if parcel is not None and parcel.tick == request.tick:
