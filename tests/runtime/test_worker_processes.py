@@ -35,8 +35,11 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import UploadStart
+from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import NO_TICKET, Refused
+from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = pytest.mark.dist
 
@@ -106,8 +109,17 @@ class Ask:
 
 def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_path):
     """What it prepared never was; the other worker notices nothing; the same merge
-    once more gives the bits of a process that was not killed."""
-    config = placed(make_config(text), workers=2, time_budget_s=PATIENCE_S)
+    once more gives the bits of a process that was not killed. All of it over TLS."""
+    folder = tmp_path / "certificates"
+    make_certificates(folder, [], 1, islands=["a"])
+    certificates = str(folder)
+    config = placed(
+        make_config(text),
+        workers=2,
+        time_budget_s=PATIENCE_S,
+        certificates=certificates,
+    )
+    tls = TlsFiles.load_given(certificates, principal.island("a"))
     model = build(config.run)
     plan = build_plan(config.run, model)
     whose = checkpoint.whose(config.run, "r", plan)
@@ -159,7 +171,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         ask = Ask(workers)
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
         address = workers.processes()[own].address
-        with client(address) as island:
+        with client(address, tls=tls) as island:
             there = island.transfers_at(address)
 
             def send(start: UploadStart) -> object:
@@ -168,11 +180,14 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
                 permitted = replace(start, ticket=workers.told(who, take).ticket)
                 return there.upload(permitted, payload.data)
 
-            def refused(start: UploadStart, send: Any, why: str) -> None:
+            def refused(
+                start: UploadStart, send: Any, why: str, code: str = NO_TICKET
+            ) -> None:
                 with pytest.raises(Refused, match=why) as refusal:
                     send(start)
-                assert refusal.value.code == NO_TICKET
+                assert refusal.value.code == code
 
+            refused(replace(start, island="b"), send, "of island a", "identity")
             before_it = replace(start, incarnation=0)
             refused(start, lambda start: there.upload(start, payload.data), "malformed")
             workers.hold(Forget(island="a", before=1, kept=()))
