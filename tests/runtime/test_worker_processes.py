@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import queue
 import signal
@@ -15,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, cli
 from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.restoring import make_store
@@ -56,12 +59,21 @@ def digests(tape: list[dict]) -> dict[tuple, str]:
     }
 
 
-def test_two_workers_merge_to_the_bits_of_one_process(text, tmp_path):
+def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
+    text, tmp_path
+):
     config = make_config(text, cycles=2)
     alone = run_scripted(config, tmp_path / "alone")
     spread = run_scripted(placed(config, workers=2), tmp_path / "spread")
     assert {fragment for fragment, *_ in digests(alone)} == {0, 1}
     assert digests(alone) == digests(spread)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        code = cli.main(["replay", str(tmp_path / "spread"), "--json"])
+    found = json.loads(told.getvalue())
+    assert code == 0
+    assert found["identical"]
+    assert found["merges"] == len(digests(spread))
 
 
 class Ask:
