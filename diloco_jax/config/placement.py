@@ -213,6 +213,11 @@ class Placement:
     )
 
     @property
+    def ports(self) -> int:
+        """Ports in a row of the coordinator: control, bulk, and one of each worker."""
+        return 2 + (self.workers if self.workers > 1 else 0)
+
+    @property
     def patience_s(self) -> float:
         """Seconds for which an island without data waits before it ends."""
         return 3 * self.outage_budget_s

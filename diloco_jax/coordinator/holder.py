@@ -55,6 +55,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
+from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
@@ -189,9 +190,9 @@ class StoreHolder:
         """Return what people should know about its snapshots."""
         return self._snapshots.writer.alerts(now)
 
-    def addresses(self) -> tuple[str, ...]:
-        """Return nothing: islands exchange bytes with this process."""
-        return ()
+    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Return the message; see `WorkersHolder.told`."""
+        return message
 
     def shown(self) -> dict[str, Any]:
         """Return nothing; see `WorkersHolder.shown`."""

@@ -98,8 +98,7 @@ class Coordinator:
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
-        spread = placement.workers if placement.workers > 1 else 0
-        addresses.require_free(placement.bind, spread)
+        addresses.require_free(placement.bind, placement.ports)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             storage.require_access(self._folder)
@@ -173,7 +172,7 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
         sessions = Sessions()
-        sessions.workers = self.holder.addresses
+        sessions.told = self.holder.told
         self.lead = Lead(
             self.policy_config,
             state,

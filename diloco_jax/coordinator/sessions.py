@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
 from diloco_jax.wire import errors
 
@@ -37,8 +35,8 @@ class Sessions:
     """
 
     def __init__(self) -> None:
-        self.workers: Callable[[], tuple[str, ...]] = tuple
-        """Addresses of workers, which every Welcome is given."""
+        self.told: Callable[[Hello, FromCoordinator], FromCoordinator] = _as_it_is
+        """Makes of a message what the island that said hello is told."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
         self._serving: dict[str, Stream] = {}
@@ -66,12 +64,11 @@ class Sessions:
             self._refuse(session, errors.Refused(message.code, message.message))
             return
         if isinstance(message, Welcome):
-            message = replace(message, workers=self.workers())
             self._welcome(session)
         with self._lock:
             stream = self._serving.get(session)
         if stream is not None:
-            stream.send(message)
+            stream.send(self.told(stream.hello, message))
 
     def postpone(self, session: str, message: str) -> None:
         for stream in self._removed(session):
@@ -123,6 +120,10 @@ class Sessions:
         with self._lock:
             found = (self._waiting.pop(name, None), self._serving.pop(name, None))
         return [stream for stream in found if stream is not None]
+
+
+def _as_it_is(hello: Hello, message: FromCoordinator) -> FromCoordinator:
+    return message
 
 
 def taken(hello: Hello) -> str:

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -22,6 +22,7 @@ from diloco_jax.coordinator.worker_line import WorkerLine, write_frame
 from diloco_jax.island.environment import fit_threads
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
+    Forget,
     FragmentsRestored,
     FromHolder,
     RestoreFragments,
@@ -74,7 +75,8 @@ class Supervised:
         self._begin, self._config = begin, config
         self._hear, self._failed = hear, failed
         self._deadlines = config.placement.deadlines
-        self._orders: queue.SimpleQueue[RestoreFragments | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        """First messages of a process; None: start no other."""
         self._restored: queue.SimpleQueue[FragmentsRestored | str] = queue.SimpleQueue()
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
         self._line: WorkerLine | None = None
@@ -86,9 +88,10 @@ class Supervised:
         )
         self._thread.start()
 
-    def begin(self, asked: RestoreFragments) -> None:
-        """Start a process, which restores these fragments."""
-        self._orders.put(asked)
+    def begin(self, asked: RestoreFragments, fences: Sequence[Forget] = ()) -> None:
+        """Start a process, which restores these fragments. fences: those that it must
+        know of."""
+        self._orders.put((asked, *fences))
 
     def restored(self, patience_s: float) -> FragmentsRestored:
         """Wait for the first process, which serves then; return its answer.
@@ -176,7 +179,7 @@ class Supervised:
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)
 
-    def _start(self, asked: RestoreFragments) -> WorkerLine:
+    def _start(self, asked: Sequence[ToHolder | RestoreFragments]) -> WorkerLine:
         """Start a process and say what it holds."""
         own, other = socket.socketpair()
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -196,7 +199,8 @@ class Supervised:
         line = WorkerLine(
             own, from_worker, LeadAlive, deadlines.report_s, 3 * deadlines.lease_s
         )
-        line.send(asked)
+        for message in asked:
+            line.send(message)
         self._line = line
         return line
 

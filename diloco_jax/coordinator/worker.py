@@ -30,7 +30,9 @@ from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.protocol.holding import RestoreFragments
+from diloco_jax.protocol.holding import Forget, RestoreFragments
+from diloco_jax.protocol.tickets import Checker, Permit
+from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
@@ -45,7 +47,7 @@ from diloco_jax.protocol.working import (
 )
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer, FetchSource
-from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
 from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.tls import TlsFiles
 
@@ -86,6 +88,7 @@ class HoldingWorker:
             whose,
             begin.fragments,
         )
+        self._tickets = Checker(begin.ticket_key)
         self.closing = threading.Event()
         self._server: BulkServer | None = None
 
@@ -112,6 +115,8 @@ class HoldingWorker:
             case BeginWorker() | EndWorker() | LeadAlive():
                 pass
             case _:
+                if isinstance(message, Forget):
+                    self._tickets.fence(message.island, message.before)
                 self.holder.hold(message)
 
     def keep_house(self) -> None:
@@ -158,6 +163,7 @@ class HoldingWorker:
         self._require_own(start)
         if start.version is not None:
             raise Refused("anchor", "a worker asks for no anchors")
+        self._require_ticket(start, start.tick)
         return self.holder.upload_begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
@@ -167,6 +173,7 @@ class HoldingWorker:
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Return published fragments for an island."""
         self._require_own(request)
+        self._require_ticket(request, request.want)
         current, _ = self._store.current(request.fragment)
         if request.want > current:
             # The island heard of it before `Commit` came here.
@@ -192,6 +199,18 @@ class HoldingWorker:
             raise Busy(
                 f"worker {begin.worker} has not fragment {call.fragment}, but "
                 f"{list(begin.fragments)}; ask the coordinator again"
+            )
+
+    def _require_ticket(
+        self, call: bulk.UploadStart | bulk.FetchRequest, of: int | Version
+    ) -> None:
+        permit = Permit(call.run_id, call.island, call.incarnation, call.fragment, of)
+        if flaw := self._tickets.flaw(call.ticket, permit, time.time()):
+            raise Refused(
+                NO_TICKET,
+                f"the ticket of island {call.island!r}, incarnation "
+                f"{call.incarnation}, for fragment {call.fragment}, {of}, is {flaw}; "
+                f"the coordinator gives another one",
             )
 
 

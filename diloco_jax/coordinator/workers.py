@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from diloco_jax.config import Config
 from diloco_jax.coordinator.supervised import Shown, Supervised
 from diloco_jax.core.fragments import digest_all
+from diloco_jax.protocol import tickets
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
@@ -33,6 +37,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
+from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     BeginWorker,
@@ -58,6 +63,12 @@ class WorkersHolder:
         count = config.placement.workers
         self._dealt = deal(sizes, count)
         self._digests = [""] * len(sizes)
+        self._run_id, self._key = run_id, secrets.token_bytes(tickets.KEY_BYTES)
+        # Longer than an island waits for the coordinator, or takes to join.
+        deadlines = config.placement.deadlines
+        self._ticket_s = config.placement.alone_s + deadlines.join_s(4 * sum(sizes))
+        self._fences: dict[str, Forget] = {}
+        """The last one of each island."""
         self._told = threading.Event()
         self._uncompiled = count
         self._lock = threading.Lock()
@@ -72,6 +83,7 @@ class WorkersHolder:
                     worker=number,
                     fragments=self.of(number),
                     bind=addresses.worker_address(config.placement.bind, number),
+                    ticket_key=self._key,
                 ),
                 config,
                 self._hear,
@@ -84,11 +96,15 @@ class WorkersHolder:
         """Return the fragments of a worker."""
         return tuple(f for f, own in enumerate(self._dealt) if own == worker)
 
-    def addresses(self) -> tuple[str, ...]:
-        """Return the address of each worker: where it serves or, while it is away,
-        served.
-        """
-        return tuple(worker.address for worker in self._workers)
+    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Return a message as the island that said hello is told it: a Welcome with
+        where each worker serves, or served, and all with tickets."""
+        if isinstance(message, Welcome):
+            at = tuple(worker.address for worker in self._workers)
+            message = replace(message, workers=at)
+        whose = tickets.Permit(self._run_id, hello.island, hello.incarnation, 0, 0)
+        until_unix = time.time() + self._ticket_s
+        return tickets.stamped(self._key, message, whose, until_unix)
 
     def processes(self) -> list[Shown]:
         """Return the facts about all workers that `diloco status` shows."""
@@ -115,6 +131,7 @@ class WorkersHolder:
         """
         match message:
             case Forget():
+                self._fences[message.island] = message
                 for worker in self._workers:
                     worker.send(message)
             case Drop():
@@ -128,7 +145,8 @@ class WorkersHolder:
             Committed(fragment=f, version=versions[f], digests={})
             for f in self.of(worker)
         )
-        self._workers[worker].begin(RestoreFragments(fragments=committed))
+        fences = tuple(self._fences.values())
+        self._workers[worker].begin(RestoreFragments(fragments=committed), fences)
 
     def warm_up(self) -> None:
         """Do nothing: workers compile as soon as they have their fragments."""

@@ -162,6 +162,7 @@ class Host(Parts[Loop]):
             evaluator=self._evaluator,
             watcher=watcher,
             send_anchor=self._send_anchor,
+            permit=self.sender.permit,
             patience_s=self._data_s,
             checkpoints=self.checkpoints,
             faults=faults,

@@ -258,6 +258,8 @@ class LeadingHost(Generic[L]):
             host.join_s,
             host.lanes.dealt,
         )
+        for fragment, ticket in enumerate(welcome.tickets):
+            receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
         self._link.start(Targets(want=receiver.want, resend=self._resend))
         host.compile()
@@ -344,10 +346,10 @@ class LeadingHost(Generic[L]):
         if self._hosts is not None:
             self._hosts.tell("joined", msgspec.msgpack.encode(versions))
 
-    def _resend(self, fragment: int, tick: int) -> None:
-        self._host.sender.resend(fragment, tick)
+    def _resend(self, request: ResendRequest) -> None:
+        self._host.sender.resend(request)
         if self._orders is not None:
-            self._orders.give(ResendRequest(fragment=fragment, tick=tick))
+            self._orders.give(request)
 
     def _watch_for_leave(self) -> None:
         """Watch for another host that was asked to end, as before a preemption: the

@@ -61,6 +61,8 @@ class Stepping:
     send_anchor: Callable[[int, Version], None]
     """Sends a fragment's anchor at that version to a coordinator that lost its
     state."""
+    permit: Callable[[int, int, bytes], None]
+    """Takes a worker's ticket for a take: fragment, tick, ticket."""
     patience_s: float
     """Longest wait for data, and for an end that was announced."""
     checkpoints: Checkpoints | None = None
@@ -121,6 +123,8 @@ class Stepping:
             self._post()
             stepping = self.boundary.may_step(self.done)
             self._seen = self.decisions.at(self.done, stepping=stepping)
+            for take in self._seen.takes:
+                self.permit(take.fragment, take.tick, take.ticket)
             log_refused(self.boundary.act(self._seen, self.done))
             for fragment in self._seen.anchors:
                 self.send_anchor(fragment, self.boundary.books.version(fragment))

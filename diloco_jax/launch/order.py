@@ -35,8 +35,6 @@ PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
 PORT = 7077
 """Port of the coordinator's control."""
-BULK_PORT = PORT + 1
-"""Port that its bulk has then (`wire.addresses.bulk_address`)."""
 
 # Folders on every machine and in every container.
 ROOT = "/var/lib/diloco"
@@ -93,6 +91,8 @@ class Order:
     """The config as the machines read it."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
+    ports: tuple[int, ...] = (PORT, PORT + 1)
+    """Ports of the coordinator, see `Placement.ports`."""
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -200,6 +200,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
         islands=islands,
         config_json=json.dumps(_host_config(config, islands), indent=2),
         source=source,
+        ports=tuple(range(PORT, PORT + config.placement.ports)),
     )
 
 

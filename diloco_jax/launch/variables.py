@@ -26,7 +26,7 @@ OF_THE_LAUNCH = frozenset(
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
         *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "DEVICE", "DISK"),
-        *("PORT", "BULK_PORT", "SOURCE"),
+        *("PORTS", "SOURCE"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

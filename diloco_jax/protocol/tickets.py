@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    Published,
+    ResendRequest,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
 from diloco_jax.protocol.values import Version
 
 MAC_BYTES = 16
@@ -50,23 +58,33 @@ def make(key: bytes, permit: Permit, until_unix: float) -> bytes:
     return moment + _mac(key, permit, moment)
 
 
+def stamped(
+    key: bytes, message: FromCoordinator, whose: Permit, until_unix: float
+) -> FromCoordinator:
+    """Return a message with tickets for all that it has the island do at workers.
+
+    whose: run, island and incarnation that it goes to."""
+
+    def ticket(fragment: int, of: int | Version) -> bytes:
+        return make(key, whose._replace(fragment=fragment, of=of), until_unix)
+
+    match message:
+        case TakeRequest() | ResendRequest():
+            return replace(message, ticket=ticket(message.fragment, message.tick))
+        case Published() | TakeVerdict():
+            return replace(message, ticket=ticket(message.fragment, message.version))
+        case Welcome():
+            each = [ticket(f, version) for f, version in enumerate(message.versions)]
+            return replace(message, tickets=tuple(each))
+    return message
+
+
 class Checker:
-    """A worker's check of tickets. Not thread-safe."""
+    """A worker's check of tickets."""
 
     def __init__(self, key: bytes) -> None:
-        self._keys: list[tuple[bytes, float]] = [(key, float("inf"))]
-        """Keys, newest first, and the unix time until which each counts."""
+        self._key = key
         self._least: dict[str, int] = {}
-
-    def use(self, key: bytes, old_until_unix: float) -> None:
-        """Accept the key of a new life of the lead.
-
-        The key before it is accepted until `old_until_unix`, so that the lead's death
-        stops no transfer; older ones are not.
-        """
-        before, _ = self._keys[0]
-        if key != before:
-            self._keys = [(key, float("inf")), (before, old_until_unix)]
 
     def fence(self, island: str, before: int) -> None:
         """Refuse the incarnations of an island below `before` from now on."""
@@ -77,22 +95,13 @@ class Checker:
         if len(ticket) != MOMENT_BYTES + MAC_BYTES:
             return "malformed"
         moment, mac = ticket[:MOMENT_BYTES], ticket[MOMENT_BYTES:]
-        keys = [key for key, until in self._keys if now_unix <= until]
-        if not _is_of_one(keys, permit, moment, mac):
+        if not hmac.compare_digest(_mac(self._key, permit, moment), mac):
             return "forged"
         if now_unix * 1000 > int.from_bytes(moment, "big"):
             return "expired"
         if permit.incarnation < self._least.get(permit.island, 0):
             return "fenced"
         return ""
-
-
-def _is_of_one(
-    keys: Sequence[bytes], permit: Permit, moment: bytes, mac: bytes
-) -> bool:
-    """Tell whether one of the keys made the MAC; all are tried in equal time."""
-    made = [hmac.compare_digest(_mac(key, permit, moment), mac) for key in keys]
-    return any(made)
 
 
 def _mac(key: bytes, permit: Permit, moment: bytes) -> bytes:

@@ -30,6 +30,8 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     worker: int
     fragments: tuple[int, ...]
     bind: str
+    ticket_key: bytes
+    """Of this life of the lead; see `tickets`."""
 
 
 class SaveAll(Message, frozen=True, kw_only=True):

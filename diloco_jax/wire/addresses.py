@@ -112,13 +112,13 @@ def worker_address(address: str, worker: int) -> str:
     return format_address(host, port + 2 + worker if port else 0)
 
 
-def require_free(address: str, workers: int = 0) -> None:
-    """Raise ConfigError if `address`, the bulk port beside it or those of its workers
+def require_free(address: str, ports: int = 2) -> None:
+    """Raise ConfigError if `address` or one of the ports after it, so many in all,
     cannot be bound; called before a run is begun."""
     wanted = [address]
     if parse_address(address)[1]:
         wanted.append(bulk_address(address))
-        wanted += [worker_address(address, worker) for worker in range(workers)]
+        wanted += [worker_address(address, worker) for worker in range(ports - 2)]
     for each in wanted:
         if obstacle := _obstacle(resolve(each)):
             raise ConfigError(f"cannot bind {each}: {obstacle}")

@@ -15,6 +15,9 @@ from diloco_jax.protocol.messages import Message
 
 MAX_DETAIL_CHARS = 2000
 CODE_KEY = "diloco-code"
+NO_TICKET = "ticket"
+"""Code of a worker's refusal: the ticket does not count any more, and a newer one comes
+with the next word of the lead."""
 
 
 class WireError(Exception):

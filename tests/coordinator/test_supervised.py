@@ -48,6 +48,7 @@ def ending(monkeypatch):
         worker=0,
         fragments=(0,),
         bind="127.0.0.1:7079",
+        ticket_key=b"",
     )
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     worker = Supervised(begin, Config(placement=placement), heard.put, heard.put)

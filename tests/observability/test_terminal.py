@@ -13,6 +13,7 @@ from diloco_jax.observability.terminal import (
     render,
 )
 
+AWAY = {"address": "", "pid": 0, "fragments": 2, "memory_bytes": 0}
 STATUS = {
     "phase": "running",
     "tokens": 250_000,
@@ -90,6 +91,14 @@ def test_only_the_latest_alerts_are_shown():
     text = text_of(render(STATUS, None))
     assert "! four" in text
     assert "! one" not in text
+
+
+def test_workers_are_shown_with_where_they_serve_or_that_they_are_away():
+    known = {"pid": 7, "fragments": 3, "memory_bytes": 1_200_000}
+    here = {"worker": 0, "address": "127.0.0.1:7079", **known}
+    text = text_of(render({**STATUS, "workers": [here, {"worker": 1, **AWAY}]}, None))
+    assert "worker 0: 127.0.0.1:7079, 3 fragments, 1.2 MB" in text
+    assert "worker 1: away, 2 fragments, 0 B" in text
 
 
 def test_a_status_without_anything_renders():

@@ -3,11 +3,20 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from diloco_jax.protocol.tickets import KEY_BYTES, Checker, Permit, make
+from diloco_jax.protocol.messages import (
+    Published,
+    ResendRequest,
+    Stop,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
+from diloco_jax.protocol.tickets import KEY_BYTES, Checker, Permit, make, stamped
 from diloco_jax.protocol.values import Version
 
-KEY, NEXT, THIRD = (bytes([n]) * KEY_BYTES for n in (1, 2, 3))
+KEY = bytes([1]) * KEY_BYTES
 TAKE = Permit("r", "a", 3, 5, 77)
 FETCH = TAKE._replace(of=Version(1, 7))
 UNTIL = 2e9
@@ -56,16 +65,34 @@ def test_no_bit_of_it_may_change(bit: int) -> None:
     assert Checker(KEY).flaw(bytes(ticket), TAKE, 0.0) == "forged"
 
 
-def test_tickets_of_the_life_before_count_for_a_while() -> None:
-    old, new = make(KEY, TAKE, UNTIL), make(NEXT, TAKE, UNTIL)
-    check = Checker(KEY)
-    assert check.flaw(new, TAKE, 0.0) == "forged"
-    check.use(NEXT, old_until_unix=100.0)
-    check.use(NEXT, old_until_unix=50.0)  # It comes again with each connection.
-    assert [check.flaw(t, TAKE, 100.0) for t in (old, new)] == ["", ""]
-    assert [check.flaw(t, TAKE, 101.0) for t in (old, new)] == ["forged", ""]
-    check.use(THIRD, old_until_unix=200.0)
-    assert [check.flaw(t, TAKE, 99.0) for t in (old, new)] == ["forged", ""]
+TOLD = [
+    TakeRequest(fragment=5, tick=77),
+    ResendRequest(fragment=5, tick=77),
+    Published(fragment=5, version=Version(1, 7)),
+    TakeVerdict(
+        fragment=5, tick=70, verdict="pending", reason="", version=Version(1, 7)
+    ),
+]
+
+
+@pytest.mark.parametrize("message", TOLD, ids=lambda message: type(message).__name__)
+def test_a_message_has_the_ticket_for_what_it_asks_for(message) -> None:
+    told = stamped(KEY, message, TAKE._replace(fragment=0, of=0), UNTIL)
+    permit = TAKE if isinstance(message, TakeRequest | ResendRequest) else FETCH
+    assert Checker(KEY).flaw(told.ticket, permit, UNTIL) == ""
+    assert replace(told, ticket=b"") == message
+
+
+def test_a_welcome_has_a_ticket_for_every_fragment() -> None:
+    versions = (Version(1, 3), Version(1, 7))
+    welcome = Welcome(run_id="r", term=1, resumed=False, versions=versions)
+    told = stamped(KEY, welcome, TAKE, UNTIL)
+    for fragment, (version, ticket) in enumerate(
+        zip(versions, told.tickets, strict=True)
+    ):
+        permit = TAKE._replace(fragment=fragment, of=version)
+        assert Checker(KEY).flaw(ticket, permit, UNTIL) == ""
+    assert stamped(KEY, Stop(), TAKE, UNTIL) == Stop()
 
 
 def test_a_fenced_incarnation_has_no_ticket_any_more() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import queue
 import signal
@@ -12,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime_support import client, make_config, placed, run_scripted
+from msgspec.structs import replace
+from runtime_support import client, hello, make_config, placed, run_scripted
 
-from diloco_jax import checkpoint
+from diloco_jax import checkpoint, cli
 from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.restoring import make_store
@@ -26,13 +30,19 @@ from diloco_jax.protocol.holding import (
     Commit,
     Committed,
     DeltaArrived,
+    Forget,
     Merge,
     MergeDigested,
     MergePrepared,
     RestoreFragments,
 )
+from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import UploadStart
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.errors import NO_TICKET, Refused
+from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = pytest.mark.dist
 
@@ -49,12 +59,21 @@ def digests(tape: list[dict]) -> dict[tuple, str]:
     }
 
 
-def test_two_workers_merge_to_the_bits_of_one_process(text, tmp_path):
+def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
+    text, tmp_path
+):
     config = make_config(text, cycles=2)
     alone = run_scripted(config, tmp_path / "alone")
     spread = run_scripted(placed(config, workers=2), tmp_path / "spread")
     assert {fragment for fragment, *_ in digests(alone)} == {0, 1}
     assert digests(alone) == digests(spread)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        code = cli.main(["replay", str(tmp_path / "spread"), "--json"])
+    found = json.loads(told.getvalue())
+    assert code == 0
+    assert found["identical"]
+    assert found["merges"] == len(digests(spread))
 
 
 class Ask:
@@ -102,8 +121,17 @@ class Ask:
 
 def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_path):
     """What it prepared never was; the other worker notices nothing; the same merge
-    once more gives the bits of a process that was not killed."""
-    config = placed(make_config(text), workers=2, time_budget_s=PATIENCE_S)
+    once more gives the bits of a process that was not killed. All of it over TLS."""
+    folder = tmp_path / "certificates"
+    make_certificates(folder, [], 1, islands=["a"])
+    certificates = str(folder)
+    config = placed(
+        make_config(text),
+        workers=2,
+        time_budget_s=PATIENCE_S,
+        certificates=certificates,
+    )
+    tls = TlsFiles.load_given(certificates, principal.island("a"))
     model = build(config.run)
     plan = build_plan(config.run, model)
     whose = checkpoint.whose(config.run, "r", plan)
@@ -154,13 +182,27 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         assert [f.digest for f in restored.fragments] == before
         ask = Ask(workers)
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
-        address = workers.addresses()[own]
-        with client(address) as island:
+        address = workers.processes()[own].address
+        with client(address, tls=tls) as island:
             there = island.transfers_at(address)
 
             def send(start: UploadStart) -> object:
-                return there.upload(start, payload.data)
+                who = hello(config, incarnation=start.incarnation)
+                take = TakeRequest(fragment=start.fragment, tick=start.tick)
+                permitted = replace(start, ticket=workers.told(who, take).ticket)
+                return there.upload(permitted, payload.data)
 
+            def refused(
+                start: UploadStart, send: Any, why: str, code: str = NO_TICKET
+            ) -> None:
+                with pytest.raises(Refused, match=why) as refusal:
+                    send(start)
+                assert refusal.value.code == code
+
+            refused(replace(start, island="b"), send, "of island a", "identity")
+            before_it = replace(start, incarnation=0)
+            refused(start, lambda start: there.upload(start, payload.data), "malformed")
+            workers.hold(Forget(island="a", before=1, kept=()))
             assert ask.merge(send, start) == wanted[0]
             pids = [worker.pid for worker in workers.processes()]
             os.kill(pids[own], signal.SIGKILL)
@@ -170,6 +212,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             workers.bring_back(own, [FIRST] * len(everything))
             assert ask.await_(WorkerBack).worker == own
             assert not list(publishes.glob("*.publish"))
+            refused(before_it, send, "fenced")
             assert workers.processes()[1 - own].pid == pids[1 - own]
             assert (ask.merge(send, start), ask.commit(0)) == wanted
     finally:

@@ -26,7 +26,13 @@ from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
 from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
 from diloco_jax.protocol.messages import ResendRequest
-from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
+from diloco_jax.wire.errors import (
+    NO_TICKET,
+    ConnectionLost,
+    Refused,
+    VersionGone,
+    WireError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +241,7 @@ class OrderThread:
         hosts: Hosts,
         mailbox: Mailbox,
         fetch: Callable[[Fetch], Arrival],
-        resend: Callable[[int, int], None],
+        resend: Callable[[ResendRequest], None],
         moved: Callable[[tuple[str, ...]], None],
         deadlines: Deadlines,
     ) -> None:
@@ -270,7 +276,7 @@ class OrderThread:
 
     def _do(self, number: int, order: Order) -> None:
         if isinstance(order, ResendRequest):
-            self._resend(order.fragment, order.tick)
+            self._resend(order)
             return
         if isinstance(order, Moved):
             self._moved(order.workers)
@@ -279,8 +285,10 @@ class OrderThread:
             arrival = self._fetch(order)
         except VersionGone:
             part = Part(outcome="gone")
-        except Refused:
-            raise
+        except Refused as refused:
+            if refused.code != NO_TICKET:  # A newer one comes.
+                raise
+            part = Part(outcome="lost")
         except WireError as error:
             logger.debug("fragment %d not fetched: %s", order.fragment, error)
             part = Part(outcome="lost")

@@ -65,8 +65,8 @@ def ending_of(refused: Refused) -> Ending:
 class Targets:
     """Destination of bulk work: methods of the receiver and the sender."""
 
-    want: Callable[[int, Version], None]
-    resend: Callable[[int, int], None]
+    want: Callable[[int, Version, bytes], None]
+    resend: Callable[[ResendRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,10 +258,10 @@ class Link:
             return
         for errand in errands:
             match errand:
-                case Wanted(fragment, version):
-                    self._targets.want(fragment, version)
-                case ResendRequest(fragment=fragment, tick=tick):
-                    self._targets.resend(fragment, tick)
+                case Wanted():
+                    self._targets.want(*errand)
+                case ResendRequest():
+                    self._targets.resend(errand)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))

@@ -19,7 +19,7 @@ from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Identity
-from diloco_jax.wire.errors import Refused, VersionGone, WireError
+from diloco_jax.wire.errors import NO_TICKET, Refused, VersionGone, WireError
 from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ class Receiver:
             for of_others in others
         ]
 
-    def want(self, fragment: int, version: Version) -> None:
+    def want(self, fragment: int, version: Version, ticket: bytes = b"") -> None:
         """Note a published version. Versions older than known ones are ignored."""
         with self._changed:
-            self._fetching.want(fragment, version)
+            self._fetching.want(fragment, version, ticket)
             self._changed.notify_all()
 
     def fetch_all(self) -> list[Version]:
@@ -152,7 +152,9 @@ class Receiver:
             try:
                 return self._fetch(fetch)
             except WireError as error:
-                if isinstance(error, Refused) or self._mailbox.ending is not None:
+                if self._mailbox.ending is not None or (
+                    isinstance(error, Refused) and error.code != NO_TICKET
+                ):
                     raise
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
@@ -223,6 +225,7 @@ class Fetcher:
                 want=fetch.want,
                 have=fetch.have,
                 part=part,
+                ticket=fetch.ticket,
             ),
             max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),
         )

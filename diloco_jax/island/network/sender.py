@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Backoff, Deadlines
@@ -23,6 +24,7 @@ from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.device.placing import held
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.lanes import Lanes
+from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity, UploadStart
 from diloco_jax.wire.errors import Refused, WireError
@@ -77,6 +79,8 @@ class Sender:
         self._deadlines = deadlines
         self._parcels: dict[tuple[int, bool], _Parcel] = {}
         """Parcels by fragment, and by whether they are anchors."""
+        self._tickets: dict[int, tuple[int, bytes]] = {}
+        """Tick and ticket by fragment."""
         self._changed = threading.Condition()
         self._closing = False
         self._lanes = lanes
@@ -102,11 +106,17 @@ class Sender:
         """
         self._put(_Parcel(fragment, -1, version, encoded))
 
-    def resend(self, fragment: int, tick: int) -> None:
+    def permit(self, fragment: int, tick: int, ticket: bytes) -> None:
+        """Note a worker's ticket for the newest take of a fragment."""
+        with self._changed:
+            self._tickets[fragment] = tick, ticket
+
+    def resend(self, request: ResendRequest) -> None:
         """Send the delta of this take again, if the sender still has it."""
         with self._changed:
-            parcel = self._parcels.get((fragment, False))
-            if parcel is not None and parcel.tick == tick:
+            parcel = self._parcels.get((request.fragment, False))
+            if parcel is not None and parcel.tick == request.tick:
+                self._tickets[request.fragment] = request.tick, request.ticket
                 parcel.due = True
                 self._changed.notify_all()
 
@@ -179,6 +189,9 @@ class Sender:
         )
         backoff = Backoff(self._deadlines)
         for attempt in itertools.count(1):
+            tick, ticket = self._tickets.get(parcel.fragment, (-1, b""))
+            if tick == parcel.tick:
+                start = replace(start, ticket=ticket)
             try:
                 nbytes = self._transfers.upload(start, parcel.payload)
             except Refused as refused:

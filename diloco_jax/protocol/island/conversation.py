@@ -40,6 +40,8 @@ class Wanted(NamedTuple):
 
     fragment: int
     version: Version
+    ticket: bytes = b""
+    """For a worker; see `protocol/tickets.py`."""
 
 
 Errand = Wanted | ResendRequest
@@ -106,10 +108,10 @@ class Conversation:
                             version=version,
                         )
                     )
-                return (self._want(fragment, version),)
+                return (self._want(fragment, version, message.ticket),)
             case TakeVerdict():
                 self._judge(message)
-                return (self._want(message.fragment, message.version),)
+                return (self._want(message.fragment, message.version, message.ticket),)
             case Granted():
                 self._grant(message.offset, message.span)
             case Progress():
@@ -238,11 +240,13 @@ class Conversation:
             self._takes, self._verdicts = {}, []
             self.stop, self.has_news = False, True
         self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
-        return tuple(self._want(f, v) for f, v in enumerate(welcome.versions))
+        tickets = welcome.tickets or (b"",) * len(welcome.versions)
+        wanted = zip(welcome.versions, tickets, strict=True)
+        return tuple(self._want(f, *each) for f, each in enumerate(wanted))
 
-    def _want(self, fragment: int, version: Version) -> Wanted:
+    def _want(self, fragment: int, version: Version, ticket: bytes) -> Wanted:
         self._published[fragment] = max(version, self._published.get(fragment, version))
-        return Wanted(fragment, version)
+        return Wanted(fragment, version, ticket)
 
     def _request(self, request: TakeRequest) -> None:
         """Note a take request unless a newer one for its fragment came before: requests
