@@ -135,7 +135,7 @@ class Checkpoints:
             saved = checkpoint.restore(
                 self._manager, self._number, "residuals", exchange.like_residuals()
             )
-            residuals = {f: _owned(tuple(saved[f])) for f in kept}
+            residuals = {f: exchange.together(f, _owned(saved[f])) for f in kept}
         logger.info(
             "restored the moments of incarnation %d after step %d, and the residuals "
             "of %d of %d fragments, in %.1f s",

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from diloco_jax.core.adopt.rule import moved
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import Leaves, Listed, leaf_of, with_leaves
-from diloco_jax.island.device.piece_layout import PieceLayout
+from diloco_jax.island.device.leaves import Leaves, Listed, with_leaves
+from diloco_jax.island.device.piece_layout import PieceLayout, donated
 from diloco_jax.island.device.replica import LentParams
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
@@ -62,9 +62,9 @@ class LentBeside(LentParams[Listed]):
             self._follow(fragment, before)
 
     def _before(self, fragment: int) -> list[jax.Array]:
-        """Return the fragment's local values, by piece."""
+        """Return the fragment's local values, as its anchor is held."""
         return [
-            _read(held.kind.layout)(leaf_of(self.params, held.piece.path), held.index)
+            _read(held.kind.layout)(held.leaf(self.params), held.index)
             for held in self._exchange.held(fragment)
         ]
 
@@ -74,11 +74,9 @@ class LentBeside(LentParams[Listed]):
         for number, tree in enumerate(self.beside):
             written: Leaves = {}
             for held, old in zip(pieces, before, strict=True):
-                path = held.piece.path
-                leaf = written.get(path)
-                leaf = leaf_of(tree, path) if leaf is None else leaf
-                local = leaf_of(self.params, path)
-                written[path] = _move(held.kind.layout)(leaf, held.index, old, local)
+                leaf, local = held.leaf(tree, written), held.leaf(self.params)
+                leaf = _move(held.kind.layout)(leaf, held.index, old, local)
+                held.write(leaf, written)
             self.beside[number] = with_leaves(tree, written)
 
 
@@ -95,13 +93,11 @@ def _read(layout: PieceLayout) -> Any:
 
 @_kept
 def _move(layout: PieceLayout) -> Any:
-    def move(leaf: Any, index: Any, before: Any, local: Any) -> jax.Array:
-        own, new = (
-            layout.read(leaf, index).astype(jnp.float32),
-            layout.read(local, index),
-        )
+    def move(leaf: Any, index: Any, before: Any, local: Any) -> Any:
+        beside, new = layout.read(leaf, index), layout.read(local, index)
+        own = beside.astype(jnp.float32)
         # From local values that are not finite, no way leads to those of a reset.
         value = jnp.where(jnp.isfinite(before), moved(new, before, own), new)
-        return layout.write(leaf, index, value.astype(leaf.dtype))
+        return layout.write(leaf, index, value.astype(beside.dtype))
 
-    return jax.jit(move, donate_argnums=0, out_shardings=layout.leaf)
+    return jax.jit(move, donate_argnums=donated(layout), out_shardings=layout.leaf)

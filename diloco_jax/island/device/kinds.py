@@ -1,8 +1,9 @@
 """The functions of takes and adoptions, compiled once per kind of tensor.
 
 They are the functions of `core/`, one piece at a time, with the indices of a stacked
-layer and of a band traced. They work where the data lies: a shard of a piece makes its
-tiles, and tiles make their shard.
+layer and of a band traced; or a stack of small pieces at a time (`held.py`): arguments
+and results that are marked "by piece" are then tuples. They work where the data lies: a
+shard of a piece makes its tiles, and tiles make their shard.
 
 A mesh axis may cut a piece inside its tiles (`mesh.py`). Then a take first gathers the
 delta along that axis, and an adoption the anchor. All devices along it make the same
@@ -28,8 +29,8 @@ from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import tile_spec
-from diloco_jax.island.device.piece_layout import PieceLayout, barrier, on
-from diloco_jax.island.device.placing import abstract, place
+from diloco_jax.island.device.piece_layout import PieceLayout, barrier, donated, on
+from diloco_jax.island.device.placing import abstract, in_turn, place
 from diloco_jax.island.device.spread import Spread, spread_of
 
 Index = tuple[Any, Any]
@@ -46,52 +47,65 @@ class Kind:
 
     layout: PieceLayout
     piece: NamedSharding
-    """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
+    """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter. Of a
+    stack, f32[rows, *shape]."""
     encoded: NamedSharding
-    """Sharding of bytes, uint8[*grid, tile_bytes]."""
+    """Sharding of a piece's bytes, uint8[*grid, tile_bytes]."""
     spread: Spread
-    """Where fetched tiles land: bytes of a publish, or bits of an anchor."""
+    """Where a piece's fetched tiles land: bytes of a publish, or bits of an anchor."""
     take: Any
-    """(leaf, index, anchor, residual or None) -> (encoded, residual, base)."""
+    """(leaf, index, anchor, residual or None) -> (encoded by piece, residual, base).
+    The leaf is by piece, here and below."""
     gather: Any
-    """(landed publish) -> encoded publish, if the spread is to be moved."""
+    """(landed publish) -> encoded publish, of a piece, if the spread is to be moved."""
     gather_anchor: Any
-    """(landed anchor) -> anchor."""
+    """(landed anchor by piece) -> anchor."""
     arrive: Any
-    """(leaf, index, base, anchor, encoded publish, alpha) -> (leaf, anchor): `advance`
-    and `adopt` in one. The leaf is donated."""
+    """(leaf, index, base, anchor, encoded publish by piece, alpha) -> (leaf, anchor):
+    `advance` and `adopt` in one. The leaf is donated, but not those of a stack."""
     advance: Any
-    """(anchor, encoded publish) -> anchor; of a chain, all but the last one."""
+    """(anchor, encoded publish by piece) -> anchor; of a chain, all but the last."""
     adopt: Any
-    """(leaf, index, base, anchor, alpha) -> leaf, which is donated; of an anchor that
-    came in full."""
+    """(leaf, index, base, anchor, alpha) -> leaf, donated as by `arrive`; of an anchor
+    that came in full."""
     move: Any
     """(base, anchor before, anchor) -> base."""
     reset: Any
-    """(leaf, index, value) -> leaf, which is donated; in the leaf's dtype."""
+    """(leaf, index, value) -> leaf, which is donated; in the leaf's dtype. Of a stack,
+    (value, dtype) -> leaves."""
     whole: Any
-    """(anchor) -> the anchor in f32 tiles."""
+    """(anchor) -> the anchor in f32 tiles, by piece."""
     read: Any
     """(leaf, index) -> the piece, a copy laid out as an anchor."""
 
-    def gathered(self, landed: jax.Array) -> jax.Array:
-        """Return the encoded publish that has landed."""
-        encoded: jax.Array = self.gather(landed) if self.spread.moved else landed
-        return encoded
+    def gathered(self, landed: Any) -> Any:
+        """Return the encoded publish that has landed, by piece."""
+        if not self.spread.moved:
+            return landed
+        if self.layout.rows == 1:
+            return in_turn(self.gather(landed))
+        return tuple([in_turn(self.gather(piece)) for piece in landed])
+
+    def put(self, leaf: Any, index: Index, value: Any) -> Any:
+        """Return the leaf, which may be donated, with this value in it."""
+        if self.layout.rows == 1:
+            return self.reset(leaf, index, value)
+        return self.reset(value, leaf[0].dtype)
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
     ) -> dict[str, jax.stages.Lowered]:
         """Lower what a cycle executes, by name, without arrays, as `Trainer.lower`
-        does."""
+        does. leaf: of one piece."""
         everywhere = _everywhere(self.piece)
         index = tuple(
             None if n < 0 else abstract((), np.int32, everywhere)
             for n in (piece.layer, piece.band)
         )
-        value = abstract(piece.shape, np.float32, self.piece)
+        layout = self.layout
+        value = abstract(layout.values_shape, np.float32, self.piece)
         shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
-        octets = abstract(shape, np.uint8, self.encoded)
+        octets = layout.together(abstract(shape, np.uint8, self.encoded))
         residual = value if sync.error_feedback else None
         alpha = abstract((), np.float32, everywhere)
         moved = {}
@@ -99,24 +113,32 @@ class Kind:
             landed = self.spread.landed_shape(shape)
             there = abstract(landed, np.uint8, self.spread.landing)
             moved["gather"] = self.gather.lower(there)
+        leaves = layout.together(leaf)
         return {
             **moved,
-            "take": self.take.lower(leaf, index, value, residual),
-            "arrive": self.arrive.lower(leaf, index, value, value, octets, alpha),
+            "take": self.take.lower(leaves, index, value, residual),
+            "arrive": self.arrive.lower(leaves, index, value, value, octets, alpha),
             "advance": self.advance.lower(value, octets),
-            "adopt": self.adopt.lower(leaf, index, value, value, alpha),
+            "adopt": self.adopt.lower(leaves, index, value, value, alpha),
             "move": self.move.lower(value, value, value),
-            "reset": self.reset.lower(leaf, index, value),
+            "reset": self.lower_reset(leaf, index),
         }
+
+    def lower_reset(self, leaf: jax.ShapeDtypeStruct, index: Any) -> jax.stages.Lowered:
+        """Lower what `put` executes, for leaves like this one."""
+        value = abstract(self.layout.values_shape, np.float32, self.piece)
+        given = (leaf, index, value) if self.layout.rows == 1 else (value, leaf.dtype)
+        lowered: jax.stages.Lowered = self.reset.lower(*given)
+        return lowered
 
     def lower_whole(self, piece: Piece) -> dict[str, jax.stages.Lowered]:
         """Lower what moves whole anchors, in the same way."""
-        anchor = abstract(piece.shape, np.float32, self.piece)
+        anchor = abstract(self.layout.values_shape, np.float32, self.piece)
         landed = self.spread.landed_shape(bits_shape(piece.shape))
         bits = abstract(landed, np.uint32, self.spread.landing)
         return {
             "whole": self.whole.lower(anchor),
-            "gather_anchor": self.gather_anchor.lower(bits),
+            "gather_anchor": self.gather_anchor.lower(self.layout.together(bits)),
         }
 
 
@@ -132,8 +154,10 @@ def kind_of(
     piece: Piece,
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
+    rows: int = 1,
 ) -> Kind:
-    """Return the kind of a piece of this leaf; the leaf need not have values.
+    """Return the kind of a piece of this leaf, which need not have values; or of stacks
+    of so many such pieces, which are whole leaves.
 
     Kinds that compute the same share their compiled functions. So runs in one process
     compile only the functions that their settings make different.
@@ -145,14 +169,17 @@ def kind_of(
     at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
     grid = TileGrid.of(piece.shape)
     tiles = tile_spec(tuple(at_work), mesh, grid.grid)
-    layout = PieceLayout(sharding, at_work, tiles, memory, piece.bands, piece.shape)
-    spread = spread_of(layout.on_tiles, grid.grid)
+    layout = PieceLayout(
+        sharding, at_work, tiles, memory, piece.bands, piece.shape, rows
+    )
+    encoded = layout.one.on_tiles
+    spread = spread_of(encoded, grid.grid)
     return Kind(
         layout=layout,
         piece=layout.at_rest,
-        encoded=layout.on_tiles,
+        encoded=encoded,
         spread=spread,
-        gather=_gather(layout.on_tiles),
+        gather=_gather(encoded),
         gather_anchor=_gather_anchor(layout, grid, spread.moved),
         take=_take(layout, sync.codec_up),
         arrive=_arrive(layout, sync.codec_down, sync.adopt),
@@ -208,16 +235,16 @@ def _take(layout: PieceLayout, codec: str) -> Any:
         local = layout.read(stacked, index)
         change = on(delta(anchor, local), on_tiles)
         if residual is None:
-            encoded = up.encode(change)
+            encoded = layout.each(up.encode)(change)
         else:
-            residual = on(residual, on_tiles)
-            encoded, residual = encode_with_feedback(up, change, residual)
+            encode = layout.each(functools.partial(encode_with_feedback, up))
+            encoded, residual = encode(change, on(residual, on_tiles))
             residual = on(residual, on_tiles)
         # A copy, whatever jit does with outputs that are inputs: the next step donates
         # the parameter's buffer.
-        return encoded, residual, jnp.copy(local)
+        return layout.apart(encoded), residual, jnp.copy(local)
 
-    return jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest))
+    return jax.jit(take, out_shardings=(layout.one.on_tiles, at_rest, at_rest))
 
 
 @_kept
@@ -228,10 +255,11 @@ def _gather(on_tiles: NamedSharding) -> Any:
 @_kept
 def _gather_anchor(layout: PieceLayout, grid: TileGrid, moved: bool) -> Any:
     def gather_anchor(bits: Any) -> jax.Array:
+        bits = layout.stack(bits)
         if moved:
-            bits = on(_sum_rows(bits), layout.on_tiles)
+            bits = on(layout.each(_sum_rows)(bits), layout.on_tiles)
         tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return on(grid.join(tiles), layout.on_tiles)
+        return on(layout.each(grid.join)(tiles), layout.on_tiles)
 
     return jax.jit(gather_anchor, out_shardings=layout.at_rest)
 
@@ -253,7 +281,9 @@ def _arrive(layout: PieceLayout, codec: str, name: str) -> Any:
         return layout.adopt(rule, stacked, index, (base, anchor), alpha), anchor
 
     return jax.jit(
-        arrive, donate_argnums=0, out_shardings=(layout.leaf, layout.at_rest)
+        arrive,
+        donate_argnums=donated(layout),
+        out_shardings=(layout.leaf, layout.at_rest),
     )
 
 
@@ -272,12 +302,10 @@ def _advance(layout: PieceLayout, codec: str) -> Any:
 def _adopt(layout: PieceLayout, name: str) -> Any:
     rule = RULES.find(name)
 
-    def take_over(
-        stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
-    ) -> jax.Array:
+    def take_over(stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any) -> Any:
         return layout.adopt(rule, stacked, index, layout.fetch(base, anchor), alpha)
 
-    return jax.jit(take_over, donate_argnums=0, out_shardings=layout.leaf)
+    return jax.jit(take_over, donate_argnums=donated(layout), out_shardings=layout.leaf)
 
 
 @_kept
@@ -290,7 +318,14 @@ def _move(layout: PieceLayout) -> Any:
 
 @_kept
 def _reset(layout: PieceLayout) -> Any:
-    def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
+    def apart(values: Any, dtype: Any) -> Any:
+        (values,) = layout.fetch(values)
+        return layout.apart(values.astype(dtype))
+
+    if layout.rows > 1:
+        return jax.jit(apart, static_argnums=1, out_shardings=layout.leaf)
+
+    def reset(stacked: Any, index: Any, value: Any) -> Any:
         (value,) = layout.fetch(value)
         return layout.write(stacked, index, value.astype(stacked.dtype))
 
@@ -309,8 +344,8 @@ def _read(layout: PieceLayout) -> Any:
 def _whole(layout: PieceLayout) -> Any:
     f32, on_tiles = get_codec("f32"), layout.on_tiles
 
-    def whole(anchor: Any) -> jax.Array:
+    def whole(anchor: Any) -> Any:
         (anchor,) = layout.fetch(anchor)
-        return f32.encode(on(anchor, on_tiles))
+        return layout.apart(layout.each(f32.encode)(on(anchor, on_tiles)))
 
-    return jax.jit(whole, out_shardings=on_tiles)
+    return jax.jit(whole, out_shardings=layout.one.on_tiles)

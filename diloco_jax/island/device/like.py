@@ -6,6 +6,7 @@ is found once. At a boundary the tree is only flattened and unflattened.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class LikeLeaves:
         self._abstract = [leaf_of(self.like, path) for path in self._paths]
         sizes = [leaf.size for leaf in self._abstract]
         self._smallest = sizes.index(min(sizes))
-        self._seen: list[Any] = [None] * 2 * len(leaves)
+        self._seen: tuple[list[Any], list[Any]] | None = None
         """Abstract values and shardings of leaves that were found to be right."""
 
     def zeros(self) -> Listed:
@@ -68,14 +69,14 @@ class LikeLeaves:
         Raises ValueError if it differs from `like` in structure, shape, dtype or
         sharding.
         """
-        # One program's results have the very same facts at each call.
-        try:
+        seen = None  # Of another structure; or the host's arrays, which have none.
+        # One program's results have the very same facts at each call, and lists are
+        # compared by identity first.
+        with contextlib.suppress(ValueError, AttributeError):
             # It looks at structure and leaves in one pass, and sorts no keys.
             leaves = self._structure.flatten_up_to(tree)
-            seen = [*map(_AVAL, leaves), *map(_SHARDING, leaves)]
-        except (ValueError, AttributeError):
-            seen = []  # Of another structure; or the host's arrays, which have none.
-        if not seen or not all(map(operator.is_, seen, self._seen)):
+            seen = [*map(_AVAL, leaves)], [*map(_SHARDING, leaves)]
+        if seen is None or seen != self._seen:
             leaves = self._flat(tree, "boundary")
             self._check(leaves)
             self._seen = seen or self._seen

@@ -83,4 +83,4 @@ class Restored(NamedTuple):
     moments: Any
     """State of the inner optimizer."""
     residuals: dict[int, tuple[jax.Array, ...]]
-    """Residuals by fragment and piece."""
+    """Residuals by fragment, as they are held."""

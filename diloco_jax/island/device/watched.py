@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import leaf_of, with_leaves
-from diloco_jax.island.device.placing import abstract, in_turn, zeros
+from diloco_jax.island.device.leaves import Leaves, with_leaves
+from diloco_jax.island.device.placing import in_turn, zeros
 from diloco_jax.models.model import Params
 
 
@@ -34,15 +33,13 @@ class WatchedModel:
         """Lower what `copy` executes, to be compiled."""
         lowered = []
         for held in self._exchange.one_of_each(self.params):
-            leaf, kind = leaf_of(self.params, held.piece.path), held.kind
-            value = abstract(held.piece.shape, np.float32, kind.piece)
-            lowered.append(kind.reset.lower(leaf, held.index, value))
+            leaf = held.first(self.params)
+            lowered.append(held.kind.lower_reset(leaf, held.index))
         return lowered
 
     def warm(self) -> None:
         """Compile what `copy` executes. It leaves zeros."""
         for held in self._exchange.one_of_each(self.params):
-            path, kind = held.piece.path, held.kind
-            value = zeros(held.piece.shape, np.float32, kind.piece)
-            leaf = kind.reset(leaf_of(self.params, path), held.index, value)
-            self.params = with_leaves(self.params, {path: in_turn(leaf)})
+            leaf, written = held.leaf(self.params), Leaves()
+            held.write(in_turn(held.kind.put(leaf, held.index, held.zeros())), written)
+            self.params = with_leaves(self.params, written)
