@@ -100,7 +100,7 @@ def report(
 
 
 def _show(told: dict[str, Any], console: Console) -> None:
-    found = [measure.Outcome(**outcome) for outcome in told["outcomes"]]
+    found = [measure.StrikeOutcome(**outcome) for outcome in told["outcomes"]]
     head, *rows = measure.rows(found)
     table = Table(*head, box=None, pad_edge=False, header_style="bold")
     for row in rows:

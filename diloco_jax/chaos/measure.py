@@ -19,9 +19,10 @@ BACK = ("joined", "resumed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StrikeOutcome:
     """What one strike did to one of those that it struck. Times are seconds from its
-    beginning; None: it did not happen before the next strike there, or the end."""
+    beginning; None: it did not happen before the next strike there or on the
+    coordinator, or the end."""
 
     who: str
     kind: str
@@ -29,8 +30,8 @@ class Outcome:
     """Unix seconds of its beginning."""
     seconds: float
     detected_s: float | None
-    """Until the coordinator noted that the island is absent or ended. None if a link or
-    process was back before that. Of the coordinator there is no such note."""
+    """Until the coordinator noted that the island is absent or ended. None if it was
+    merged again before that. Of the coordinator there is no such note."""
     back_s: float | None
     """Until the island joined or resumed, or the coordinator had recovered."""
     merged_s: float | None
@@ -40,7 +41,7 @@ class Outcome:
     """Tokens of the ended incarnation that no merge has, of its worst fragment."""
 
 
-def outcomes(workdir: Path, islands: Iterable[str]) -> list[Outcome]:
+def outcomes(workdir: Path, islands: Iterable[str]) -> list[StrikeOutcome]:
     """Return an outcome for each strike and name; strikes that met no process are left
     out. Empty if nothing was struck."""
     try:
@@ -52,7 +53,7 @@ def outcomes(workdir: Path, islands: Iterable[str]) -> list[Outcome]:
 
 def measured(
     struck: Sequence[Line], tape: Sequence[Line], islands: Sequence[str]
-) -> list[Outcome]:
+) -> list[StrikeOutcome]:
     """Return the outcomes. struck: lines of `chaos.jsonl`, in order."""
     met: list[tuple[Line, str]] = []
     for strike in struck:
@@ -66,7 +67,7 @@ def measured(
             (
                 later["time"]
                 for later, of in met
-                if later["time"] > strike["time"] and of == name
+                if later["time"] > strike["time"] and of in (name, COORDINATOR)
             ),
             default=math.inf,
         )
@@ -87,9 +88,9 @@ def longest_gaps(summary: Line) -> dict[str, float]:
     }
 
 
-def rows(found: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def rows(found: Sequence[StrikeOutcome]) -> list[tuple[str, ...]]:
     """Return a head and a row for each kind and name: number, medians and worsts."""
-    out = [
+    out: list[tuple[str, ...]] = [
         ("kind", "who", "strikes", "detected s", "back s", "merged s", "lost tokens")
     ]
     for kind, who in sorted({(o.kind, o.who) for o in found}):
@@ -109,7 +110,9 @@ def rows(found: Sequence[Outcome]) -> list[tuple[str, ...]]:
     return out
 
 
-def write_plot(found: Sequence[Outcome], tape: Sequence[Line], path: Path) -> None:
+def write_plot(
+    found: Sequence[StrikeOutcome], tape: Sequence[Line], path: Path
+) -> None:
     """Plot merges of each island over time, with the strikes as bars; a bar of a kill
     ends at the return."""
     from matplotlib.figure import Figure
@@ -135,27 +138,28 @@ def write_plot(found: Sequence[Outcome], tape: Sequence[Line], path: Path) -> No
     figure.savefig(path, dpi=100)
 
 
-def _of_island(strike: Line, name: str, window: Sequence[Line]) -> Outcome:
+def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:
+    over = strike["time"] + strike["seconds"]
+    killed = strike["kind"] == "kill"
     own = [r for r in window if r.get("island") == name]
     lost = next((r for r in own if r["kind"] in LOST), None)
-    # A killed island may be back before anyone has noticed: then its return says so.
-    back = next(
-        (
-            r
-            for r in own
-            if r["kind"] in BACK and (lost is None or r["time"] >= lost["time"])
-        ),
-        None,
-    )
-    over = strike["time"] + strike["seconds"]
-    after = max(over, back["time"] if back else over)
-    again = None
-    if back is not None or (lost is None and strike["kind"] != "kill"):
+    again = next((r for r in window if r["time"] > over and _has(r, name, None)), None)
+    back = ended = None
+    if lost and not killed and again and again["time"] <= lost["time"]:
+        lost = None  # It was merged again, and nobody had noticed.
+    elif lost or killed:
+        # A killed island may be back before anyone has noticed.
+        since = lost["time"] if lost else over
+        back = next((r for r in own if r["kind"] in BACK and r["time"] >= since), None)
+        after = max(over, back["time"]) if back else math.inf
         again = next(
             (r for r in window if r["time"] > after and _has(r, name, back)), None
         )
-    ended = next((r for r in own if r["kind"] == "left"), None)
-    return Outcome(
+        until = back["time"] if back else math.inf
+        ended = next(
+            (r for r in own if r["kind"] == "left" and r["time"] <= until), None
+        )
+    return StrikeOutcome(
         who=name,
         kind=strike["kind"],
         time=strike["time"],
@@ -167,7 +171,7 @@ def _of_island(strike: Line, name: str, window: Sequence[Line]) -> Outcome:
     )
 
 
-def _of_coordinator(strike: Line, window: Sequence[Line]) -> Outcome:
+def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
     over = strike["time"] + strike["seconds"]
     killed = strike["kind"] == "kill"
     back = next(
@@ -189,7 +193,7 @@ def _of_coordinator(strike: Line, window: Sequence[Line]) -> Outcome:
         ),
         None,
     )
-    return Outcome(
+    return StrikeOutcome(
         who=COORDINATOR,
         kind=strike["kind"],
         time=strike["time"],

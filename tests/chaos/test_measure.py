@@ -59,6 +59,36 @@ def test_a_short_stop_that_nobody_notices():
     assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 5.0)
 
 
+def test_the_end_of_the_run_is_no_detection():
+    tape = [
+        merged(14.0, ("a", 1)),
+        note(50.0, "left", "a", lost_tokens_by_fragment=[9]),
+    ]
+    (found,) = measure.measured([strike(10.0, "a", "delay", 3.0)], tape, ["a"])
+    assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 4.0)
+    assert found.tokens_lost == 0
+
+
+def test_a_return_after_the_coordinators_crash_is_not_that_of_a_stop():
+    tape = [merged(14.0, ("a", 1)), note(21.0, "absent", "a"), note(22, "resumed", "a")]
+    strikes = [strike(10.0, "a", "stop", 3.0), strike(20.0, "coordinator", "kill")]
+    found = measure.measured(strikes, tape, ["a"])[0]
+    assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 4.0)
+
+
+def test_a_long_partition_that_is_noticed():
+    tape = [
+        note(15.0, "absent", "a"),
+        merged(16.0, ("b", 1)),
+        note(21.0, "resumed", "a"),
+        merged(22.0, ("a", 1)),
+    ]
+    strikes = [strike(10.0, "a", "partition", 10.0)]
+    (found,) = measure.measured(strikes, tape, ["a", "b"])
+    assert (found.detected_s, found.back_s, found.merged_s) == (5.0, 11.0, 12.0)
+    assert found.tokens_lost == 0
+
+
 def test_a_later_strike_there_ends_the_view():
     strikes = [strike(8.0, "a", "delay", 1.0), strike(10.0, "a", "kill")]
     first, second = measure.measured(strikes, KILLED, ["a", "b"])
