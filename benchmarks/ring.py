@@ -4,17 +4,11 @@ Rabenseifner's two passes: each member sends (N - 1) / N of the vector to its ri
 neighbour to be summed, and as much of the sums. Values travel as bf16 or f32 and are
 added in f32. It is what data-parallel training waits for at every step, and synchronous
 DiLoCo at every outer step.
-
-`benchmarks/wan.py` starts one per island. It prints the seconds of each round as JSON:
-`bf16`, steps with a sum in bf16 after each; `f32`, one sum in f32.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import socket
-import sys
 import threading
 import time
 from typing import Any
@@ -86,31 +80,27 @@ def _dial(address: str) -> socket.socket:
             time.sleep(0.05)
 
 
-def main() -> int:
-    """Run a member's rounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rank", type=int)
-    parser.add_argument("parameters", type=int)
-    parser.add_argument("step_seconds", type=float)
-    parser.add_argument("rounds", type=int)
-    parser.add_argument("addresses", nargs="+", help="one for each member")
-    options = parser.parse_args()
-    ring = Ring(options.rank, options.addresses)
-    rng = np.random.default_rng(options.rank)
-    vector = rng.standard_normal(options.parameters, np.float32)
+def member(
+    rank: int, parameters: int, addresses: list[str], step_s: float, rounds: int
+) -> dict[str, list[float]]:
+    """Be a member of a ring. Return seconds by kind: `bf16`, steps of `step_s`
+    with a sum in bf16 after each; `f32`, one sum in f32.
+
+    Args:
+      rank: place of this member in the ring.
+      parameters: values of the vector.
+      addresses: one for each member.
+    """
+    ring = Ring(rank, addresses)
+    vector = np.random.default_rng(rank).standard_normal(parameters, np.float32)
     ring.all_reduce(vector[:1024], np.float32)  # All have begun.
     found: dict[str, list[float]] = {"bf16": [], "f32": []}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         began = time.monotonic()
-        time.sleep(options.step_seconds)
+        time.sleep(step_s)
         ring.all_reduce(vector, ml_dtypes.bfloat16)
         found["bf16"].append(time.monotonic() - began)
     began = time.monotonic()
     ring.all_reduce(vector, np.float32)
     found["f32"].append(time.monotonic() - began)
-    print(json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return found

@@ -34,6 +34,7 @@ from typing import Any
 import support
 from links import HUB_ADDRESS, Links, links
 from pinned import pinned_run
+from ring import member
 
 from diloco_jax import baseline, evaluation
 from diloco_jax.config import (
@@ -84,7 +85,18 @@ def main() -> int:
     parser = support.quick_parser(__doc__)
     parser.add_argument("--islands", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--cycles", type=int, default=2)
+    parser.add_argument(
+        "--ring",
+        nargs="+",
+        metavar="N",
+        help="rank, parameters and addresses: a member",
+    )
     options = parser.parse_args()
+    if options.ring:
+        rank, parameters, *addresses = options.ring
+        found = member(int(rank), int(parameters), addresses, STEP_S, ROUNDS)
+        print(json.dumps(found))
+        return 0
     counts, cycles, chosen = options.islands, options.cycles, LINKS
     if options.quick:
         counts, cycles, chosen = [2], 0, (Link(5, 6),)
@@ -204,13 +216,12 @@ def all_reduces(
     made: Links, names: list[str], parameters: int
 ) -> dict[str, list[float]]:
     """Let a ring of all islands sum vectors; return the slowest member's seconds."""
-    ring = [sys.executable, str(Path(__file__).with_name("ring.py"))]
+    ring = [sys.executable, "-m", "benchmarks.wan", "--ring"]
     addresses = [made.address(name) for name in names]
     members = []
     for rank, name in enumerate(names):
-        numbers = map(str, (rank, parameters, STEP_S, ROUNDS))
-        command = [*made.within(name), *ring, *numbers, *addresses]
-        members.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        command = [*made.within(name), *ring, str(rank), str(parameters), *addresses]
+        members.append(subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT))
     try:
         told = [member.communicate(timeout=TIMEOUT_S)[0] for member in members]
     finally:

@@ -39,7 +39,7 @@ Buffer = npt.NDArray[Any] | bytes | bytearray | memoryview
 
 
 class SealedError(ConfigError):
-    """A sealed file cannot be read, or does not read as it was written."""
+    """A sealed file cannot be read, or is not as it was written."""
 
 
 def digest_of(payload: Buffer) -> str:
@@ -80,10 +80,11 @@ def read(
     path: Folder | Path,
     into: Iterable[npt.NDArray[Any]] | Callable[[dict[str, Any]], npt.NDArray[Any]],
 ) -> tuple[dict[str, Any], str]:
-    """Read a file into these arrays, or into one that is made from its header; return
-    the header, and the digest that `write` returned. The file is read once.
+    """Read a file into these arrays, or into one that is made from its header.
 
-    Raises SealedError if it does not read; the arrays are then not to be used."""
+    Returns the header, and the digest that `write` returned; the file is read once.
+    Raises SealedError if it is damaged; the contents of the arrays then mean nothing.
+    """
     with _open(path) as file:
         header = _read_header(file, path)
         digest = xxh3_128()

@@ -62,7 +62,9 @@ def validate(config: Config) -> None:
 
 
 def require_blocks(sequence_length: int, where: str = "") -> None:
-    """Raise ConfigError if the attention kernel cannot work on such sequences."""
+    """Raise ConfigError if the attention kernel cannot divide the sequences into
+    blocks.
+    """
     if sequence_length % LANES:
         raise ConfigError(
             f"{where}attention = 'splash' with sequence_length = {sequence_length}: "

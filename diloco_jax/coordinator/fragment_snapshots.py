@@ -63,13 +63,14 @@ class FragmentSnapshots(Snapshots):
     def load(
         self, fragment: int, through: Version, like: Arrays
     ) -> tuple[Version, dict[str, list[Any]]]:
-        """Load the newest snapshot of a fragment that reads; return its version too.
+        """Load a fragment's newest snapshot that can be read; return its version too.
+
         Its later publishes must be there: they are kept from the oldest snapshot on.
 
         through: the committed version, beyond which no snapshot counts. like: arrays
         of the same shapes and dtypes, without values.
 
-        Raises ConfigError: no snapshot reads, or it is of another run.
+        Raises ConfigError: no snapshot can be read, or it is of another run.
         """
         known = [v for v in self._versions[fragment] if v <= through]
         failure = f"there is none up to version {tuple(through)}"

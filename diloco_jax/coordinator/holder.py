@@ -358,7 +358,9 @@ class StoreHolder:
 
 
 def merges_at_once(cores: int) -> int:
-    """Return the most merges that so many cores compute at a time."""
+    """Return the number of merges that a machine with this many cores computes at a
+    time.
+    """
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 

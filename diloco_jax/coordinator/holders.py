@@ -21,7 +21,10 @@ from diloco_jax.protocol.values import Version
 
 @dataclasses.dataclass(frozen=True)
 class Holders:
-    """What makes the holder of one life of a coordinator. `opened` ends it."""
+    """Makes the holder for one life of a coordinator.
+
+    opened: closed at the end of that life; it then ends worker processes.
+    """
 
     config: Config
     plan: FragmentPlan
@@ -31,7 +34,7 @@ class Holders:
     opened: contextlib.ExitStack
 
     def restoring(self) -> StoreHolder | WorkersHolder:
-        """Return a holder without arrays, which is to `restore`."""
+        """Return a holder without arrays, for `restore`."""
         if self.config.placement.workers > 1:
             return self._workers()
         return self._in_process(make_store(self.config, self.plan, None))
@@ -39,8 +42,10 @@ class Holders:
     def beginning(
         self, store: Store, versions: Sequence[Version]
     ) -> StoreHolder | WorkersHolder:
-        """Make the fragments of a new run or term durable; return their holder. Workers
-        restore them from there. versions: by fragment."""
+        """Make the fragments of a new run or term durable, and return their holder.
+
+        Worker processes then restore them from the disk. versions: by fragment.
+        """
         own = self._in_process(store)
         own.begin()
         if self.config.placement.workers == 1:

@@ -32,8 +32,7 @@ _MAGIC = b"dlc2"
 
 
 class DurableError(ConfigError):
-    """The log does not read back as this version would have written it; names the
-    place."""
+    """The log cannot be read as this version would have written it; names the place."""
 
 
 Line = dict[str, Any]
@@ -113,7 +112,7 @@ def goes_on_from(folder: Path, after: int) -> bool:
 def read(folder: Path, after: int) -> Iterator[Line]:
     """Yield the entries of all segments numbered above `after`, oldest first.
 
-    Raises DurableError where a frame does not read; cuts off an unfinished last frame.
+    Raises DurableError where a frame is damaged; cuts off an unfinished last frame.
     """
     numbers = [n for n in _segments(folder) if n > after]
     for number in numbers:

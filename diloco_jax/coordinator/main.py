@@ -223,8 +223,9 @@ class Coordinator:
         return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
-        """Write the last snapshot and the summary; return the exit code. Not called
-        after a failure: then only what was durable counts."""
+        """Write the last snapshot and summary; return the exit code. Not after a
+        failure.
+        """
         self._server.stop(self._deadlines.stop_s / 5)
         finished = self.lead.finished
         write = self._disk.until_written if finished else self._disk.once

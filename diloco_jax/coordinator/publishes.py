@@ -119,8 +119,11 @@ class Publishes:
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Raise OSError unless the disk of a folder has room for so many bytes beside
-    `SPARED_BYTES`; names the folder, the bytes that are needed and those free."""
+    """Raise OSError unless the disk of a folder has room for `nbytes` beside
+    `SPARED_BYTES`.
+
+    The error names the folder, the bytes that are needed and the free ones.
+    """
     free = shutil.disk_usage(folder).free
     if free < nbytes + SPARED_BYTES:
         raise OSError(

@@ -54,8 +54,9 @@ def _restored(
     snapshots: FragmentSnapshots,
     publishes: Publishes,
 ) -> RestoredFragment:
-    """Load a fragment from its newest snapshot that reads, and apply the publishes
-    after it."""
+    """Load a fragment from its newest snapshot that can be read, and apply its later
+    publishes.
+    """
     fragment, through = committed.fragment, committed.version
     begin, arrays = snapshots.load(fragment, through, store.like(fragment))
     if begin.term != through.term:

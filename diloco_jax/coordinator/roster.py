@@ -110,8 +110,11 @@ class Roster:
 
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
-        """Load what the coordinator's last life left there. A file that does not read,
-        as after a power cut, is put aside: no decision depends on it."""
+        """Load the file that the coordinator's last life left.
+
+        A file that cannot be read, as after a power cut, is put aside: no decision
+        depends on it.
+        """
         try:
             return cls(path)
         except ConfigError as error:

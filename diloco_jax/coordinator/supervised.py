@@ -46,7 +46,7 @@ COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
 
 
 class Shown(NamedTuple):
-    """A worker, for people."""
+    """The facts about a worker that `diloco status` shows."""
 
     worker: int
     address: str
@@ -91,8 +91,10 @@ class Supervised:
         self._orders.put(asked)
 
     def restored(self, patience_s: float) -> FragmentsRestored:
-        """Return the answer of the first process, which serves then. Raises
-        ConfigError."""
+        """Wait for the first process, which serves then; return its answer.
+
+        Raises ConfigError if it does not come up in time.
+        """
         try:
             found = self._restored.get(timeout=patience_s)
         except queue.Empty:
@@ -102,7 +104,7 @@ class Supervised:
         return found
 
     def send(self, message: ToHolder | SaveAll) -> None:
-        """Say something, if it is there."""
+        """Send a message; nothing happens while the worker is away."""
         line = self._line
         if line is not None:
             line.send(message)
@@ -117,7 +119,7 @@ class Supervised:
         return None
 
     def shown(self) -> Shown:
-        """See Shown."""
+        """Return the facts about this worker that `diloco status` shows."""
         process = self._process
         return Shown(
             worker=self._begin.worker,

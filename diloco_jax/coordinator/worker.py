@@ -90,7 +90,7 @@ class HoldingWorker:
         self._server: BulkServer | None = None
 
     def answer(self, line: WorkerLine) -> None:
-        """Say whom to answer."""
+        """Set the line to the lead, to which answers go."""
         self._line = line
         self.holder.answer(line.send, lambda error: fail(line, error))
 
@@ -177,7 +177,7 @@ class HoldingWorker:
         return self.holder.fetch(request)
 
     def kept(self, cycle: int, name: str) -> memoryview:
-        """Refuse: workers keep no cycles."""
+        """Raise Refused: workers keep no cycles."""
         raise Refused("cycle", "a worker keeps no cycles; ask the coordinator")
 
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
@@ -196,7 +196,7 @@ class HoldingWorker:
 
 
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:
-    """Tell the lead why, and end as by a crash."""
+    """Send the lead the error, and end this process as a crash would."""
     logger.error("the worker failed", exc_info=error)
     line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
     line.close()

@@ -32,10 +32,14 @@ class WorkerLine:
         alive_s: float,
         silence_s: float,
     ) -> None:
-        """decode: of what comes. alive: makes the sign of life that goes out after
-        `alive_s` without another message. silence_s: seconds without a message after
-        which the other process counts as gone; so it does if it takes none for so
-        long."""
+        """Begin to send; reading begins with `messages`.
+
+        Args:
+          decode: turns the bytes of a message into it.
+          alive: makes the sign of life that is sent after `alive_s` without a message.
+          silence_s: seconds without a message after which the other process counts as
+            gone. It also does if it takes no message for so long.
+        """
         end.settimeout(silence_s)
         self._end, self._decode = end, decode
         self._alive, self._alive_s = alive, alive_s
@@ -51,12 +55,16 @@ class WorkerLine:
         self._waiting.put(message)
 
     def messages(self) -> Iterator[Any]:
-        """Yield what comes, until the line breaks. Raises msgspec.DecodeError."""
+        """Yield the messages that arrive, until the line breaks. Raises
+        msgspec.DecodeError.
+        """
         while (frame := read_frame(self._end)) is not None:
             yield self._decode(frame)
 
     def close(self) -> None:
-        """Break the line; what waits is sent first, if the other process takes it."""
+        """Break the line. Messages that wait are sent first, if the other process reads
+        them.
+        """
         self._waiting.put(None)
         self._writer.join(1.0)
         with contextlib.suppress(OSError):

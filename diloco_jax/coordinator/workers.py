@@ -85,11 +85,13 @@ class WorkersHolder:
         return tuple(f for f, own in enumerate(self._dealt) if own == worker)
 
     def addresses(self) -> tuple[str, ...]:
-        """Return where each worker serves, or served."""
+        """Return the address of each worker: where it serves or, while it is away,
+        served.
+        """
         return tuple(worker.address for worker in self._workers)
 
     def processes(self) -> list[Shown]:
-        """Return all workers, for people."""
+        """Return the facts about all workers that `diloco status` shows."""
         return [worker.shown() for worker in self._workers]
 
     def shown(self) -> dict[str, Any]:
@@ -99,14 +101,18 @@ class WorkersHolder:
     # ---- as the lead's holder -------------------------------------------------------
 
     def answer(self, tell: Tell, failed: Callable[[BaseException], None]) -> None:
-        """Say to whom to answer; see `StoreHolder.answer`. What workers have said
-        before waits for it. failed: called with the error of a worker that is not
-        started again."""
+        """Set the callbacks; see `StoreHolder.answer`. Earlier messages of workers wait
+        for this call.
+
+        failed: called with the error of a worker that is not started again.
+        """
         self._tell, self._failed = tell, failed
         self._told.set()
 
     def hold(self, message: ToHolder) -> None:
-        """See engine.Holder. A worker that is away hears nothing."""
+        """Pass a message to its fragment's worker; see `engine.Holder`. A worker that
+        is away misses it.
+        """
         match message:
             case Forget():
                 for worker in self._workers:
@@ -125,10 +131,10 @@ class WorkersHolder:
         self._workers[worker].begin(RestoreFragments(fragments=committed))
 
     def warm_up(self) -> None:
-        """Nothing: workers compile as soon as they have their fragments."""
+        """Do nothing: workers compile as soon as they have their fragments."""
 
     def close(self) -> None:
-        """Nothing: workers end after `save_all`, with `end`."""
+        """Do nothing: workers end after `save_all`, by `end`."""
 
     # ---- what the process around it asks for ----------------------------------------
 
@@ -152,7 +158,7 @@ class WorkersHolder:
         )
 
     def keep_house(self, now: float) -> None:
-        """Nothing: workers write the snapshots that are due themselves."""
+        """Do nothing: workers write the snapshots that are due themselves."""
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
         """Return True: workers wait for the snapshots under way in `save_all`."""
@@ -191,7 +197,9 @@ class WorkersHolder:
     # ---- islands' bytes: not here ---------------------------------------------------
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Send the island to its fragment's worker: it has not heard of it yet."""
+        """Raise the error that sends the island to its fragment's worker, of which it
+        has not heard yet.
+        """
         raise self._elsewhere(start.fragment)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:

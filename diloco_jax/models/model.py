@@ -146,7 +146,7 @@ def named(tree: Any) -> Params:
 def abstract_batch(
     fields: Fields, rows: int, sequence_length: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return a batch without values, of so many rows. sequence_length: T."""
+    """Return a batch of `rows` rows without values. sequence_length: T."""
     return {
         name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
             (rows, *field.shape_of(sequence_length)), field.dtype

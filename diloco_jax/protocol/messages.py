@@ -190,7 +190,7 @@ class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ResendRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Send the delta of this take once more."""
+    """Send the delta of this take again."""
 
     fragment: int
     tick: int

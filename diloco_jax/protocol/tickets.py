@@ -1,9 +1,9 @@
-"""Tickets: the lead's word to a worker that an island may send or fetch something.
+"""Tickets: the lead's permission for an island to send or fetch, for workers to check.
 
 The lead makes a ticket for each take that it asks for and each version that it
-publishes. The island shows it, and the worker checks it alone: it has the lead's key
-and asks nobody. A ticket is 8 bytes of its last moment and 16 bytes of a MAC over all
-that it permits (HMAC-SHA256, truncated as in RFC 2104, section 5).
+publishes. The island shows it, and the worker, which has the lead's key, checks it
+without asking anybody. A ticket is 8 bytes of its last moment and 16 bytes of a MAC
+over all that it permits (HMAC-SHA256, truncated as in RFC 2104, section 5).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ KEY_BYTES = 32
 
 
 class Permit(NamedTuple):
-    """What a ticket permits: an upload of the take of a tick, or fetches of a fragment
-    up to a version."""
+    """The subject of a ticket: an upload of the take of a tick, or fetches of a
+    fragment up to a version.
+    """
 
     run_id: str
     island: str
@@ -58,8 +59,11 @@ class Checker:
         self._least: dict[str, int] = {}
 
     def use(self, key: bytes, old_until_unix: float) -> None:
-        """Take the key of a new life of the lead. The one before it counts until this
-        time, so that the lead's death stops no transfer; older ones do not."""
+        """Accept the key of a new life of the lead.
+
+        The key before it is accepted until `old_until_unix`, so that the lead's death
+        stops no transfer; older ones are not.
+        """
         before, _ = self._keys[0]
         if key != before:
             self._keys = [(key, float("inf")), (before, old_until_unix)]

@@ -1,5 +1,6 @@
-"""What the lead's process and a worker's say beside the messages of `holding.py`: how a
-worker begins, that it lives, and how it ends."""
+"""Messages between the lead's process and a worker's beside those of `holding.py`: how
+a worker begins, shows that it lives, and ends.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class AllSaved(Message, frozen=True, kw_only=True):
 
 
 class EndWorker(Message, frozen=True, kw_only=True):
-    """End: the run is over, or the coordinator is."""
+    """End: the run is over, or the coordinator is about to end."""
 
 
 class LeadAlive(Message, frozen=True, kw_only=True):

@@ -83,8 +83,10 @@ def _given_by(config: Config, island: str) -> Config:
 
 
 def require_repeatable(placement: Placement, what: str) -> None:
-    """Raise ConfigError if the first parameters were an island's: no file has them.
-    what: that is to repeat the run."""
+    """Raise ConfigError if an island gave the first parameters, since no file has them.
+
+    what: names the command that is to repeat the run.
+    """
     if placement.first_from:
         raise ConfigError(
             f"the run has its first parameters from island {placement.first_from!r} "

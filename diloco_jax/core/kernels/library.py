@@ -87,8 +87,11 @@ class Kernels:
         factors: npt.NDArray[np.float32],
         total: Values,
     ) -> list[float]:
-        """Sum deltas, uint8[tiles, tile_bytes] each, times their factors into `total`,
-        f32[tiles, elements]; return the sum of the squares of each tile of it."""
+        """Sum deltas times their factors into `total`; return each tile's sum of
+        squares.
+
+        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
+        """
         tiles, elements = total.shape
         halved = np.empty((tiles, _odd(elements)))
         shape = tiles, tile_bytes(codec, elements)

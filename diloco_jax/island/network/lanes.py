@@ -1,4 +1,4 @@
-"""The island's way to each fragment: to its worker, or to the coordinator itself."""
+"""An island's connections by fragment: to its worker, or to the coordinator itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from diloco_jax.wire.transfers import Fetched, Transfers
 
 
 class Lanes:
-    """Control to the coordinator; deltas and fragments to and from its workers, each
-    over connections of its own. Thread-safe."""
+    """Control messages to the coordinator, and bulk to and from the worker of each
+    fragment, over connections of its own. Thread-safe.
+    """
 
     def __init__(self, coordinator: Client, sizes: tuple[int, ...]) -> None:
-        """coordinator: closed with this. sizes: parameters by fragment."""
+        """Begin with the coordinator alone, which `close` closes too. sizes: parameters
+        by fragment.
+        """
         self.coordinator, self._sizes = coordinator, sizes
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
@@ -28,12 +31,12 @@ class Lanes:
 
     @property
     def dealt(self) -> tuple[int, ...]:
-        """The worker of each fragment; empty: there are no workers."""
+        """The worker of each fragment; empty if there are no workers."""
         return self._dealt
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where workers serve, as last heard."""
+        """The addresses of the workers, as the coordinator last gave them."""
         return self._addresses
 
     def use(self, addresses: tuple[str, ...]) -> None:
@@ -51,8 +54,10 @@ class Lanes:
             self.moved(addresses)
 
     def open_control(self, hello: Hello) -> ControlStream:
-        """Say hello to the coordinator; see `Client.open_control`. Its Welcome says
-        where workers are."""
+        """Say hello to the coordinator; see `Client.open_control`.
+
+        Its Welcome has the addresses of the workers.
+        """
         stream = self.coordinator.open_control(hello)
         self.use(stream.welcome.workers)
         return stream

@@ -103,7 +103,7 @@ class Sender:
         self._put(_Parcel(fragment, -1, version, encoded))
 
     def resend(self, fragment: int, tick: int) -> None:
-        """Send the delta of this take once more, if the sender still has it."""
+        """Send the delta of this take again, if the sender still has it."""
         with self._changed:
             parcel = self._parcels.get((fragment, False))
             if parcel is not None and parcel.tick == tick:

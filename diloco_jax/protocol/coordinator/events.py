@@ -62,8 +62,9 @@ class RunExtended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody wants the parameters of one cycle: the one that is being kept, or that
-    in which the run is."""
+    """An operator wants the parameters of one cycle: of the one that is being kept or,
+    if none is, of the run's present cycle.
+    """
 
 
 class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):

@@ -290,7 +290,7 @@ def verdict_on(
 
 
 def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
-    """Ask an island to send a delta that it still holds once more."""
+    """Ask an island to send again a delta that it still holds."""
     return Tell(
         session=fragment.accounts[name].session,
         message=ResendRequest(fragment=fragment.index, tick=tick),

@@ -1,10 +1,10 @@
-"""A worker that is away, and its return; and which worker has a fragment.
+"""Decide what a worker's absence and its return change; deal fragments to workers.
 
 A worker holds its fragments' deltas and what it has prepared in memory or unnamed
 files: when it dies, they are gone. Only what the lead's log has committed comes back.
 So an open request or an ordered merge is given up, and the deltas of outstanding takes
-are unsent again: islands hold them until a verdict. Deltas that goodbyes left behind
-nobody holds any more: they are lost.
+count as unsent: islands hold them until a verdict. Nobody holds the deltas that
+goodbyes left behind any more: they are lost.
 """
 
 from __future__ import annotations
@@ -63,8 +63,11 @@ def away(config: PolicyConfig, state: State, event: WorkerAway) -> Step:
 
 
 def back(config: PolicyConfig, state: State, event: WorkerBack) -> Step:
-    """Note that a worker is back, with what is committed; ask for the deltas that it
-    lost. Bytes of a take may have been lost before its record came."""
+    """Note that a worker is back with what is committed; ask for the deltas that it
+    lost.
+
+    It may have lost the bytes of a take before the take's record came.
+    """
     effects: list[Effect] = []
     for fragment in _of_worker(config, state, event.worker):
         if not fragment.away:
@@ -84,7 +87,7 @@ def _of_worker(config: PolicyConfig, state: State, worker: int) -> list[Fragment
 
 
 def _unheld(fragment: Fragment) -> Fragment:
-    """Return the fragment without what its worker had."""
+    """Return the fragment without everything that only its worker held."""
     fragment = replace(
         fragment,
         phase=FRAGMENT.move(fragment.phase, "recover"),

@@ -181,7 +181,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Boundary:
-    """Acts on decisions, for one incarnation."""
+    """The acts of one incarnation at its boundaries, as decisions say."""
 
     def __init__(
         self,
