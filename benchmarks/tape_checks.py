@@ -8,6 +8,7 @@ nothing is.
 from __future__ import annotations
 
 import collections
+import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,6 +67,45 @@ def interval_problems(tape: Sequence[Record]) -> list[str]:
                 )
             ends[key] = end
     return wrong
+
+
+def row_problems(tape: Sequence[Record]) -> list[str]:
+    """Return positions of the data that were leased against the rule: those that an
+    ended incarnation has in no merge come again, lowest first; else the next new one
+    does. A coordinator that lost deltas left behind may have lost their positions."""
+    wrong: list[str] = []
+    free: list[int] = []
+    new = 0
+    size: dict[tuple[str, int], int] = {}
+    held: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
+    settled: dict[tuple[str, int], int] = {}
+    merged: dict[tuple[str, int], int] = collections.Counter()
+    for record in tape:
+        who = (record.get("island", ""), record.get("incarnation", 0))
+        if record["kind"] == "joined":
+            size[who] = record["sequences_per_step"]
+        elif record["kind"] == "granted":
+            for position in range(record["start"], record["stop"]):
+                due = free[0] if free else new
+                if position != due:
+                    wrong.append(f"{who}: position {position} was leased before {due}")
+                if free and position == due:
+                    heapq.heappop(free)
+                new = max(new, position + 1)
+                held[who].append(position)
+        elif record["kind"] == "left":
+            settled[who] = record["merged_steps"]
+            for position in held[who][record["merged_steps"] * size[who] :]:
+                heapq.heappush(free, position)
+        elif record["kind"] == "merged":
+            for part in record["contributions"]:
+                of = (part["island"], part["incarnation"])
+                merged[of] = max(merged[of], part["end"])
+    return wrong + [
+        f"{who}: {steps} steps are settled, and {merged[who]} are in merges"
+        for who, steps in settled.items()
+        if steps != merged[who]
+    ]
 
 
 def version_problems(tape: Sequence[Record]) -> list[str]:

@@ -56,12 +56,12 @@ def run(
     baseline: bool,
     resume: str = "",
 ) -> tuple[int, dict[str, Any]]:
-    """Run it; return the exit code and the summary (empty if there is none).
+    """Run a config on this machine; return the exit code and the summary ({} if there
+    is none).
 
-    resume: the workdir of a run that goes on; empty = begin a new run.
-
-    Progress and report go to `console`. Raises ConfigError or SecurityError before
-    anything is started, and ClusterError if the run cannot start.
+    resume: workdir of a run that goes on; empty = begin a new run. Progress and report
+    go to `console`. Raises ConfigError or SecurityError before anything is started, and
+    ClusterError if the run cannot start.
     """
     config.validate()
     _check_security(config)

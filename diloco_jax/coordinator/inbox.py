@@ -207,8 +207,9 @@ class Inbox:
             return assembly.complete
 
     def reopen(self, start: UploadStart) -> None:
-        """Ask again for the part of a complete delta that holds this stripe; parts from
-        other hosts stay."""
+        """Wait again for the host's part of a complete delta that holds this stripe.
+        The parts of other hosts stay.
+        """
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is not None and assembly.complete:
@@ -273,13 +274,13 @@ class Inbox:
         return assembly.room.place
 
     def checked(self, key: DeltaKey, squares: Squares) -> None:
-        """Keep the sums of a delta's squares with it, if it is still here."""
+        """Keep the sums of squares of a delta that is still in the inbox."""
         with self._lock:
             if key in self._deltas:
                 self._deltas[key].squares = squares
 
     def squares(self, key: DeltaKey) -> Squares:
-        """Return what `checked` kept."""
+        """Return a delta's sums of squares, as given to `checked`."""
         with self._lock:
             return self._deltas[key].squares
 
@@ -352,8 +353,10 @@ class Rooms:
         self._told = False
 
     def in_memory(self, nbytes: int, held: int) -> Room | None:
-        """Return a room in memory, or None if it does not fit beside rooms of `held`
-        bytes."""
+        """Return a room in memory; None if it does not fit.
+
+        held: bytes of the rooms that are in memory already.
+        """
         if held + nbytes > self._memory:
             return None
         return Room(np.empty(nbytes, np.uint8), in_memory=True)

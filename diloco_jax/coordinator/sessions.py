@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
 from diloco_jax.wire import errors
@@ -20,27 +23,32 @@ class Stream(Protocol):
         """Queue a message; do nothing if the stream has ended."""
 
     def close(self, refused: errors.Refused | None = None) -> None:
-        """End the stream, with a last word if the island is refused."""
+        """End the stream. An island that is refused is told why."""
 
     def fail(self, error: errors.WireError) -> None:
-        """End the stream with an error, after which the island comes again."""
+        """End the stream with an error; the island connects again."""
 
 
 class Sessions:
     """Streams by session name; the `Messenger` of an engine.
 
-    A stream says hello first and serves its session once that is sent a Welcome. A
-    newer stream of a session replaces an older one.
+    A stream first says hello. It serves its session once the coordinator has answered
+    with a Welcome. A newer stream of a session then replaces the older one.
     """
 
     def __init__(self) -> None:
+        self.workers: Callable[[], tuple[str, ...]] = tuple
+        """Addresses of workers, which every Welcome is given."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
         self._serving: dict[str, Stream] = {}
 
     def arrived(self, session: Stream) -> None:
-        """Keep a stream that said hello. Raises Refused if another island's stream has
-        its session: each would get what the other is told."""
+        """Keep a stream that said hello.
+
+        Raises Refused if a stream of another island has the same session: each island
+        would receive the other's messages.
+        """
         with self._lock:
             for streams in (self._waiting, self._serving):
                 other = streams.get(session.hello.session)
@@ -49,12 +57,16 @@ class Sessions:
             self._waiting[session.hello.session] = session
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """See engine.Messenger. A Welcome makes the newest stream serve; a Refused ends
-        all streams of the session."""
+        """Send a message to a session; see `engine.Messenger`.
+
+        A Welcome makes the session's newest stream serve it; a Refused ends all its
+        streams.
+        """
         if isinstance(message, Refused):
             self._refuse(session, errors.Refused(message.code, message.message))
             return
         if isinstance(message, Welcome):
+            message = replace(message, workers=self.workers())
             self._welcome(session)
         with self._lock:
             stream = self._serving.get(session)
@@ -114,7 +126,7 @@ class Sessions:
 
 
 def taken(hello: Hello) -> str:
-    """Return the message to an island whose session is another island's."""
+    """Return the message for an island whose session name another island has."""
     return (
         f"the session of island {hello.island!r} is that of another island; start it "
         f"again, since each process draws a session of its own"

@@ -37,7 +37,7 @@ def saved_state(
     versions: Sequence[Version],
     outstanding: Sequence[int],
 ) -> dict[str, Any]:
-    """Return the state after so many steps. All hosts call it.
+    """Return the state after `steps` steps. All hosts call it.
 
     outstanding: fragments with a take that may still be merged.
     """

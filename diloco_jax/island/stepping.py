@@ -76,8 +76,10 @@ class Stepping:
         """Reason of the wait, answers seen when it began, and its start time."""
 
     def until_step(self) -> Ending | None:
-        """Return None once the next step is to be made, or how this incarnation
-        ends."""
+        """Pass boundaries until the next step may be made; then return None.
+
+        Return an Ending instead if the incarnation ends.
+        """
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:
@@ -141,8 +143,9 @@ class Stepping:
         )
 
     def in_doubt(self) -> list[int]:
-        """Return fragments with a take that may be merged after this incarnation's
-        end."""
+        """Return the fragments whose take may still be merged after this incarnation's
+        end.
+        """
         books = self.boundary.books
         if self._seen.leaving:
             return list(range(len(books.versions())))  # All are about to be taken.

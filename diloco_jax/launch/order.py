@@ -320,9 +320,11 @@ def _resource(name: str, part: str) -> str:
 
 
 def _copied(config: Config) -> DataConfig:
-    """Return the data as machines find it, which have a copy of `launch.data`: that is
-    all of the data, or has the folders of a mixture by their names; and the tokenizer
-    by its name."""
+    """Return the data's config with the paths that the machines have.
+
+    Each machine has a copy of `launch.data`. That copy is all of the data or, for a
+    mixture, has its folders by name. The tokenizer is in it, too.
+    """
     data, paths = config.run.data, tuple[str, ...]()
     if config.launch.data:
         names = [Path(path).name for path in data.paths]
@@ -333,8 +335,11 @@ def _copied(config: Config) -> DataConfig:
 
 
 def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, Any]:
-    """Return the config for the machines: with the slices' numbers of hosts, without
-    the settings of this machine, which command lines give instead."""
+    """Return the config for the machines, with the number of hosts of each slice.
+
+    It leaves out the settings of this machine; the machines' command lines give their
+    own.
+    """
     here = Placement()
     placement = dataclasses.replace(
         config.placement,

@@ -27,6 +27,7 @@ STATE_STYLES = {
     "stopped": "dim",
     "restarting": "yellow",
     "absent": "yellow",
+    "quarantined": "red",
     "refused": "red",
     "failed": "red",
 }

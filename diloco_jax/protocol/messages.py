@@ -167,6 +167,9 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     resumed: bool
     versions: tuple[Version, ...]
     """Current version of every fragment."""
+    workers: tuple[str, ...] = ()
+    """HOST:PORT of every worker, for deltas and fragments; empty: the address of the
+    coordinator itself."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
@@ -177,7 +180,9 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Take the fragment and send it, `after` boundaries later than possible."""
+    """Take the fragment and send the delta. The island waits for `after` boundaries
+    before it takes.
+    """
 
     fragment: int
     tick: int
@@ -185,7 +190,7 @@ class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ResendRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Send the delta of this take once more."""
+    """Send the delta of this take again."""
 
     fragment: int
     tick: int

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import merge_deltas
 
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.deltas import Plain
 from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.merge.rda import RDA
 from diloco_jax.core.merge.rule import MergeRule
 from diloco_jax.core.weighting import WEIGHTINGS, weight

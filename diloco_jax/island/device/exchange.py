@@ -40,7 +40,9 @@ from diloco_jax.island.mailbox import Arrival
 
 @dataclasses.dataclass(slots=True)
 class Held:
-    """One piece on the island: its arrays, and what its programs are called with."""
+    """One piece on the island: its arrays, and the arguments of its compiled
+    functions.
+    """
 
     fragment: int
     piece: Piece
@@ -228,13 +230,12 @@ class Exchange:
             held.before = None
 
     def drop(self, fragment: int) -> None:
-        """Drop a lost take: the residual is what it was before."""
+        """Drop a lost take: the residual is again the one from before the take."""
         for held in self._held[fragment]:
             held.drop()
 
     def reopen(self, fragment: int) -> None:
-        """Reopen the fragment as if the take had not been: the base is the old anchor
-        again."""
+        """Undo a take: the fragment's base is the old anchor again."""
         for held in self._held[fragment]:
             held.drop()
             held.base = None
@@ -311,8 +312,9 @@ class Exchange:
         return self._sync.error_feedback
 
     def residuals(self, params: Lent) -> Lent:
-        """Return the residuals of `trees` where the parameters have their pieces;
-        `params`, which lie alike, are donated."""
+        """Return the residuals of `trees`, laid out and arranged as the parameters are;
+        `params`, laid out alike, are donated.
+        """
         return _written(params, ((held, held.settled) for held in self._all()))
 
     def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
@@ -367,7 +369,7 @@ class Exchange:
         return lowered
 
     def held(self, fragment: int) -> Sequence[Held]:
-        """Return the fragment's pieces, to be looked at."""
+        """Return the fragment's pieces; the caller changes nothing in them."""
         return self._held[fragment]
 
     def one_of_each(self, params: Params | Listed) -> list[Held]:

@@ -27,8 +27,8 @@ from diloco_jax.core.changes import delta
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device.lies import Lies, barrier, on
 from diloco_jax.island.device.mesh import tile_spec
+from diloco_jax.island.device.piece_layout import PieceLayout, barrier, on
 from diloco_jax.island.device.placing import abstract, place
 from diloco_jax.island.device.spread import Spread, spread_of
 
@@ -39,9 +39,12 @@ all devices of the mesh."""
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Functions from `jax.jit`; `index` is that of `index_of`."""
+    """The compiled functions of one kind of piece, from `jax.jit`, and its shardings.
 
-    lies: Lies
+    `index` is what `index_of` returns: the layer and the band of a piece.
+    """
+
+    layout: PieceLayout
     piece: NamedSharding
     """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
     encoded: NamedSharding
@@ -69,7 +72,7 @@ class Kind:
     whole: Any
     """(anchor) -> the anchor in f32 tiles."""
     read: Any
-    """(leaf, index) -> the piece, a copy that lies as an anchor."""
+    """(leaf, index) -> the piece, a copy laid out as an anchor."""
 
     def gathered(self, landed: jax.Array) -> jax.Array:
         """Return the encoded publish that has landed."""
@@ -130,10 +133,10 @@ def kind_of(
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
 ) -> Kind:
-    """Return the kind of a piece of this leaf, which need not have values.
+    """Return the kind of a piece of this leaf; the leaf need not have values.
 
-    Kinds that do the same share the compiled function, whatever else of `sync` differs:
-    runs of one process compile only what they differ in.
+    Kinds that compute the same share their compiled functions. So runs in one process
+    compile only the functions that their settings make different.
     """
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
@@ -142,28 +145,28 @@ def kind_of(
     at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
     grid = TileGrid.of(piece.shape)
     tiles = tile_spec(tuple(at_work), mesh, grid.grid)
-    lies = Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
-    spread = spread_of(lies.on_tiles, grid.grid)
+    layout = PieceLayout(sharding, at_work, tiles, memory, piece.bands, piece.shape)
+    spread = spread_of(layout.on_tiles, grid.grid)
     return Kind(
-        lies=lies,
-        piece=lies.at_rest,
-        encoded=lies.on_tiles,
+        layout=layout,
+        piece=layout.at_rest,
+        encoded=layout.on_tiles,
         spread=spread,
-        gather=_gather(lies.on_tiles),
-        gather_anchor=_gather_anchor(lies, grid, spread.moved),
-        take=_take(lies, sync.codec_up),
-        arrive=_arrive(lies, sync.codec_down, sync.adopt),
-        advance=_advance(lies, sync.codec_down),
-        adopt=_adopt(lies, sync.adopt),
-        move=_move(lies),
-        reset=_reset(lies),
-        whole=_whole(lies),
-        read=_read(lies),
+        gather=_gather(layout.on_tiles),
+        gather_anchor=_gather_anchor(layout, grid, spread.moved),
+        take=_take(layout, sync.codec_up),
+        arrive=_arrive(layout, sync.codec_down, sync.adopt),
+        advance=_advance(layout, sync.codec_down),
+        adopt=_adopt(layout, sync.adopt),
+        move=_move(layout),
+        reset=_reset(layout),
+        whole=_whole(layout),
+        read=_read(layout),
     )
 
 
 def index_of(piece: Piece, kind: Kind) -> Index:
-    """Return the argument `index`."""
+    """Return the layer and the band of a piece as arguments of its kind's functions."""
     layer, band = (
         None if n < 0 else number(np.int32(n), kind) for n in (piece.layer, piece.band)
     )
@@ -171,8 +174,9 @@ def index_of(piece: Piece, kind: Kind) -> Index:
 
 
 def number(value: np.int32 | np.float32, kind: Kind) -> jax.Array:
-    """Return a number that is an argument of the kind's functions, on all devices: a
-    host's number would be sent to them at each call."""
+    """Put a number on all devices of the kind, as an argument of its functions. A
+    number on the host would be transferred at every call.
+    """
     return _placed(value, _everywhere(kind.piece))
 
 
@@ -187,7 +191,7 @@ def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
 
 
 def alike(piece: Piece) -> tuple[Any, ...]:
-    """Return a key: pieces of equal leaves with equal keys are of one kind."""
+    """Return a key: pieces of one tensor with equal keys share compiled functions."""
     return piece.layer < 0, piece.bands, piece.shape
 
 
@@ -196,12 +200,12 @@ _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _take(lies: Lies, codec: str) -> Any:
-    up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
+def _take(layout: PieceLayout, codec: str) -> Any:
+    up, at_rest, on_tiles = get_codec(codec), layout.at_rest, layout.on_tiles
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
-        anchor, residual = lies.fetch(anchor, residual)
-        local = lies.read(stacked, index)
+        anchor, residual = layout.fetch(anchor, residual)
+        local = layout.read(stacked, index)
         change = on(delta(anchor, local), on_tiles)
         if residual is None:
             encoded = up.encode(change)
@@ -222,14 +226,14 @@ def _gather(on_tiles: NamedSharding) -> Any:
 
 
 @_kept
-def _gather_anchor(lies: Lies, grid: TileGrid, moved: bool) -> Any:
+def _gather_anchor(layout: PieceLayout, grid: TileGrid, moved: bool) -> Any:
     def gather_anchor(bits: Any) -> jax.Array:
         if moved:
-            bits = on(_sum_rows(bits), lies.on_tiles)
+            bits = on(_sum_rows(bits), layout.on_tiles)
         tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return on(grid.join(tiles), lies.on_tiles)
+        return on(grid.join(tiles), layout.on_tiles)
 
-    return jax.jit(gather_anchor, out_shardings=lies.at_rest)
+    return jax.jit(gather_anchor, out_shardings=layout.at_rest)
 
 
 def _sum_rows(landed: jax.Array) -> jax.Array:
@@ -238,73 +242,75 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 
 
 @_kept
-def _arrive(lies: Lies, codec: str, name: str) -> Any:
+def _arrive(layout: PieceLayout, codec: str, name: str) -> Any:
     down, rule = get_codec(codec), RULES.find(name)
 
     def arrive(
         stacked: Any, index: Any, base: Any, anchor: Any, encoded: Any, alpha: Any
     ) -> tuple[jax.Array, jax.Array]:
-        base, anchor = lies.fetch(base, anchor)
-        anchor = barrier(on(lies.advance(down, anchor, encoded), lies.at_work))
-        return lies.adopt(rule, stacked, index, (base, anchor), alpha), anchor
+        base, anchor = layout.fetch(base, anchor)
+        anchor = barrier(on(layout.advance(down, anchor, encoded), layout.at_work))
+        return layout.adopt(rule, stacked, index, (base, anchor), alpha), anchor
 
-    return jax.jit(arrive, donate_argnums=0, out_shardings=(lies.leaf, lies.at_rest))
+    return jax.jit(
+        arrive, donate_argnums=0, out_shardings=(layout.leaf, layout.at_rest)
+    )
 
 
 @_kept
-def _advance(lies: Lies, codec: str) -> Any:
+def _advance(layout: PieceLayout, codec: str) -> Any:
     down = get_codec(codec)
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
-        (anchor,) = lies.fetch(anchor)
-        return lies.advance(down, anchor, encoded)
+        (anchor,) = layout.fetch(anchor)
+        return layout.advance(down, anchor, encoded)
 
-    return jax.jit(advance, out_shardings=lies.at_rest)
+    return jax.jit(advance, out_shardings=layout.at_rest)
 
 
 @_kept
-def _adopt(lies: Lies, name: str) -> Any:
+def _adopt(layout: PieceLayout, name: str) -> Any:
     rule = RULES.find(name)
 
     def take_over(
         stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
     ) -> jax.Array:
-        return lies.adopt(rule, stacked, index, lies.fetch(base, anchor), alpha)
+        return layout.adopt(rule, stacked, index, layout.fetch(base, anchor), alpha)
 
-    return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
+    return jax.jit(take_over, donate_argnums=0, out_shardings=layout.leaf)
 
 
 @_kept
-def _move(lies: Lies) -> Any:
+def _move(layout: PieceLayout) -> Any:
     def move(base: Any, before: Any, anchor: Any) -> jax.Array:
-        return moved(*lies.fetch(base, before, anchor))
+        return moved(*layout.fetch(base, before, anchor))
 
-    return jax.jit(move, out_shardings=lies.at_rest)
+    return jax.jit(move, out_shardings=layout.at_rest)
 
 
 @_kept
-def _reset(lies: Lies) -> Any:
+def _reset(layout: PieceLayout) -> Any:
     def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
-        (value,) = lies.fetch(value)
-        return lies.write(stacked, index, value.astype(stacked.dtype))
+        (value,) = layout.fetch(value)
+        return layout.write(stacked, index, value.astype(stacked.dtype))
 
-    return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
+    return jax.jit(reset, donate_argnums=0, out_shardings=layout.leaf)
 
 
 @_kept
-def _read(lies: Lies) -> Any:
+def _read(layout: PieceLayout) -> Any:
     def read(stacked: Any, index: Any) -> jax.Array:
-        return jnp.copy(lies.read(stacked, index))
+        return jnp.copy(layout.read(stacked, index))
 
-    return jax.jit(read, out_shardings=lies.at_rest)
+    return jax.jit(read, out_shardings=layout.at_rest)
 
 
 @_kept
-def _whole(lies: Lies) -> Any:
-    f32, on_tiles = get_codec("f32"), lies.on_tiles
+def _whole(layout: PieceLayout) -> Any:
+    f32, on_tiles = get_codec("f32"), layout.on_tiles
 
     def whole(anchor: Any) -> jax.Array:
-        (anchor,) = lies.fetch(anchor)
+        (anchor,) = layout.fetch(anchor)
         return f32.encode(on(anchor, on_tiles))
 
     return jax.jit(whole, out_shardings=on_tiles)

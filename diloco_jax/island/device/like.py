@@ -1,7 +1,7 @@
-"""The parameters of a train loop that joins, between its own structure and names.
+"""Translate the parameters of a joined train loop between its own tree and names.
 
-The loop's tree is any pytree; a run goes by names in a nested dict. Which leaf has
-which name is found once: a boundary flattens the tree and unflattens it again.
+The loop's tree is any pytree; a run has a nested dict of names. The name of each leaf
+is found once. At a boundary the tree is only flattened and unflattened.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LikeLeaves:
         """Abstract values and shardings of leaves that were found to be right."""
 
     def zeros(self) -> Listed:
-        """Return parameters of zeros that lie as `like` does."""
+        """Return parameters of zeros, laid out as `like` is."""
         made = [zeros(x.shape, np.float32, x.sharding) for x in self._abstract]
         return Listed(made, self._places)
 
@@ -63,10 +63,10 @@ class LikeLeaves:
         return jax.tree.unflatten(self._structure, leaves)
 
     def as_listed(self, tree: Any) -> Listed:
-        """Return a step's result as a boundary takes it.
+        """Return a step's result in the form that a boundary takes.
 
-        Raises ValueError if it differs from `like` in structure, shape or dtype, or
-        lies elsewhere.
+        Raises ValueError if it differs from `like` in structure, shape, dtype or
+        sharding.
         """
         # One program's results have the very same facts at each call.
         try:
@@ -82,18 +82,18 @@ class LikeLeaves:
         return Listed(leaves, self._places)
 
     def as_beside(self, tree: Any) -> Listed:
-        """Return a tree beside the parameters as a boundary takes it.
+        """Return a tree beside the parameters in the form that a boundary takes.
 
-        Raises ValueError if it differs from `like` in structure or shape, lies
-        elsewhere, or has arrays that are not of a floating dtype.
+        Raises ValueError if it differs from `like` in structure, shape or sharding, or
+        has arrays that are not of a floating dtype.
         """
         leaves = self._flat(tree, "alongside")
         self._check(leaves, beside=True)
         return Listed(leaves, self._places)
 
     def placed(self, params: Params) -> Listed:
-        """Return arrays by name, of the host or a device, as `like` lies; nothing of
-        them is donated.
+        """Return arrays by name, from the host or a device, laid out as `like` is.
+        Nothing is donated.
 
         Raises ValueError if they differ from `like` in names or shapes.
         """
@@ -108,9 +108,9 @@ class LikeLeaves:
         return Listed(lie, self._places)
 
     def first(self, like: Any) -> Listed:
-        """Return the values of `like` itself, as it lies; nothing is donated.
+        """Return the values of `like` itself, laid out as it is. Nothing is donated.
 
-        Raises ConfigError if it has shapes alone.
+        Raises ConfigError if `like` has shapes alone.
         """
         leaves = jax.tree.leaves(like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -129,8 +129,7 @@ class LikeLeaves:
         return first
 
     def _lie(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return arrays that lie as `like` does: those that do, and copies of the
-        others."""
+        """Return the arrays laid out as `like` is; those that are not are copied."""
         return [
             leaf
             if isinstance(leaf, jax.Array)

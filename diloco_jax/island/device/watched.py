@@ -14,7 +14,7 @@ from diloco_jax.models.model import Params
 
 
 class WatchedModel:
-    """Parameters that lie as the local ones, and belong to nobody else."""
+    """A copy of the anchors of one cycle, laid out as the local parameters are."""
 
     def __init__(self, exchange: Exchange, like: Params, dtype: str) -> None:
         """like: the local parameters, or arrays that lie alike. dtype: the compute
@@ -25,8 +25,9 @@ class WatchedModel:
         )
 
     def copy(self, fragment: int) -> None:
-        """Copy the fragment's anchor, in the place of an earlier one. All hosts of the
-        island call it."""
+        """Copy the fragment's anchor into the parameters. All hosts of the island call
+        it.
+        """
         self.params = self._exchange.at_anchor(fragment, in_turn(self.params))
 
     def lower_all(self) -> list[jax.stages.Lowered]:

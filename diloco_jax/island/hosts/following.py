@@ -56,17 +56,29 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries between the publication of a decision and its time."""
     gives: bool = False
     """The island gives the run's first parameters."""
+    workers: tuple[str, ...] = ()
+    """`Welcome.workers`."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason why the island is not let in, in place of a Begin, which is empty then."""
+    """The coordinator's reason for refusing the island, which host 0 tells the
+    others.
+    """
 
     code: str
     message: str
 
 
-Order = Fetch | ResendRequest
-"""Bulk work for every host: its part of a version, or of a delta once more."""
+class Moved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Workers serve at other addresses from now on."""
+
+    workers: tuple[str, ...]
+    """`Welcome.workers`."""
+
+
+Order = Fetch | ResendRequest | Moved
+"""Bulk work for every host: its part of a version, or of a delta once more, and with
+whom it is done."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +166,7 @@ class FollowDecisions:
         return self._decode(told)
 
     def wait(self, timeout_s: float) -> None:
-        """See decisions.Decisions; `at` waits."""
+        """Return at once: `at` waits for host 0."""
 
 
 class Orders:
@@ -224,10 +236,11 @@ class OrderThread:
         mailbox: Mailbox,
         fetch: Callable[[Fetch], Arrival],
         resend: Callable[[int, int], None],
+        moved: Callable[[tuple[str, ...]], None],
         deadlines: Deadlines,
     ) -> None:
         self._hosts, self._mailbox, self._deadlines = hosts, mailbox, deadlines
-        self._fetch, self._resend = fetch, resend
+        self._fetch, self._resend, self._moved = fetch, resend, moved
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
@@ -258,6 +271,9 @@ class OrderThread:
     def _do(self, number: int, order: Order) -> None:
         if isinstance(order, ResendRequest):
             self._resend(order.fragment, order.tick)
+            return
+        if isinstance(order, Moved):
+            self._moved(order.workers)
             return
         try:
             arrival = self._fetch(order)

@@ -26,9 +26,11 @@ from diloco_jax.protocol.coordinator import (
     leaving,
     ledger,
     members,
+    quarantine,
     schedule,
     takes,
     watching,
+    workers,
 )
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
@@ -42,6 +44,8 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
     Tell,
     Timer,
+    WorkerAway,
+    WorkerBack,
 )
 from diloco_jax.protocol.coordinator.machines import RUN, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -94,14 +98,20 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
             state, effects = _prepared(config, state, event, now)
+        case WorkerAway():
+            state, effects = workers.away(config, state, event)
+        case WorkerBack():
+            state, effects = workers.back(config, state, event)
         case Timer():
             effects = []
     state, expired = members.expire(state, now)
-    effects += expired
+    state, turned = quarantine.turn_away(config, state)
+    effects += expired + turned
     state, moved = _advance(config, before, state, now)
+    state, judged = quarantine.advance(config, state, effects + moved)
     state, keeps = cycles.advance(config, before, state)
     state, watches = watching.advance(config, before, state)
-    return state, effects + moved + keeps + watches
+    return state, effects + moved + judged + keeps + watches
 
 
 def next_deadline(state: State, now: float) -> float | None:
@@ -225,9 +235,9 @@ def _arrived(
         )
         return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]
-    fragment, effects = takes.arrived(
-        before, event.island, event.tick, event.refusal, now
-    )
+    if before.away:
+        return state, [ignored("fragment", "away", "bytes")]
+    fragment, effects = takes.arrived(before, event, now)
     if state.phase == "flushing" and fragment is not before:
         # Every delta that arrives renews the wait for the next one.
         state = replace(state, deadline=now + config.flush_s)
@@ -335,7 +345,10 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
         tick, counted, fleet = state.tick, _counted(state), Fleet(config, state)
-        if fragment.phase == "idle":
+        found: list[Effect]
+        if fragment.away:
+            found = [fragments.skipped(fragment, tick, "its worker is away")]
+        elif fragment.phase == "idle":
             fragment, found = fragments.open_tick(
                 config, fragment, fleet, tick, counted, now
             )

@@ -47,10 +47,11 @@ Errand = Wanted | ResendRequest
 
 
 class Conversation:
-    """The state of one incarnation's conversation. Not thread-safe.
+    """The state of one incarnation's conversation with the coordinator. Not
+    thread-safe.
 
-    awaits_last: the island is to have the run's result. The run is over for it once all
-    that was published before the run's end has come, or `give_up` was called.
+    awaits_last: the island needs the run's result. For such an island the run is over
+    only once all publishes from before the end have arrived, or `give_up` was called.
     """
 
     def __init__(self, *, awaits_last: bool = False) -> None:

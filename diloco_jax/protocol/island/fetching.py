@@ -8,7 +8,7 @@ host fetches its part; `agreed` tells what became of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -77,12 +77,15 @@ class Fetching:
         """Note a published version; versions older than a known one are ignored."""
         self._wanted[fragment] = max(self._wanted[fragment], version)
 
-    def next(self) -> Fetch | None:
+    def next(self, away: Set[int] = frozenset()) -> Fetch | None:
         """Begin the next fetch; None if nothing lags or no more fetches may run at a
-        time. Each fetch ends with `got`, `failed` or `gone`."""
+        time. Each fetch ends with `got`, `failed` or `gone`. away: fragments that
+        cannot be fetched now, or belong to another lane, whose fetches do not count."""
         limit = 1 if self.joined else JOIN_FETCHES
-        lagging = [f for f in range(len(self._wanted)) if self._lags(f)]
-        if not lagging or len(self._under_way) >= limit:
+        lagging = [
+            f for f in range(len(self._wanted)) if f not in away and self._lags(f)
+        ]
+        if not lagging or len(self._under_way - away) >= limit:
             return None
         return self._begin(min(lagging, key=self.order))
 

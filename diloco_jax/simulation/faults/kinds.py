@@ -140,6 +140,25 @@ class Unfit(DrawnFault, frozen=True):
         return world.begun(self, 0.0)
 
 
+class LongDeltas(DrawnFault, frozen=True):
+    """An island's deltas are `factor` times too long, for a while or until its process
+    ends.
+    """
+
+    island: str
+    for_s: float
+    factor: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        island = world.islands[self.island]
+        if island.ended is not None:
+            return False
+        body = island.body
+        body.lie = self.factor
+        world.clock.after(self.for_s, lambda: setattr(body, "lie", 1.0))
+        return world.begun(self, self.for_s)
+
+
 # ---- the coordinator and its disk ---------------------------------------------------
 
 
@@ -154,6 +173,22 @@ class CoordinatorCrash(DrawnFault, frozen=True):
 
     def strike(self, world: FaultyWorld) -> bool:
         return world.crash_after(self, self.restart, self.effects)
+
+
+class WorkerCrash(DrawnFault, frozen=True):
+    """A worker dies in the middle of the lead's effects, and comes back.
+
+    effects: effects that the lead still carries out. noticed_s: seconds until the lead
+    notices. down_s: seconds from then to the worker's return.
+    """
+
+    worker: int
+    down_s: float
+    noticed_s: float = 0.0
+    effects: int = 0
+
+    def strike(self, world: FaultyWorld) -> bool:
+        return world.crash_worker_after(self)
 
 
 class DiskFailure(DrawnFault, frozen=True):
@@ -355,7 +390,9 @@ AnyFault = (
     | Impostor
     | StepJump
     | Unfit
+    | LongDeltas
     | CoordinatorCrash
+    | WorkerCrash
     | DiskFailure
     | TornWrite
     | SnapshotFailure

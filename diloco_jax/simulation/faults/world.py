@@ -12,7 +12,8 @@ import functools
 from collections import Counter
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator import recovery, workers
+from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
@@ -23,7 +24,7 @@ from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.faults.kinds import AnyFault, WorkerCrash
 from diloco_jax.simulation.faults.links import Links
 from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
@@ -72,6 +73,8 @@ class FaultyWorld(Links):
         self._calls = 0
         self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
+        self._worker_crash: WorkerCrash | None = None
+        self._worker_effects_left = 0
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
         self._snapshot_failures: list[DrawnFault] = []
 
@@ -267,6 +270,61 @@ class FaultyWorld(Links):
         self.begun(fault, max(restart.down_s, restart.noticed_s))
         return False
 
+    def crash_worker_after(self, fault: WorkerCrash) -> bool:
+        """Arm a worker's crash after so many more effects of the lead."""
+        if self._worker_crash is not None or self.coordinator is None:
+            return False
+        self._worker_crash, self._worker_effects_left = fault, fault.effects
+        return True
+
+    def workers_survive(self) -> None:
+        """Let the armed crash of a worker happen, if it is time for it."""
+        fault = self._worker_crash
+        if fault is None:
+            return
+        self._worker_effects_left -= 1
+        if self._worker_effects_left < 0:
+            self._worker_crash = None
+            self._crash_worker(fault)
+            self.begun(fault, fault.noticed_s + fault.down_s)
+
+    def _crash_worker(self, fault: WorkerCrash) -> None:
+        """Kill a worker. The lead notices later, and it comes back after that."""
+        coordinator, config = self.coordinator, self.config
+        worker = fault.worker % config.workers
+        dealt = workers.deal(config.fragment_sizes, config.workers)
+        fragments = [f for f, of in enumerate(dealt) if of == worker]
+        assert coordinator is not None
+        if coordinator.dead_fragments.issuperset(fragments):
+            return  # It is dead already, or has no fragment.
+        self.crashes += 1
+        coordinator.lose(fragments)
+        self.monitor.worker_died(fragments)
+        anchors = coordinator.anchors
+
+        def notice() -> None:
+            if not coordinator.dead:
+                self.monitor.worker_away(fragments)
+                coordinator.hear(WorkerAway(worker=worker))
+
+        def restore() -> None:
+            if coordinator.dead:
+                return
+            if coordinator.waits:  # The lead hears nothing of it meanwhile.
+                self.clock.after(RETRY_S, restore)
+                return
+            for fragment in fragments:
+                committed = coordinator.state.fragments[fragment].version
+                self.disk.restore_fragment(anchors, fragment, committed)
+                self.monitor.restored(fragment, anchors.anchors[fragment])
+                self.monitor.published(fragment, anchors.anchors[fragment])
+            coordinator.dead_fragments -= set(fragments)
+            self.monitor.worker_back(fragments)
+            coordinator.hear(WorkerBack(worker=worker))
+
+        self.clock.after(fault.noticed_s, notice)
+        self.clock.after(fault.noticed_s + fault.down_s, restore)
+
     def fail_append(
         self, fault: DrawnFault, restart: Restart, appends: int, written_share: float
     ) -> bool:
@@ -304,7 +362,11 @@ class FaultyWorld(Links):
         following = functools.partial(self._snapshot, (fragment + 1) % count)
         self.clock.after(SNAPSHOT_EVERY_S / count, following)
         coordinator = self.coordinator
-        if coordinator is None or coordinator.waits:
+        if (
+            coordinator is None
+            or coordinator.waits
+            or fragment in coordinator.dead_fragments
+        ):
             return
         anchor, state = coordinator.anchors.anchors[fragment], coordinator.state
         number = self.disk.rotate() if fragment == count - 1 else None
@@ -313,7 +375,10 @@ class FaultyWorld(Links):
             return
 
         def complete() -> None:
-            if self.coordinator is not coordinator:
+            if (
+                self.coordinator is not coordinator
+                or fragment in coordinator.dead_fragments
+            ):
                 return
             if self.disk.save_fragment(fragment, anchor):
                 self.monitor.cut(

@@ -1,4 +1,4 @@
-"""Places of the arrays of one kind of piece, inside compiled functions."""
+"""The layout of one kind of piece on the mesh, for use inside compiled functions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from diloco_jax.core.codecs.codec import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Lies:
-    """Places of the arrays of a kind, and the way from a leaf to a piece."""
+class PieceLayout:
+    """Shardings of a kind's arrays, and the way from a tensor of the parameters to a
+    piece.
+
+    at_work: on the device, as the parameter is cut. at_rest: where anchors, bases and
+    residuals stay. on_tiles: bytes, cut at tile bounds.
+    """
 
     leaf: NamedSharding
     spec: PartitionSpec
@@ -98,12 +103,12 @@ class Lies:
 
 
 def barrier(x: jax.Array) -> jax.Array:
-    """Return x, computed as it is, whatever uses it."""
+    """Return x, and keep XLA from fusing its computation with that of its users."""
     y: jax.Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
     return y
 
 
 def on(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return x where this sharding has it."""
+    """Constrain x to this sharding."""
     y: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
     return y
