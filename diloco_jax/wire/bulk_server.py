@@ -61,10 +61,12 @@ class BulkHandlers(Protocol):
     """Answer the requests of the bulk port. Many threads call the methods at once."""
 
     def upload_begin(self, start: UploadStart) -> memoryview:
-        """Return the memory into which this stripe is received, `start.length` bytes.
+        """Return the memory into which this stripe is received, `start.length` bytes;
+        or a shorter place if the stripe has arrived before, and its bytes go nowhere.
 
-        Bytes are written there as they arrive, before their checksum is compared. May
-        raise Refused, Busy or RemoteProtocolError.
+        Bytes are written there as they arrive, before their checksum is compared. The
+        server releases the place at the end, whatever that is. May raise Refused, Busy
+        or RemoteProtocolError.
         """
 
     def upload_end(self, start: UploadStart, place: memoryview) -> bool:
@@ -209,12 +211,10 @@ class BulkServer:
                 f"{start.offset + start.length} of a payload of {start.total}"
             )
         handlers = self.handlers
-        place = handlers.upload_begin(start)
-        view, stored = place.cast("B"), 0
-        while stored < start.length:
-            stored += connection.receive_chunk(view[stored:], start.offset + stored)
-            guard.touch()
-        complete = handlers.upload_end(start, place)
+        with handlers.upload_begin(start) as place:
+            with place.cast("B") as view:
+                _receive(connection, view, start, guard)
+            complete = handlers.upload_end(start, place)
         connection.send(UploadDone(complete=complete))
 
     def _fetch(
@@ -265,3 +265,14 @@ class BulkServer:
         ):
             connection.send(errors.failure_of(error))
             connection.drain()
+
+
+def _receive(
+    connection: BulkConnection, view: memoryview, start: UploadStart, guard: Guard
+) -> None:
+    """Receive a stripe into its place, or chunk by chunk into the same shorter one."""
+    stored, wanted = 0, len(view) == start.length
+    while left := start.length - stored:
+        room = view[stored:] if wanted else view[:left]
+        stored += connection.receive_chunk(room, start.offset + stored)
+        guard.touch()

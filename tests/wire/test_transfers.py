@@ -147,6 +147,37 @@ def test_an_upload_that_ends_too_soon_is_not_taken(serve, handlers, part):
     assert handlers.events.empty()
 
 
+@pytest.mark.parametrize("size", [1000, 3 * MIB + 5])
+def test_a_stripe_that_is_not_wanted_any_more_is_answered_and_leaves_nothing(
+    serve, connect, handlers, monkeypatch, size
+):
+    """As after a lost answer; the connection serves the next transfer."""
+    _, address = serve()
+    begin, place = handlers.upload_begin, memoryview(bytearray(min(size, MIB)))
+    client = connect(address, bulk_channels=1)
+    monkeypatch.setattr(handlers, "upload_begin", lambda start: place)
+    client.transfers.upload(upload_start(size), random_bytes(size))
+    assert handlers.next("stripe") == (0, size)
+    assert handlers.stored == b""
+    with pytest.raises(ValueError, match="released"):
+        place[0]
+    monkeypatch.setattr(handlers, "upload_begin", begin)
+    client.transfers.upload(upload_start(size), random_bytes(size))
+    assert handlers.stored == random_bytes(size)
+
+
+def test_the_place_of_a_transfer_that_breaks_off_is_released(
+    serve, handlers, monkeypatch
+):
+    _, address = serve()
+    place = memoryview(bytearray(10))
+    monkeypatch.setattr(handlers, "upload_begin", lambda start: place)
+    reply = answer_to(address, framed(upload_start(10)), b"x" * frames.HEADER_BYTES)
+    assert reply.kind == "LocalProtocolError"
+    with pytest.raises(ValueError, match="released"):
+        place[0]
+
+
 def test_a_refused_upload_is_not_sent_to_its_end(serve, connect, handlers):
     _, address = serve()
     handlers.refusal = Refused("fenced", "incarnation 2 is here")
