@@ -54,6 +54,9 @@ from diloco_jax.protocol.coordinator.state import (
     Island,
     PolicyConfig,
     State,
+    counted_islands,
+    live_islands,
+    same_live_islands,
     with_fragment,
 )
 from diloco_jax.protocol.holding import Commit, CycleKept, DeltaArrived, MergePrepared
@@ -254,7 +257,7 @@ def _prepared(
     contributions, tick = fragment.merging, fragment.tick
     share = fragment.merging_share
     fragment, verdicts, effects = fragments.computed(
-        config, fragment, _counted(state), now
+        config, fragment, counted_islands(state), now
     )
     state = with_fragment(state, fragment)
     record = records.Merged(
@@ -273,7 +276,7 @@ def _prepared(
         Commit(fragment=event.fragment, version=event.version),
         *_publish(state, fragment, verdicts),
     ]
-    raised = alerts.after_merge(fragment, contributions, _counted(state))
+    raised = alerts.after_merge(fragment, contributions, counted_islands(state))
     raised += alerts.in_turns(config, state, fragment)
     return state, visible + effects + raised
 
@@ -305,7 +308,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     tick due. Fragments that it did not touch are left alone, unless time alone moves
     them or the set of live islands changed.
     """
-    same_live = _same_live(before, state)
+    same_live = same_live_islands(before, state)
     effects: list[Effect] = []
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
         state, effects = ending.stop(config, state, now)
@@ -344,7 +347,7 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
-        tick, counted, fleet = state.tick, _counted(state), Fleet(config, state)
+        tick, counted, fleet = state.tick, counted_islands(state), Fleet(config, state)
         found: list[Effect]
         if fragment.away:
             found = [fragments.skipped(fragment, tick, "its worker is away")]
@@ -366,7 +369,7 @@ def _settle(
     the flush the last takes."""
     effects: list[Effect] = []
     fleet = Fleet(config, state)
-    live = () if state.phase == "running" else _live(state)
+    live = () if state.phase == "running" else live_islands(state)
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
         was_open = fragment.phase == "open"
@@ -390,23 +393,3 @@ def _is_welcome(effects: list[Effect]) -> bool:
 def _closes(fragment: Fragment, now: float) -> bool:
     at = fragment.closes_at
     return at is not None and now >= at
-
-
-def _counted(state: State) -> tuple[str, ...]:
-    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
-
-
-def _live(state: State) -> tuple[str, ...]:
-    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
-
-
-def _same_live(a: State, b: State) -> bool:
-    """Tell whether the same islands are live in both; members keep their order."""
-    if a.islands is b.islands:
-        return True
-    if len(a.islands) != len(b.islands):
-        return False
-    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
-        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
-            return False
-    return True

@@ -329,3 +329,25 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
 def averaged(average: float, value: float) -> float:
     """Return a running average with one more value; the first value starts it."""
     return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value
+
+
+def counted_islands(state: State) -> tuple[str, ...]:
+    """Return the names of the islands that fragments wait for."""
+    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
+
+
+def live_islands(state: State) -> tuple[str, ...]:
+    """Return the names of the islands that answer."""
+    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
+
+
+def same_live_islands(a: State, b: State) -> bool:
+    """Tell whether the same islands are live in both; members keep their order."""
+    if a.islands is b.islands:
+        return True
+    if len(a.islands) != len(b.islands):
+        return False
+    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
+        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
+            return False
+    return True
