@@ -33,9 +33,9 @@ class BoundsKept(Invariant):
     """No delta that was refused as unfit is merged, and none that is too long beside
     honest ones.
 
-    An honest delta is at most as long as the number of its steps. A delta that was
-    refused as stale may be merged after a crash of the coordinator, if it is then in
-    time.
+    An honest delta is at most as long as the number of its steps. A refusal is not
+    durable: after a crash of the coordinator, a delta that comes again is judged anew,
+    by what is then known of the others.
     """
 
     name = "bounds"
@@ -61,6 +61,9 @@ class BoundsKept(Invariant):
             self._ended.add((record.island, record.incarnation))
         elif isinstance(record, Merged):
             self._merges[record.fragment] += 1
+
+    def recovered(self, state: State) -> None:
+        self._refused.clear()
 
     def opened(self, opened: Opened) -> None:
         self._merges.clear()
