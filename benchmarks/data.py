@@ -11,10 +11,10 @@ since no tokenizer of that size comes with this project; its own time is therefo
 in the figures of preparing. Files lie in the page cache.
 
 Demand: an island of one v6e host with eight chips trains gemma3_1b, and nothing is
-computed again. Its step is that of `diloco plan --arithmetic`, by the same function:
-FLOPs by the formula over the chips' published peak rate. A real step takes longer. (The
-formula counts attention whole, a tenth of the FLOPs here, and most layers of this model
-have a window.) A bound asks for twice these tokens.
+computed again. Its step is that of `diloco plan CONFIG --arithmetic`, by the same
+function: FLOPs by the formula over the chips' published peak rate. A real step takes
+longer. (The formula counts attention whole, a tenth of the FLOPs here, and most layers
+of this model have a window.) A bound asks for twice these tokens.
 
 Command: `python benchmarks/data.py`. Cost: a minute on one core.
 """

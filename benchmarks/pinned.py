@@ -1,4 +1,5 @@
-"""A coordinator and islands as processes of a benchmark, each island on one core."""
+"""A coordinator and islands as processes of a benchmark, where it wants them: on cores
+of their own, or in network namespaces."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import support
@@ -27,9 +28,16 @@ POLL_S = 0.5
 class PinnedRun:
     """A run in `folder`; use it as a context, which ends all processes."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        """Start the coordinator, and wait until it serves."""
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        within: Callable[[str], list[str]] = lambda name: [],
+    ) -> None:
+        """Start the coordinator, and wait until it serves. within: the begin of the
+        command line of a process, by its name."""
         self.config, self.workdir = config, folder / "run"
+        self._within = within
         self._path, self._log = folder / run_files.CONFIG, folder / "log"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._cpu: CpuSamples = collections.defaultdict(list)
@@ -41,13 +49,14 @@ class PinnedRun:
         self.until(address.exists, 120.0)
         self._address = address.read_text().strip()
 
-    def island(self, name: str, core: int, incarnation: int = 1) -> None:
-        """Start an island on that core; the folder of its checkpoints and compiled
-        programs stays with its name."""
+    def island(self, name: str, core: int | None = None, incarnation: int = 1) -> None:
+        """Start an island, on that core alone if one is given; the folder of its
+        checkpoints and compiled programs stays with its name."""
         command = [*support.DILOCO, "island", str(self._path), "--name", name]
         command += ["--coordinator", self._address, "--incarnation", str(incarnation)]
         command += ["--workdir", str(self._workdir_of / name)]
-        self._start(name, ["taskset", "--cpu-list", str(core), *command])
+        pin = [] if core is None else ["taskset", "--cpu-list", str(core)]
+        self._start(name, [*pin, *command])
 
     def kill(self, name: str) -> None:
         """End a process with SIGKILL."""
@@ -109,14 +118,19 @@ class PinnedRun:
                 process.wait()
 
     def _start(self, name: str, command: list[str]) -> None:
+        command = [*self._within(name), *command]
         with self._log.with_suffix(f".{name}").open("ab") as log:
             self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
 
 
 @contextlib.contextmanager
-def pinned_run(config: Config, folder: Path) -> Iterator[PinnedRun]:
-    """The run, whose processes end with the block."""
-    run = PinnedRun(config, folder)
+def pinned_run(
+    config: Config,
+    folder: Path,
+    within: Callable[[str], list[str]] = lambda name: [],
+) -> Iterator[PinnedRun]:
+    """The run, whose processes end with the block; arguments of `PinnedRun`."""
+    run = PinnedRun(config, folder, within)
     try:
         yield run
     finally:

@@ -287,19 +287,18 @@ def serve(certificates: Path, size: int, *, tls: bool) -> None:
 def relay(control: int, raw: int) -> None:
     """Pass on, slowly, what comes for control and bulk, and for raw connections, until
     standard input ends."""
-    near = addresses.with_port("127.0.0.1:0")
-    other = addresses.with_port("127.0.0.1:0")
+    near, bulk = addresses.reserve("127.0.0.1:0")
+    other = addresses.listen("127.0.0.1:0")
     rates = (_Rate(), _Rate())
-    for listened, port in (
-        (near, control),
-        (addresses.bulk_address(near), control + 1),
+    for listener, port in (
+        (addresses.listen(near), control),
+        (bulk, control + 1),
         (other, raw),
     ):
-        listener = addresses.listen(listened)
         threading.Thread(
             target=_accept, args=(listener, port, rates), daemon=True
         ).start()
-    print(near, addresses.parse_address(other)[1], flush=True)
+    print(near, other.getsockname()[1], flush=True)
     sys.stdin.read()
 
 

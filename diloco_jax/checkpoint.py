@@ -32,6 +32,7 @@ from diloco_jax.config import (
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.plan import other_model
 from diloco_jax.paths import is_bucket
+from diloco_jax.sealed import sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -193,8 +194,10 @@ def trained(merges: int, tokens: int) -> dict[str, Any]:
 def refuse_other(
     folder: Folder, number: int, facts: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError unless the facts of a checkpoint belong to our run; see
-    `whose`. One of the time before the run was extended has fewer tokens."""
+    """Raise ConfigError unless a checkpoint belongs to our run; see `whose`.
+
+    It may have a lower `total_tokens`, from before the run was extended.
+    """
     theirs, tokens = facts["run"], ours["run"]["total_tokens"]
     if theirs["total_tokens"] < tokens:
         theirs = {**theirs, "total_tokens": tokens}
@@ -227,13 +230,12 @@ def _remove_unfinished(folder: Path, number: int) -> None:
 
 
 def _sync(folder: Path, number: int) -> None:
-    """Sync a checkpoint to disk: a record log is cut off for it, so it must survive a
-    power cut. orbax leaves most of its files, and the folder's name, to the operating
-    system."""
+    """Force a checkpoint to disk.
+
+    The record log is cut off once the checkpoint exists, so the checkpoint must survive
+    a power cut. orbax leaves most of its files, and the folder's name, to the operating
+    system.
+    """
     whole = folder / str(number)
     for path in (*whole.rglob("*"), whole, folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)

@@ -113,6 +113,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "CONFIG --name NAME --coordinator HOST:PORT --workdir DIR",
         "one island",
     ),
+    "chaos": (
+        config_commands.chaos_command,
+        "CONFIG [--strikes WHO@TIMEs:KIND...] [--schedule-seed N] [options]",
+        "CONFIG as with `run`, while processes and links are struck; what it cost",
+    ),
     "emulate": (
         config_commands.emulate_command,
         "CONFIG [--workdir DIR] [--json] [options]",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.paths import is_bucket
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MAX_BYTES = 2 << 30
@@ -46,6 +50,8 @@ def use_cache(folder: Path) -> None:
     _tidy(folder, MAX_BYTES if not named or folder == _ours() else None)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
+    if not is_bucket(str(folder)):
+        _have_every_host_write()
     _count()
 
 
@@ -82,6 +88,34 @@ def _count() -> None:
 
     monitoring.register_event_duration_secs_listener(_asked)
     monitoring.register_event_listener(_found)
+
+
+@functools.cache
+def _have_every_host_write() -> None:
+    """Have every host of an island write what it compiles.
+
+    jax has host 0 alone write (https://github.com/jax-ml/jax/issues/18819), which does
+    for a shared disk. On disks of their own, and on CPUs, where each host's entries
+    have other names, the others would compile everything at every start.
+    """
+    from jax._src import compilation_cache, compiler, distributed
+
+    first_writes = compiler._cache_write
+
+    def write(
+        key: str, seconds: float, name: str, backend: Any, made: Any, callbacks: Any
+    ) -> None:
+        if not distributed.global_state.process_id or callbacks:
+            first_writes(key, seconds, name, backend, made, callbacks)
+            return
+        try:
+            compilation_cache.put_executable_and_time(
+                key, name, made, backend, int(seconds)
+            )
+        except OSError as error:
+            logger.warning("%s is compiled, but not kept in the cache: %s", name, error)
+
+    compiler._cache_write = write  # type: ignore[assignment]
 
 
 def _ours() -> Path:

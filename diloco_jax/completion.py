@@ -71,7 +71,9 @@ def options_of(command: Callable[[Sequence[str]], int]) -> list[str]:
 
 
 def bash(options: Mapping[str, Sequence[str]], script: str = BASH) -> str:
-    """Return the script for bash, or for what can read it."""
+    """Return the completion script for bash; zsh gets the same with another
+    `script`.
+    """
     cases = "\n".join(
         f'      {name}) words="{" ".join(own)}" ;;' for name, own in options.items()
     )

@@ -54,6 +54,21 @@ def run_command(arguments: Sequence[str]) -> int:
     return code
 
 
+def chaos_command(arguments: Sequence[str]) -> int:
+    """Run `diloco chaos CONFIG`: a local run whose processes and links are struck."""
+    from diloco_jax.chaos.options import ChaosOptions
+
+    path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
+    from rich.console import Console
+
+    from diloco_jax.chaos.command import run
+
+    code, told = run(config, path, Console(stderr=True, markup=False), options)
+    if options.json:
+        print(json.dumps(told))
+    return code
+
+
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
     from diloco_jax.coordinator.options import (

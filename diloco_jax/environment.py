@@ -22,7 +22,8 @@ NOT_STEERING = (
     *("XLA_FLAGS", libtpu.VARIABLE),
     *("JAX_COORDINATOR_", "TPU_WORKER_", "TPU_PROCESS_ADDRESSES"),
 )
-"""Facts of their own, and places of hosts."""
+"""Variables that are left out: the tape has flags as facts of their own, and the others
+only name the places of hosts."""
 LONGEST = 4096
 """Characters of a fact."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
-"""Errors of a place that was good before: a workdir is checked before a command."""
+"""Errors of a folder that has changed meanwhile: it was checked before the command."""
 
 
 class ConfigError(ValueError):

@@ -22,8 +22,11 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def schedulable() -> int:
-    """Count the cores on which this process may run, whatever part of their time it
-    has: libraries that know nothing of control groups start as many threads."""
+    """Count the cores on which this process may run, without the limits of control
+    groups.
+
+    Libraries that know nothing of control groups start that many threads.
+    """
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

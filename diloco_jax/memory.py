@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 
 def give_back() -> None:
-    """Return what the allocator keeps of freed arrays; glibc keeps them otherwise, and
-    a process grows to several times of what it holds. Elsewhere nothing happens."""
+    """Return freed memory to the operating system.
+
+    glibc keeps the memory of freed arrays, and a process can grow to several times what
+    it holds. Without glibc nothing happens.
+    """
     if (trim := _trim()) is not None:
         trim(0)
 

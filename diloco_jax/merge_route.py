@@ -41,7 +41,7 @@ TOLD = 300
 
 
 class NativeError(Exception):
-    """The native route is not to be had here. The text says why."""
+    """The native route is not available here; the text says why."""
 
 
 def passes_of(setting: MergeRoute) -> Passes | None:
@@ -72,8 +72,11 @@ def passes_of(setting: MergeRoute) -> Passes | None:
 
 
 def require(setting: MergeRoute) -> None:
-    """Raise ConfigError if that route is asked for and not to be had here: before
-    anything of a run is made."""
+    """Raise ConfigError if the config asks for the native route and it is not
+    available.
+
+    Call it before a run makes any file.
+    """
     if setting == "native":
         passes_of(setting)
 

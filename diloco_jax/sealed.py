@@ -39,7 +39,7 @@ Buffer = npt.NDArray[Any] | bytes | bytearray | memoryview
 
 
 class SealedError(ConfigError):
-    """A sealed file cannot be read, or does not read as it was written."""
+    """A sealed file cannot be read, or is not as it was written."""
 
 
 def digest_of(payload: Buffer) -> str:
@@ -63,7 +63,7 @@ def write(
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(final)
-        sync_folder(final.parent)
+        sync_path(final.parent)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
@@ -80,10 +80,11 @@ def read(
     path: Folder | Path,
     into: Iterable[npt.NDArray[Any]] | Callable[[dict[str, Any]], npt.NDArray[Any]],
 ) -> tuple[dict[str, Any], str]:
-    """Read a file into these arrays, or into one that is made from its header; return
-    the header, and the digest that `write` returned. The file is read once.
+    """Read a file into these arrays, or into one that is made from its header.
 
-    Raises SealedError if it does not read; the arrays are then not to be used."""
+    Returns the header, and the digest that `write` returned; the file is read once.
+    Raises SealedError if it is damaged; the contents of the arrays then mean nothing.
+    """
     with _open(path) as file:
         header = _read_header(file, path)
         digest = xxh3_128()
@@ -103,9 +104,12 @@ def read(
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the bytes of a local file where they lie on the disk, unchecked: memory
-    holds what is read of them, as long as there is space for it. They stay readable
-    when the file is deleted. Raises SealedError."""
+    """Map the bytes of a local file, unchecked; they stay readable after the file is
+    deleted.
+
+    The system keeps the parts that are read in memory while there is room. Raises
+    SealedError.
+    """
     with _open(path) as file:
         _read_header(file, path)
         start = file.tell()
@@ -113,9 +117,9 @@ def mapped(path: Path) -> memoryview:
     return memoryview(whole)[start:-DIGEST_BYTES]
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Force to disk the contents of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from pieces import merge_deltas, set_piece
 
 from diloco_jax.core import adopt as adopting
 from diloco_jax.core import merge as merging
 from diloco_jax.core.changes import adopt, apply_publish, delta, publish
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
-from diloco_jax.core.fragments import (
-    FragmentPlan,
-    Params,
-    Piece,
-    get_piece,
-    set_piece,
-)
-from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
+from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.weighting import WEIGHTINGS, weight

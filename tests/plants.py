@@ -17,15 +17,18 @@ from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
+    bounds,
     cycles,
     decide,
     fragments,
     leases,
     ledger,
     members,
+    quarantine,
     recovery,
     schedule,
     takes,
+    workers,
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
@@ -71,6 +74,22 @@ def _reads_no_log(recover: Callable[..., Any]) -> Callable[..., Any]:
 
 def _loses_the_first_publish(join: Callable[..., Any]) -> Callable[..., Any]:
     return lambda arrival, later: later
+
+
+def _keeps_what_a_worker_had(unheld: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fragment: replace(unheld(fragment), accounts=fragment.accounts)
+
+
+def _asks_for_nothing(back: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: (back(*arguments)[0], [])
+
+
+def _holds_all_the_time(unheld: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fragment: replace(unheld(fragment), away=False)
+
+
+def _loses_nothing(lose: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, fragment, reason: fragment
 
 
 def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +154,14 @@ def _tells_what_it_counts_now(report: Callable[..., Any]) -> Callable[..., Any]:
         ]
 
     return broken
+
+
+def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, fragment, fleet: (fragment, [])
+
+
+def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, state: (state, [])
 
 
 def _draws_backwards(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,6 +283,18 @@ PLANTS = {
         "anchors", Arrival, "followed_by", _loses_the_first_publish
     ),
     "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
+    "deltas_outlive_their_worker": Plant(
+        "held", workers, "_unheld", _keeps_what_a_worker_had
+    ),
+    "ticks_ask_for_what_is_away": Plant(
+        "held", workers, "_unheld", _holds_all_the_time
+    ),
+    "a_worker_that_is_back_gets_nothing": Plant(
+        "liveness", workers, "back", _asks_for_nothing
+    ),
+    "what_a_worker_lost_is_in_no_book": Plant(
+        "ledger", ledger, "lose_missing", _loses_nothing
+    ),
     "ticks_are_used_again": Plant("ticks", schedule, "after_crash", _uses_ticks_again),
     "a_new_term_takes_any_anchor": Plant(
         "versions", gathering, "_version", _takes_any_anchor
@@ -275,6 +314,10 @@ PLANTS = {
     "the_dead_leave_deltas": Plant("fenced", members, "end", _keeps_what_the_dead_sent),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_stale", _refuses_nothing
+    ),
+    "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
+    "quarantined_deltas_are_merged": Plant(
+        "quarantine", quarantine, "turn_away", _turns_nothing_away
     ),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from pieces import merge_deltas
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli
@@ -16,7 +17,6 @@ from diloco_jax.config.loading import load_config, read_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs.codec import Codec, encode_with_feedback
 from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.merging import merge_deltas
 from diloco_jax.families import FIELDS
 from diloco_jax.planning.coordinator import plan_coordinator
 from diloco_jax.planning.report import fragments_of

@@ -250,6 +250,7 @@ def test_an_islands_name_must_do_for_files_and_faults(name, shown):
     [
         ("bind", "nonsense", ["placement.bind: address 'nonsense'", "HOST:PORT"]),
         ("bind", "", ["placement.bind: address ''", "write 10.0.0.1:7077"]),
+        ("workers", 99, ["placement.workers = 99", "fragments", "at most"]),
         ("advertise", "host", ["placement.advertise: address 'host'", "HOST:PORT"]),
         ("advertise", "host:0", ["placement.advertise = 'host:0'", "give the port"]),
         ("faults", ("v6e/1@3:kill",), ["v6e/1@3", "1 host,", "a host below 1"]),
@@ -266,6 +267,11 @@ def test_a_placement_that_cannot_work_is_refused(field, value, shown):
     message = refusal(with_value("placement.", field, value))
     for text in shown:
         assert text in message
+
+
+def test_cycles_cannot_be_kept_by_workers_yet():
+    config = Config(placement=Placement(workers=2, export_every=3))
+    assert "placement.export_every = 3, but cycles" in refusal(config)
 
 
 def test_the_last_host_of_an_island_may_be_struck():

@@ -27,6 +27,16 @@ from diloco_jax.workdir import has_begun
 ALIVE = ("running", "restarting")
 
 
+Route = Callable[[Path, str, str], str]
+"""Returns the address that an island is given, from the workdir, the island's name and
+the coordinator's address."""
+
+
+def straight(workdir: Path, name: str, address: str) -> str:
+    """Return the coordinator's own address."""
+    return address
+
+
 class ClusterError(Exception):
     """A run cannot start or go on; tells the process, why, and the end of its log."""
 
@@ -42,8 +52,16 @@ class ClusterError(Exception):
 class Cluster:
     """Coordinator and islands. Call everything from the main thread."""
 
-    def __init__(self, config: Config, workdir: Path, *, resume: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        *,
+        resume: bool = False,
+        route: Route = straight,
+    ):
         """resume: the workdir holds a run that was stopped."""
+        self._route = route
         self.config = config
         self.workdir = workdir
         self._first = "--resume" if resume else "--init"
@@ -99,7 +117,7 @@ class Cluster:
                     self.workdir,
                     name,
                     hosts,
-                    self.address,
+                    self._route(self.workdir, name, self.address),
                     next_attempt(attempts, name),
                 )
 

@@ -8,8 +8,10 @@ restarts are counted anew. Over weeks, every machine fails."""
 
 
 def crashes_in_a_row(before: int, ran_s: float) -> int:
-    """Return the crashes in a row, with the one that ended a life of `ran_s`.
+    """Return the number of crashes in a row, including the present one.
 
-    before: the number without it. Above `placement.restarts` the process is given up.
+    Args:
+      before: the number before this crash.
+      ran_s: seconds for which the process ran; a long life starts the count anew.
     """
     return 1 if ran_s >= STEADY_S else before + 1

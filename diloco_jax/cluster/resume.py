@@ -1,7 +1,7 @@
-"""`diloco run --resume WORKDIR`: a run that was stopped goes on.
+"""`diloco run --resume WORKDIR`: go on with a run that was stopped.
 
-It goes on with its own `RunConfig`; islands and placement may be others. Nothing in the
-workdir changes before all checks of this module have passed.
+The run keeps its `RunConfig`; islands and placement may differ. Nothing in the workdir
+changes before all checks of this module have passed.
 """
 
 from __future__ import annotations

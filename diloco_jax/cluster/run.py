@@ -17,7 +17,7 @@ from diloco_jax import paths, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.beginning import Beginning
-from diloco_jax.cluster.cluster import Cluster
+from diloco_jax.cluster.cluster import Cluster, Route, straight
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
     ReplacedFiles,
@@ -55,13 +55,14 @@ def run(
     *,
     baseline: bool,
     resume: str = "",
+    route: Route = straight,
 ) -> tuple[int, dict[str, Any]]:
-    """Run it; return the exit code and the summary (empty if there is none).
+    """Run a config on this machine; return the exit code and the summary ({} if there
+    is none).
 
-    resume: the workdir of a run that goes on; empty = begin a new run.
-
-    Progress and report go to `console`. Raises ConfigError or SecurityError before
-    anything is started, and ClusterError if the run cannot start.
+    resume: workdir of a run that goes on; empty = begin a new run. route: where islands
+    reach the coordinator. Progress and report go to `console`. Raises ConfigError or
+    SecurityError before anything is started, and ClusterError if the run cannot start.
     """
     config.validate()
     _check_security(config)
@@ -78,7 +79,7 @@ def run(
             config = resolve(config, text_is_here=True)
             begun = whole.enter_context(Beginning(config, config_path))
             config, workdir = begun.create(), begun.workdir
-        return _run(config, workdir, console, begun, baseline=baseline)
+        return _run(config, workdir, console, begun, route, baseline=baseline)
 
 
 def _run(
@@ -86,13 +87,14 @@ def _run(
     workdir: Path,
     console: Console,
     begun: Beginning | None,
+    route: Route,
     *,
     baseline: bool,
 ) -> tuple[int, dict[str, Any]]:
     """Run it in its workdir. begun: undoes a new run; None = a run that goes on."""
     resume = begun is None
     console.print(f"{len(config.islands)} islands, workdir {workdir}", highlight=False)
-    cluster = Cluster(config, workdir, resume=resume)
+    cluster = Cluster(config, workdir, resume=resume, route=route)
     with Interrupt() as interrupt:
         if resume and finished(config, workdir):
             console.print("the run in it is finished", highlight=False)

@@ -30,11 +30,12 @@ def status_client(address: str, placement: Placement) -> Client:
 
 
 def read_status(target: str, placement: Placement) -> dict[str, Any]:
-    """Return the status of the run at a coordinator's HOST:PORT, or in a workdir.
+    """Return the status of a run: from its coordinator at HOST:PORT, or of a workdir.
 
-    If the coordinator of a workdir is gone, return its summary, with `phase` "done" or,
-    if the run was stopped before its end, "stopped". Raises ConnectionLost if there is
-    no summary. The workdir's placement counts if `placement` names no certificates.
+    If the coordinator of a workdir is gone, this is the run's summary with `phase`
+    "done", or "stopped" if the run had not ended. Raises ConnectionLost if there is no
+    summary either. If `placement` names no certificates, those of the workdir's config
+    are used.
     """
     workdir = expand(target)
     if not workdir.is_dir():

@@ -9,7 +9,7 @@ from diloco_jax.config.fields import BETWEEN, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus."""
+    """The text, tokens or prepared rows that the run trains on."""
 
     paths: tuple[str, ...] = setting(
         (),

@@ -72,11 +72,11 @@ def setting(
     """Declare a dataclass field.
 
     Args:
-      default: its value where none is given; a dict is copied for every instance.
+      default: its default value; a dict is copied for every instance.
       bound: the range of a number; None, where the type allows it, is always inside.
       help: text for people, also the help of the option; one paragraph.
       local: the value concerns one machine and stays out of the fingerprint.
-      code: the value is code whose folder is local to a machine.
+      code: the value names code; the folder of its file may differ between machines.
       group: heading under which the help lists the option; empty = its section's.
       option: name of the option; None = that of the field.
       metavar: stands in the help for its value; None = the type.
@@ -130,10 +130,10 @@ def own_code(section: Any) -> dict[str, str]:
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Hold every field of a dataclass to its type, choices and bounds.
+    """Compare every field of a dataclass with its type, choices and bounds.
 
-    Fields that are dataclasses are left to a call of their own. Raises ConfigError
-    with the field's name behind `prefix`, its value and what it may be.
+    Fields that are dataclasses need a call of their own. Raises ConfigError with the
+    field's name after `prefix`, its value and the allowed ones.
     """
     hints = types_of(type(config))
     for field in dataclasses.fields(config):

@@ -1,7 +1,7 @@
 """Read a `Config` from a path; write and read `config.json`.
 
 A configs file is a Python file with a function `config()` that returns a `Config`.
-Where a path to a config is asked for, the `config.json` of a run will do as well.
+Wherever a command takes such a file, it takes a run's `config.json` too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path) -> Config:
-    """Return the `Config` of a configs file or `config.json`, as it stands there, or
-    of one that comes with the package, by its name."""
+    """Return the unchanged `Config` of a configs file, of a `config.json`, or of a
+    config that comes with the package, by its name.
+    """
     path = _found(expand(path))
     if path.suffix == ".json":
         return read_config_json(path)

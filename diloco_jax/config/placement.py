@@ -180,6 +180,13 @@ class Placement:
         "waits on the disk of the workdir: at most two deltas of everything per "
         "island.",
     )
+    workers: int = setting(
+        1,
+        AT_LEAST_1,
+        group=PROCESSES,
+        help="Processes that merge and serve fragments, each its own share of them; "
+        "1 = the coordinator's own process does.",
+    )
     merge_route: MergeRoute = setting(
         "auto",
         group=PROCESSES,
@@ -192,8 +199,8 @@ class Placement:
         5,
         NOT_NEGATIVE,
         group=PROCESSES,
-        help="Times in a row that diloco run restarts one crashed process; ten "
-        "minutes in which it ran end the row.",
+        help="Times in a row that diloco run restarts one crashed process, and the "
+        "coordinator one of its workers; ten minutes in which it ran end the row.",
     )
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."
@@ -206,14 +213,20 @@ class Placement:
     )
 
     @property
+    def ports(self) -> int:
+        """Ports in a row of the coordinator: control, bulk, and one of each worker."""
+        return 2 + (self.workers if self.workers > 1 else 0)
+
+    @property
     def patience_s(self) -> float:
         """Seconds for which an island without data waits before it ends."""
         return 3 * self.outage_budget_s
 
     @property
     def alone_s(self) -> float:
-        """Seconds for which an island is there without a coordinator, at least: it
-        trains on the data that it holds, then it waits."""
+        """Least seconds that an island lasts without a coordinator: it trains on the
+        data that it holds, and then waits for `patience_s`.
+        """
         return self.outage_budget_s + self.patience_s
 
     @property

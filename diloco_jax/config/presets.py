@@ -36,10 +36,11 @@ def preset(
     inner: str,
     from_weights: bool = False,
 ) -> OuterConfig:
-    """Choose the outer optimizer for such a run.
+    """Choose the outer optimizer of a run.
 
     Args:
-      from_weights: the run starts from trained weights, which momentum carries away.
+      from_weights: the run starts from trained weights. It then gets no momentum, which
+        would carry it away from them.
       keeps_length: the merge rule's `keeps_length`.
       inner: name of the inner optimizer.
     """

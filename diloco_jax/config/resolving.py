@@ -21,13 +21,12 @@ T = TypeVar("T", bound=Any)
 def resolve(
     config: Config, *, text_is_here: bool = False, copied: bool = False
 ) -> Config:
-    """Fill in the data's digest and arrays, the frozen weights' digest and the outer
-    optimizer, and make paths absolute.
+    """Fill in the fields that are decided once per run: the data's digest and arrays,
+    the digest of frozen weights and the outer optimizer. Make paths absolute.
 
-    Fields that are set are left alone, so resolving twice changes nothing. Reads the
-    corpus if its digest is unknown or the corpus must be on this machine. Raises
-    ConfigError if the corpus cannot be read, differs, or is too short for the run.
-
+    Fields that are set stay as they are, so resolving twice changes nothing. Reads the
+    corpus if its digest is unknown or if it must be on this machine. Raises ConfigError
+    if the corpus cannot be read, differs from the digest, or is too short for the run.
     copied: the files are copies, and their manifests are believed (`load_corpus`).
     """
     config = with_absolute_paths(config)
@@ -73,9 +72,11 @@ def resolve_outer(config: Config) -> Config:
 
 
 def with_model_of(run: RunConfig, config: Config) -> Config:
-    """Return the config with the model of a run that started from weights: their
-    config.json decided it. Without weights, or if the config names some itself or a
-    factory, it is the config's own."""
+    """Return the config with the model of a run that started from weights.
+
+    The weights' config.json decided that model. If the run has no weights, or if the
+    config names weights or a factory itself, the config keeps its own model.
+    """
     own = config.run.model
     if not run.model.weights or own.weights or own.factory:
         return config
@@ -87,7 +88,7 @@ def with_model_of(run: RunConfig, config: Config) -> Config:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return the config as it reads from any folder."""
+    """Return the config with absolute paths, which mean the same in any folder."""
     placement = dataclasses.replace(
         config.placement,
         workdir=absolute(config.placement.workdir),

@@ -63,6 +63,25 @@ class SyncConfig:
         NOT_NEGATIVE,
         help="Versions by which a delta's base may lag the version it is merged into.",
     )
+    delta_bound: float = setting(
+        5.0,
+        NOT_NEGATIVE,
+        help="Longest delta that is merged, as a multiple of what is usual among the "
+        "other islands; 0 = any that is finite. A refused island restarts the fragment "
+        "from the global parameters.",
+    )
+    quarantine_after: int = setting(
+        8,
+        NOT_NEGATIVE,
+        help="Deltas in a row that are not finite or too long, after which an island "
+        "is merged no more, as long as most of the live islands are left; 0 = never.",
+    )
+    release_cycles: int = setting(
+        2,
+        AT_LEAST_1,
+        help="Cycles in which all deltas of a quarantined island must be within bounds "
+        "before it is merged again.",
+    )
     weighting: str = setting(
         "tokens",
         code=True,
@@ -81,7 +100,9 @@ class SyncConfig:
         code=True,
         help='Rule by which deltas become one: "mean", their weighted mean; "rda", '
         "which averages their lengths and directions apart; "
-        '"trimmed_mean", which leaves out the extremes.',
+        '"trimmed_mean", which leaves out the extremes, and "clipped_mean", which '
+        "shortens what is longer than most, for islands that may send wrong deltas "
+        "(docs/results/liars.md).",
     )
     adopt: str = setting(
         "keep",

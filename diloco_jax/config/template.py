@@ -27,8 +27,7 @@ def render(config: Config, title: str, *, whole: bool = False) -> str:
     """Return the source of a configs file that gives this config.
 
     Args:
-      config: its fields that have other values than the defaults are written, and
-        `MAIN` ones.
+      config: fields that differ from their defaults are written, and those of `MAIN`.
       title: first line of the file's docstring.
       whole: write every field.
     """

@@ -49,8 +49,11 @@ def named_code(run: RunConfig) -> dict[str, str]:
 
 
 def seal(run: RunConfig, path: Path) -> None:
-    """Write the seal of a config that is at `path`, if it names code. Where the user
-    has no home that can be written, there is none, and the folder is foreign."""
+    """Write the seal of a config at `path`, if the config names code.
+
+    If the user has no home folder that can be written, there is no seal, and the run's
+    folder counts as foreign.
+    """
     if not named_code(run):
         return
     with contextlib.suppress(OSError, ValueError):
@@ -58,9 +61,10 @@ def seal(run: RunConfig, path: Path) -> None:
 
 
 def require(run: RunConfig, path: Path, *, trust_code: bool) -> None:
-    """Raise ConfigError if a config at `path` names code and is foreign. trust_code:
-    the user says that the code may be executed; from now on the folder has the user's
-    seal."""
+    """Raise ConfigError if a config at `path` names code and is foreign.
+
+    trust_code: execute the code all the same; the folder then gets the user's seal.
+    """
     if trust_code or not named_code(run):
         seal(run, path)
         return
@@ -73,8 +77,10 @@ def require(run: RunConfig, path: Path, *, trust_code: bool) -> None:
 
 
 def require_flag(run: RunConfig, whose: str, *, trust_code: bool) -> None:
-    """Raise ConfigError if a config from elsewhere names code, unless the user says
-    that it may be executed. whose: for the message."""
+    """Raise ConfigError if a foreign config names code, unless `trust_code` is True.
+
+    whose: names the config in the message.
+    """
     code = named_code(run)
     if trust_code or not code:
         return

@@ -58,10 +58,13 @@ def validate(config: Config) -> None:
         if island.attention == "splash" and not run.model.factory:
             require_blocks(run.sequence_length, f"islands.{name}.")
     _check_placement(config.placement, islands)
+    _check_workers(config.placement, sync.fragments)
 
 
 def require_blocks(sequence_length: int, where: str = "") -> None:
-    """Raise ConfigError if the attention kernel cannot work on such sequences."""
+    """Raise ConfigError if the attention kernel cannot divide the sequences into
+    blocks.
+    """
     if sequence_length % LANES:
         raise ConfigError(
             f"{where}attention = 'splash' with sequence_length = {sequence_length}: "
@@ -182,6 +185,20 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
                 f"{fault.who} has {hosts} host{'s' * (hosts > 1)}, counted from 0: it "
                 f"would never strike; choose a host below {hosts}"
             )
+
+
+def _check_workers(placement: Placement, fragments: int) -> None:
+    if placement.workers > fragments:
+        raise ConfigError(
+            f"placement.workers = {placement.workers}, but there are {fragments} "
+            f"fragments; give at most as many, or more sync.fragments"
+        )
+    if placement.workers > 1 and placement.export_every:
+        raise ConfigError(
+            f"placement.export_every = {placement.export_every}, but cycles are kept "
+            f"with placement.workers = 1 alone, and that is {placement.workers}; leave "
+            f"one of the two out"
+        )
 
 
 def _port(field: str, address: str) -> int:

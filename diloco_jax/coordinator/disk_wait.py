@@ -1,8 +1,8 @@
-"""Wait while a disk is full.
+"""Repeat writes while a disk is full.
 
-Islands train on while the coordinator cannot write. A write that finds no space is
-therefore repeated for as long as islands hold out, and people are told. Other errors of
-a disk are not waited for: what is on it is unknown then.
+Islands train on while the coordinator cannot write. So a write that finds no space is
+repeated for as long as islands last without the coordinator, and people are told. No
+other error of a disk is repeated, since what is on the disk is then unknown.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class DiskWait:
 
     @property
     def alerts(self) -> list[str]:
-        """Name the data that cannot be written at the moment, for people."""
+        """One alert for each kind of data that cannot be written at the moment."""
         return list(self._waiting.values())
 
     def over(self) -> list[str]:
-        """Return the waits that are over, each of them once, for people."""
+        """Return one line for each wait that has ended since the last call."""
         over, self._over = self._over, []
         return over
 
     def until_written(self, what: str, write: Callable[[], None]) -> None:
-        """Call `write` until there is space for what it writes.
+        """Repeat `write` until the disk has room.
 
-        Raises OSError, naming the file, the deadline and the remedy, if there is none
-        within the patience; any other error of the disk at once.
+        Raises OSError, naming the file, the deadline and the remedy, if there is no
+        room in time. Any other error of the disk is raised at once.
         """
         began = time.monotonic()
         while True:
@@ -71,13 +71,16 @@ class DiskWait:
             self._over.append(f"{what} waited {waited_s:.1f} s for a full disk")
 
     def once(self, what: str, write: Callable[[], None]) -> None:
-        """Call `write` once, see `put_off`."""
+        """Call `write` once; a full disk raises an alert instead of an error."""
         with self.put_off(what):
             write()
 
     @contextmanager
     def put_off(self, what: str) -> Iterator[None]:
-        """Let the block fail for want of space: it comes again later."""
+        """Run the block; a full disk raises an alert instead of an error.
+
+        The caller tries again later.
+        """
         try:
             yield
         except OSError as error:

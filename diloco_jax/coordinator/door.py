@@ -71,15 +71,16 @@ def check_report(
 
 
 class Likeness:
-    """Compare what islands say about themselves with the run."""
+    """Compare an island's config and model with those of the run."""
 
     def __init__(self, run: RunConfig, plan: FragmentPlan) -> None:
         self._shared, self._fingerprint = shared_fields(run), run.fingerprint()
         self._plan = plan.digest()
 
     def differences(self, hello: messages.Hello) -> list[str]:
-        """Return the differences, field by field, here and there; empty for the same
-        run."""
+        """List the differences as `field: ours here, theirs there`; empty if there are
+        none.
+        """
         if hello.fingerprint != self._fingerprint:
             prints = f"fingerprint: {self._fingerprint} here, {hello.fingerprint} there"
             return [*differences(self._shared, hello.run), prints]

@@ -69,11 +69,14 @@ class Messenger(Protocol):
 
 
 class Holder(Protocol):
-    """The fragments and deltas."""
+    """Keeps the fragments and the deltas that wait for their merge."""
 
     def hold(self, message: ToHolder) -> None:
-        """Do what the message says. Messages come in order; deltas that they name may
-        be unknown. What a holder answers comes as an event, later."""
+        """Carry out a message. Messages come in order, and may name deltas that are
+        unknown here.
+
+        The answer comes later, as an event.
+        """
 
 
 class AnchorHolder(Protocol):
@@ -126,7 +129,9 @@ class Engine(Generic[S, E]):
         return effects
 
     def turn_away(self, island: str, session: str, refused: Refused) -> None:
-        """End a session for a reason of the shell, not of the protocol."""
+        """End a session by a decision of the service, not of the protocol. The tape
+        notes it.
+        """
         if self._log is not None:
             note = TurnedAway(island=island, code=refused.code, message=refused.message)
             self._log.note(note)

@@ -39,17 +39,21 @@ class FragmentSnapshots(Snapshots):
         self,
         folder: Folder,
         placement: Placement,
-        fragments: int,
+        fragments: Sequence[int],
         whose: dict[str, Any],
     ) -> None:
-        """fragments: their number. See `Snapshots`."""
+        """fragments: those that are written here; others' files are left alone. See
+        `Snapshots`."""
         super().__init__(folder, placement, whose)
-        self._versions = [versions(folder, f) for f in range(fragments)]
-        for fragment in range(fragments):
+        self.fragments = tuple(fragments)
+        self._versions = {f: versions(folder, f) for f in fragments}
+        for fragment in fragments:
             self._remove_torn(fragment_path(folder, fragment, Version()).parent)
         self._next = 0
+        """Place in `fragments` of the next one."""
+        turns = len(fragments)
         self.writer = SnapshotWriter(
-            folder, placement.snapshot_every_s, fragments, "folder of publishes"
+            folder, placement.snapshot_every_s, turns, "folder of publishes"
         )
 
     def oldest_of(self, fragment: int) -> Version:
@@ -59,13 +63,14 @@ class FragmentSnapshots(Snapshots):
     def load(
         self, fragment: int, through: Version, like: Arrays
     ) -> tuple[Version, dict[str, list[Any]]]:
-        """Load the newest snapshot of a fragment that reads; return its version too.
+        """Load a fragment's newest snapshot that can be read; return its version too.
+
         Its later publishes must be there: they are kept from the oldest snapshot on.
 
         through: the committed version, beyond which no snapshot counts. like: arrays
         of the same shapes and dtypes, without values.
 
-        Raises ConfigError: no snapshot reads, or it is of another run.
+        Raises ConfigError: no snapshot can be read, or it is of another run.
         """
         known = [v for v in self._versions[fragment] if v <= through]
         failure = f"there is none up to version {tuple(through)}"
@@ -112,12 +117,16 @@ class FragmentSnapshots(Snapshots):
         self.save(fragment, version, arrays)
 
     def unsaved(self, current: Sequence[Version]) -> list[int]:
-        """Return the fragments whose current version, by fragment, is in no snapshot,
-        beginning with the one whose turn it is."""
-        count = len(current)
-        turns = ((self._next + ahead) % count for ahead in range(count))
+        """Return the fragments whose current version no snapshot has, in the order of
+        turns.
+
+        current: versions by fragment.
+        """
+        turns = self.fragments[self._next :] + self.fragments[: self._next]
         return [f for f in turns if self._versions[f][-1:] != [current[f]]]
 
     def took_turn(self, fragment: int) -> None:
-        """Note that a fragment is being written: the next one has its turn."""
-        self._next = (fragment + 1) % len(self._versions)
+        """Note that this fragment's snapshot has begun, so that the next turn is the
+        next fragment's.
+        """
+        self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)

@@ -17,9 +17,12 @@ from diloco_jax.workdir import RunFacts, holds_run
 
 
 def with_beginning_of(config: Config, workdir: Path) -> Config:
-    """Return the config with which the run there goes on: with its model, if that is of
-    weights that it started from (`resolving.with_model_of`), and with the island that
-    was to give its first parameters."""
+    """Return the config with the first parameters of the run in this workdir.
+
+    These are the model of the weights that the run started from
+    (`resolving.with_model_of`), and the island that was to give them. A workdir without
+    a run changes nothing.
+    """
     path = workdir / run_files.CONFIG
     if not (holds_run(workdir) and path.is_file()):
         return config
@@ -55,7 +58,7 @@ def extension(config: Config, workdir: Path, state: State) -> RunExtended | None
 
 
 def too_few(total_tokens: int, done: int, workdir: Path) -> str:
-    """Return the message to who extends a run to tokens that it has already."""
+    """Return the message for an extension to no more tokens than the run has."""
     return (
         f"total_tokens = {total_tokens}, but the run in {workdir} has trained on "
         f"{done} tokens already; give more"
@@ -65,8 +68,11 @@ def too_few(total_tokens: int, done: int, workdir: Path) -> str:
 def after_stop(
     facts: RunFacts, roster: Roster, workdir: Path
 ) -> tuple[RunFacts, RunResumed]:
-    """Leave out the time in which nothing ran; return the facts that say so, and the
-    event that ends the incarnations of before. Both files are written."""
+    """Move the run's times on, as if there had been no stop.
+
+    Writes the run's facts and the roster. Returns the new facts, and the event that
+    ends all incarnations from before the stop.
+    """
     stopped_s = max(0.0, time.time() - roster.saved_unix())
     steps = roster.resume(stopped_s)
     facts = dataclasses.replace(

@@ -1,14 +1,14 @@
 """Hold parameters and deltas in the lead's own process.
 
-The lead speaks to a holder in messages (`protocol/holding.py`) and reads nothing of it.
-Islands' bytes come and go by `upload_begin`, `upload_end` and `fetch`, once the caller
-has made sure that the island may.
+The lead and its holder exchange only messages (`protocol/holding.py`). Islands' bytes
+come and go by `upload_begin`, `upload_end` and `fetch`; the caller checks first that
+the island may.
 
-Merges are computed on a few threads, one fragment on each. The same thread writes the
-publish to disk, which prepares the merge, and says so with an event. A publish that
-cannot be written is tried again, for as long as islands last without a coordinator: the
-merge stays open, and nothing else waits for it.
-Deltas are dropped once the merge is committed.
+Merges are computed on a few threads, one fragment on each. The same thread then writes
+the publish to disk, which prepares the merge, and reports it with an event. A publish
+that cannot be written is tried again for as long as islands last without a coordinator:
+this merge stays open, and nothing else waits for it. Deltas are dropped once their
+merge is committed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.restoring import restore
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import ComputedMerge, Store
-from diloco_jax.core.fragment_merge import Squares, is_fit
+from diloco_jax.core.fragment_merge import Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
@@ -55,6 +55,7 @@ from diloco_jax.protocol.holding import (
     RestoreFragments,
     ToHolder,
 )
+from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
@@ -107,7 +108,7 @@ class StoreHolder:
         *,
         write_within_s: float,
     ) -> None:
-        self._store, self._inbox = store, inbox
+        self.store, self._inbox = store, inbox
         self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
         self._saver = Saver(store, snapshots, publishes)
         self._write_within_s = write_within_s
@@ -123,15 +124,19 @@ class StoreHolder:
         tell: Callable[[FromHolder], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Say to whom to answer. tell: called with each message, on any thread.
-        failed: called with the error of a merge, after which the process must end."""
+        """Set the callbacks, before any message is handed over.
+
+        Args:
+          tell: called with each message to the lead, on any thread.
+          failed: called with the error of a merge, after which the process must end.
+        """
         self._tell, self._failed = tell, failed
 
     def warm_up(self) -> None:
         """Compile what merges need, ahead of the first merge."""
 
         def compile_all() -> None:
-            self._store.warm_up(self._closing.is_set)
+            self.store.warm_up(self._closing.is_set, self._snapshots.fragments)
             self._tell(MergesCompiled())
 
         self._submit(compile_all)
@@ -151,7 +156,7 @@ class StoreHolder:
             case Commit():
                 self._commit(message)
             case KeepFragment():
-                theta = self._store.arrays(message.fragment)["theta"]
+                theta = self.store.arrays(message.fragment)["theta"]
                 self._kept.keep(message, theta, self._cycle_kept)
             case Drop():
                 self._inbox.drop(message.delta)
@@ -167,7 +172,7 @@ class StoreHolder:
 
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
         """Bring the fragments to what is committed; see `restoring.restore`."""
-        return restore(asked, self._store, self._snapshots, self._publishes)
+        return restore(asked, self.store, self._snapshots, self._publishes)
 
     def keep_house(self, now: float) -> None:
         """Begin to write the snapshot that is due, if any is."""
@@ -185,9 +190,17 @@ class StoreHolder:
         """Return what people should know about its snapshots."""
         return self._snapshots.writer.alerts(now)
 
+    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Return the message; see `WorkersHolder.told`."""
+        return message
+
+    def shown(self) -> dict[str, Any]:
+        """Return nothing; see `WorkersHolder.shown`."""
+        return {}
+
     def digest(self) -> str:
         """Return 16 hex digits over the Theta of all fragments."""
-        return self._store.digest()
+        return self.store.digest()
 
     # ---- islands' bytes, on many threads --------------------------------------------
 
@@ -204,7 +217,7 @@ class StoreHolder:
         try:
             with self._checks:
                 payload = self._inbox.payload(key)
-                squares = self._store.squares(start.fragment, payload)
+                squares = self.store.squares(start.fragment, payload)
                 self._inbox.checked(key, squares)
         except BaseException:
             # The protocol does not know that the delta has arrived: its last part must
@@ -221,14 +234,18 @@ class StoreHolder:
                 start.island,
                 start.incarnation,
             )
-        arrived = DeltaArrived(**key._asdict(), refusal="" if fit else "non_finite")
+        arrived = DeltaArrived(
+            **key._asdict(),
+            refusal="" if fit else "non_finite",
+            norm=length(squares) if fit else 0.0,
+        )
         self._tell(arrived)
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Return published fragments for an island."""
         try:
-            return self._store.fetch(
+            return self.store.fetch(
                 request.fragment, request.want, request.have, request.part
             )
         except ValueError as error:
@@ -245,7 +262,7 @@ class StoreHolder:
 
     def _commit(self, commit: Commit) -> None:
         prepared = self._prepared.pop(commit.fragment)
-        self._store.commit(commit.fragment, prepared.merged)
+        self.store.commit(commit.fragment, prepared.merged)
         for key in prepared.merge.deltas:
             self._inbox.drop(key)
         self._tell(prepared.measured())
@@ -262,9 +279,9 @@ class StoreHolder:
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares],
     ) -> None:
-        self._store.put_aside(merge.fragment, self._publishes.mapped)
+        self.store.put_aside(merge.fragment, self._publishes.mapped)
         started = time.monotonic()
-        merged = self._store.merge(
+        merged = self.store.merge(
             merge.fragment,
             merge.version,
             merge.contributions,
@@ -325,7 +342,7 @@ class StoreHolder:
             version=merged.version,
             digest=digest_arrays(merged.state.theta),
         )
-        self._store.expire_pins()
+        self.store.expire_pins()
         give_back()
         self._tell(digested)
 
@@ -342,23 +359,34 @@ class StoreHolder:
 
 
 def merges_at_once(cores: int) -> int:
-    """Return the most merges that so many cores compute at a time."""
+    """Return the number of merges that a machine with this many cores computes at a
+    time.
+    """
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
 
 
 def make_holder(
-    config: Config, store: Store, kept: KeptCycles, workdir: Path, whose: dict[str, Any]
+    config: Config,
+    store: Store,
+    kept: KeptCycles,
+    workdir: Path,
+    whose: dict[str, Any],
+    fragments: Sequence[int],
 ) -> StoreHolder:
-    """Return the holder of a coordinator, with its folders. whose: see
+    """Return the holder of these fragments, with their folders. whose: see
     `checkpoint`."""
     placement, plan = config.placement, store.plan
-    rooms = Rooms(placement.merge_buffer_bytes, workdir, SPARED_BYTES * plan.total)
+    rooms = Rooms(
+        placement.merge_buffer_bytes // placement.workers,
+        workdir,
+        SPARED_BYTES * plan.total,
+    )
     folder = checkpoint.snapshots_folder(placement, workdir)
     return StoreHolder(
         store,
         Inbox(store.layouts_up, rooms),
-        Publishes(workdir / run_files.PUBLISHES),
-        FragmentSnapshots(folder, placement, len(plan.fragments), whose),
+        Publishes(workdir / run_files.PUBLISHES, fragments),
+        FragmentSnapshots(folder, placement, fragments, whose),
         kept,
         write_within_s=placement.alone_s,
     )

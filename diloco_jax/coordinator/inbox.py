@@ -25,38 +25,74 @@ import numpy.typing as npt
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.wire import frames
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
 DELTAS_AT_ONCE = 2
 """Deltas per island and fragment: one that is outstanding, one that was left behind."""
+MOST_STRIPES = 1024
+"""Stripes of one part: more than an island has channels, and few to look through."""
+MOST_PARTS = 4096
+"""Parts of one delta: more than an island has hosts."""
 
 
 class _Arriving:
-    """Bytes of one part, stripe by stripe."""
+    """Bytes of one part, stripe by stripe. Nothing writes where a stripe has arrived:
+    what was checked, and is merged, stays as it was."""
 
     def __init__(self, room: Room) -> None:
         self.nbytes = room.place.nbytes
         self.room: Room | None = room
         """None once the bytes are in their place in the payload."""
-        self.stripes: set[tuple[int, int]] = set()
+        self._arrived: set[tuple[int, int]] = set()
+        self._lent: dict[tuple[int, int], memoryview] = {}
+        """Places that are being written to, by offset and length."""
 
     @property
     def complete(self) -> bool:
         """Tell if the stripes, which are disjoint, cover the whole part."""
-        return sum(length for _, length in self.stripes) == self.nbytes
+        return sum(length for _, length in self._arrived) == self.nbytes
 
-    def require_disjoint(self, start: UploadStart) -> None:
-        """Raise RemoteProtocolError if the stripe overlaps other stripes that have
-        arrived. A repetition of the same stripe is allowed."""
-        for offset, length in self.stripes - {(start.offset, start.length)}:
+    def lend(self, start: UploadStart) -> memoryview:
+        """Return the place of a stripe; see `Inbox.begin`."""
+        wanted = (start.offset, start.length)
+        if self.room is None or wanted in self._arrived:
+            return _nowhere(start)
+        self._lent = {s: p for s, p in self._lent.items() if not _is_released(p)}
+        if wanted in self._lent:
+            raise Busy(
+                f"bytes {start.offset} to {start.offset + start.length} of a delta of "
+                f"fragment {start.fragment} from {start.island!r} are on their way by "
+                f"another connection; come again when that one has ended"
+            )
+        others = (*self._arrived, *self._lent)
+        for offset, length in others:
             if start.offset < offset + length and offset < start.offset + start.length:
                 raise RemoteProtocolError(
                     f"bytes {start.offset} to {start.offset + start.length} of a delta "
                     f"of fragment {start.fragment} from {start.island!r} overlap "
-                    f"{offset} to {offset + length}, which arrived; the stripes of a "
-                    f"delta are disjoint"
+                    f"{offset} to {offset + length}, which came before; the stripes of "
+                    f"a delta are disjoint"
                 )
+        if len(others) >= MOST_STRIPES:
+            raise RemoteProtocolError(
+                f"a delta of fragment {start.fragment} from {start.island!r} comes in "
+                f"more than {MOST_STRIPES} stripes; send larger ones"
+            )
+        place = self.room.place.data[start.offset : start.offset + start.length]
+        self._lent[wanted] = place
+        return place
+
+    def take(self, start: UploadStart, place: memoryview) -> bool:
+        """Note that a stripe has arrived in its place; return False for any other
+        place."""
+        wanted = (start.offset, start.length)
+        if self._lent.get(wanted) is not place:
+            return False
+        del self._lent[wanted]
+        self._arrived.add(wanted)
+        return True
 
 
 class _Assembly:
@@ -81,6 +117,11 @@ class _Assembly:
     def require_space(self, nbytes: int) -> None:
         """Raise RemoteProtocolError if a part of this size does not fit beside the
         others."""
+        if len(self.parts) >= MOST_PARTS:
+            raise RemoteProtocolError(
+                f"one delta comes in more than {MOST_PARTS} parts; an island sends one "
+                f"part from each of its hosts"
+            )
         held = sum(arriving.nbytes for arriving in self.parts.values())
         if held + nbytes > self.room.place.nbytes:
             raise RemoteProtocolError(
@@ -101,11 +142,13 @@ class Inbox:
         self._deltas: dict[DeltaKey, _Assembly] = {}
 
     def begin(self, start: UploadStart) -> memoryview:
-        """Return the writable place of a stripe.
+        """Return the writable place of a stripe. The caller releases it, whatever
+        becomes of the transfer: until then nobody else gets it. If the stripe has
+        arrived before, its bytes go nowhere: the place may be as short as one chunk.
 
         Raises:
           RemoteProtocolError: sizes or tiles do not fit the fragment, or other stripes.
-          Busy: there is no room for the delta.
+          Busy: there is no room for the delta, or the same stripe is on its way.
         """
         layout = self._layouts[start.fragment]
         try:
@@ -149,11 +192,8 @@ class Inbox:
             arriving = assembly.parts.get(start.part)
             if arriving is None or arriving.room is None:
                 return False
-            if place.obj is not arriving.room.place.data.obj:
-                return False  # Of a delta that was dropped and has come again.
-            arriving.require_disjoint(start)
-            arriving.stripes.add((start.offset, start.length))
-            if not arriving.complete:
+            # Another place is that of a delta that was dropped and has come again.
+            if not arriving.take(start, place) or not arriving.complete:
                 return False
             if start.part:
                 layout = self._layouts[start.fragment]
@@ -167,8 +207,9 @@ class Inbox:
             return assembly.complete
 
     def reopen(self, start: UploadStart) -> None:
-        """Ask again for the part of a complete delta that holds this stripe; parts from
-        other hosts stay."""
+        """Wait again for the host's part of a complete delta that holds this stripe.
+        The parts of other hosts stay.
+        """
         with self._lock:
             assembly = self._deltas.get(_key(start))
             if assembly is not None and assembly.complete:
@@ -210,12 +251,9 @@ class Inbox:
     def _place(self, start: UploadStart) -> memoryview:
         assembly = self._deltas[_key(start)]
         arriving = assembly.parts.get(start.part)
-        if assembly.complete or arriving is None or arriving.room is None:
-            # A repetition: its bytes have arrived already and go nowhere.
-            return memoryview(bytearray(start.length))
-        arriving.require_disjoint(start)
-        place = arriving.room.place.data
-        return place[start.offset : start.offset + start.length]
+        if assembly.complete or arriving is None:
+            return _nowhere(start)
+        return arriving.lend(start)
 
     def _memory_bytes(self) -> int:
         return sum(assembly.memory_bytes for assembly in self._deltas.values())
@@ -236,13 +274,13 @@ class Inbox:
         return assembly.room.place
 
     def checked(self, key: DeltaKey, squares: Squares) -> None:
-        """Keep the sums of a delta's squares with it, if it is still here."""
+        """Keep the sums of squares of a delta that is still in the inbox."""
         with self._lock:
             if key in self._deltas:
                 self._deltas[key].squares = squares
 
     def squares(self, key: DeltaKey) -> Squares:
-        """Return what `checked` kept."""
+        """Return a delta's sums of squares, as given to `checked`."""
         with self._lock:
             return self._deltas[key].squares
 
@@ -263,6 +301,18 @@ class Inbox:
 
 def _whose(key: DeltaKey) -> tuple[str, int]:
     return key.island, key.fragment
+
+
+def _nowhere(start: UploadStart) -> memoryview:
+    """Return a place for a stripe that has arrived before."""
+    return memoryview(bytearray(min(start.length, frames.CHUNK_BYTES)))
+
+
+def _is_released(place: memoryview) -> bool:
+    try:
+        return place.nbytes < 0
+    except ValueError:
+        return True
 
 
 def _key(start: UploadStart) -> DeltaKey:
@@ -303,8 +353,10 @@ class Rooms:
         self._told = False
 
     def in_memory(self, nbytes: int, held: int) -> Room | None:
-        """Return a room in memory, or None if it does not fit beside rooms of `held`
-        bytes."""
+        """Return a room in memory; None if it does not fit.
+
+        held: bytes of the rooms that are in memory already.
+        """
         if held + nbytes > self._memory:
             return None
         return Room(np.empty(nbytes, np.uint8), in_memory=True)

@@ -84,7 +84,9 @@ class KeptCycles:
         return path_of(self._folder, cycle) / name
 
     def close(self, patience_s: float) -> None:
-        """Take no other fragment; write what was taken, for at most `patience_s`."""
+        """Accept no more fragments, and wait at most `patience_s` for those under
+        way.
+        """
         self._writer.close(patience_s)
 
     def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:
@@ -143,12 +145,12 @@ class KeptCycles:
             "tokens": cycle.tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
-        sealed.sync_folder(scratch)
+        sealed.sync_path(scratch)
         final = path_of(self._folder, cycle.number)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)
         scratch.rename(final)
-        sealed.sync_folder(self._folder)
+        sealed.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
 
@@ -170,8 +172,7 @@ def fragment_name(fragment: int) -> str:
 
 
 def mapped(path: Path) -> memoryview:
-    """Return the bytes of a file where they lie on the disk; they stay readable when it
-    is deleted."""
+    """Map a file; its bytes stay readable after the file is deleted."""
     if not path.stat().st_size:
         return memoryview(b"")
     with path.open("rb") as file:

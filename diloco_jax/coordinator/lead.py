@@ -19,11 +19,19 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Disconnected, Event, Said, Timer
+from diloco_jax.protocol.coordinator.events import (
+    Disconnected,
+    Event,
+    Said,
+    Timer,
+    WorkerAway,
+    WorkerBack,
+)
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
@@ -88,9 +96,12 @@ class EngineThread(Generic[S, E]):
         before: Before | None = None,
         peer: Disconnected | None = None,
     ) -> None:
-        """Queue an event at the present time. before: called on the engine's thread
-        just ahead of it. peer: the end of the session that caused the event, where the
-        event does not tell."""
+        """Queue an event with the present time.
+
+        Args:
+          before: called on the engine's thread just before the event is decided.
+          peer: ends the session that caused the event, if the event does not name one.
+        """
         queued = (event, before, peer, time.monotonic())
         while not self._ended:
             with contextlib.suppress(queue.Full):
@@ -108,9 +119,9 @@ class EngineThread(Generic[S, E]):
     def run(self) -> None:
         """Decide until `stop`.
 
-        Raises the error of another thread (`fail`) or of an effect: the process must
-        end then, and start again from what is durable. If no decision can be made upon
-        a peer's event, only that peer's session ends.
+        If no decision can be made upon a peer's event, only that peer's session ends.
+        An error of another thread (`fail`) or of an effect is raised: the process must
+        then end, and start again from what is durable.
         """
         self._thread = threading.current_thread()
         try:
@@ -176,7 +187,7 @@ class Lead(EngineThread[State, Event]):
         config: PolicyConfig,
         state: State,
         *,
-        holder: StoreHolder,
+        holder: StoreHolder | WorkersHolder,
         log: RecordLog,
         tape: Tape,
         metrics: Metrics,
@@ -220,16 +231,25 @@ class Lead(EngineThread[State, Event]):
         """True once the run is over."""
         return self.state.phase == "done"
 
-    def hear(self, message: FromHolder) -> None:
-        """Take a holder's message, on any thread."""
+    def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
+        """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | CycleKept():
+            case DeltaArrived() | MergePrepared() | CycleKept() | WorkerBack():
                 self.post(message)
+            case WorkerAway(worker=worker):
+                self.post(message)
+                # After that decision: no merge of its fragments is under way then.
+                self.post(None, lambda: self._bring_back(worker))
             case _ if threading.current_thread() is self._thread:
                 # A full queue would never take it: only this thread empties it.
                 self._write_down(message)
             case _:
                 self.post(None, lambda: self._write_down(message))
+
+    def _bring_back(self, worker: int) -> None:
+        assert isinstance(self._holder, WorkersHolder)
+        versions = [fragment.version for fragment in self.state.fragments]
+        self._holder.bring_back(worker, versions)
 
     def _write_down(
         self, message: MergesCompiled | MergeMeasured | MergeDigested | HolderTroubled

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from diloco_jax.config import ConfigError
 from diloco_jax.files import Appended
-from diloco_jax.sealed import sync_folder
+from diloco_jax.sealed import sync_path
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,7 @@ _MAGIC = b"dlc2"
 
 
 class DurableError(ConfigError):
-    """The log does not read back as this version would have written it; names the
-    place."""
+    """The log cannot be read as this version would have written it; names the place."""
 
 
 Line = dict[str, Any]
@@ -56,7 +55,7 @@ class RecordLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
         self._file = self._open(self.segment)
-        sync_folder(folder.parent)
+        sync_path(folder.parent)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record; it is on disk when this returns."""
@@ -73,7 +72,9 @@ class RecordLog:
         return ended
 
     def forget(self, through: int) -> None:
-        """Delete the segments that the oldest snapshot has made superfluous."""
+        """Delete the segments up to number `through`, which the oldest snapshot
+        contains.
+        """
         for number in _segments(self._folder):
             if number <= through:
                 _path(self._folder, number).unlink()
@@ -86,7 +87,7 @@ class RecordLog:
         path = _path(self._folder, segment)
         file = Appended(path)
         try:
-            sync_folder(self._folder)
+            sync_path(self._folder)
         except OSError:
             # Beside it, an unfinished record of the segment before would be damage.
             file.close()
@@ -111,7 +112,7 @@ def goes_on_from(folder: Path, after: int) -> bool:
 def read(folder: Path, after: int) -> Iterator[Line]:
     """Yield the entries of all segments numbered above `after`, oldest first.
 
-    Raises DurableError where a frame does not read; cuts off an unfinished last frame.
+    Raises DurableError where a frame is damaged; cuts off an unfinished last frame.
     """
     numbers = [n for n in _segments(folder) if n > after]
     for number in numbers:

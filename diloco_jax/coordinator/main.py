@@ -25,10 +25,9 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.holder import make_holder
+from diloco_jax.coordinator.holders import Holders
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
@@ -39,7 +38,6 @@ from diloco_jax.coordinator.settings import (
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.store import Store
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
@@ -92,7 +90,7 @@ class Coordinator:
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
-        """Prepare or find the run in `workdir`, once it is sure to be served."""
+        """Make or find the run in `workdir`, if the address can be served."""
         self._workdir = workdir
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
@@ -100,7 +98,7 @@ class Coordinator:
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
-        addresses.require_free(placement.bind)
+        addresses.require_free(placement.bind, placement.ports)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             storage.require_access(self._folder)
@@ -125,8 +123,7 @@ class Coordinator:
         self._interrupted = False
 
     def start(self) -> None:
-        """Load or make the state, and serve. Without a run and without --init, wait for
-        islands that have it."""
+        """Make or load the state, or gather it from islands, and serve."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
         gathered = None if self._facts.run_id else self._gather()
@@ -141,9 +138,9 @@ class Coordinator:
         self.policy_config = policy_config(
             run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
         )
-        self._whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
         self._states = StateSnapshots(
-            self._folder, placement, self.policy_config, self._whose
+            self._folder, placement, self.policy_config, whose
         )
         found = self._states.newest()
         giver = "" if workdirs.has_begun(workdir) else placement.first_from
@@ -160,8 +157,12 @@ class Coordinator:
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         keep, sizes = placement.exports_kept, self._plan.sizes
-        self._kept = KeptCycles(workdir, keep, self._whose, sizes)
+        self._kept = KeptCycles(workdir, keep, whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
+        run_id = self._facts.run_id
+        self._holders = Holders(
+            config, self._plan, self._kept, workdir, run_id, self._open
+        )
         state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
         self._metrics = Metrics(workdir)
@@ -171,10 +172,11 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
         sessions = Sessions()
+        sessions.told = self.holder.told
         self.lead = Lead(
             self.policy_config,
             state,
-            holder=self._holder,
+            holder=self.holder,
             log=self._log,
             tape=self._tape,
             metrics=self._metrics,
@@ -196,7 +198,7 @@ class Coordinator:
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
-            holder=self._holder,
+            holder=self.holder,
             sessions=sessions,
             roster=self._roster,
             metrics=self._metrics,
@@ -220,8 +222,9 @@ class Coordinator:
         return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
-        """Write the last snapshot and the summary; return the exit code. Not called
-        after a failure: then only what was durable counts."""
+        """Write the last snapshot and summary; return the exit code. Not after a
+        failure.
+        """
         self._server.stop(self._deadlines.stop_s / 5)
         finished = self.lead.finished
         write = self._disk.until_written if finished else self._disk.once
@@ -230,7 +233,7 @@ class Coordinator:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
         began = time.monotonic()
-        if self._states.writer.wait(self._patience_s) and self._holder.wait(
+        if self._states.writer.wait(self._patience_s) and self.holder.wait(
             lambda: self._patience_s() - (time.monotonic() - began)
         ):
             write("a snapshot", self._save)
@@ -252,7 +255,7 @@ class Coordinator:
         """Write the last snapshots; before the run is over, what there is time for."""
         within_s = None if self.lead.finished else self._deadlines.stop_s / 2
         self._states.write_last(self.lead.state, self._log)
-        self._holder.save_all(within_s)
+        self.holder.save_all(within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""
@@ -263,7 +266,7 @@ class Coordinator:
             self._roster,
             begun_unix=self._facts.begun_unix,
             over_unix=self._over,
-            digest=self._holder.digest(),
+            digest=self.holder.digest(),
         )
 
     def close(self) -> None:
@@ -306,8 +309,8 @@ class Coordinator:
         workdir = self._workdir
         if gathered is None and found is not None:
             recovered = origin.recover(policy, self._states, workdir / run_files.LOG)
-            self._hold(make_store(config, plan, None))
-            restored = self._holder.restore(recovered.restore)
+            self.holder = self._holders.restoring()
+            restored = self.holder.restore(recovered.restore)
             origin.tell_recovered(config, recovered, restored, self._tape)
             # After the snapshot: a kill may have come between snapshot and log.
             self._log = self._open_log(recovered.snapshot)
@@ -323,8 +326,9 @@ class Coordinator:
         # After the log's snapshot: where a log is, the run has begun.
         after = -1 if found is None else found
         number = durable.next_number(workdir / run_files.LOG, after)
-        self._hold(store)
-        self._holder.begin()
+        versions = [fragment.version for fragment in state.fragments]
+        self.holder = self._holders.beginning(store, versions)
+        del store
         with self._states.beginning():
             self._states.save(number, state)
         self._log = self._open_log(number)
@@ -334,13 +338,6 @@ class Coordinator:
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
         return state
-
-    def _hold(self, store: Store) -> None:
-        """Make the holder of these fragments."""
-        self.store = store
-        self._holder = make_holder(
-            self._config, store, self._kept, self._workdir, self._whose
-        )
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG
@@ -361,7 +358,7 @@ class Coordinator:
         if not ending:
             with self._disk.put_off("a snapshot"):
                 self._states.write_due(now, lead.state, self._log)
-                self._holder.keep_house(now)
+                self.holder.keep_house(now)
         if ending:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
@@ -373,7 +370,7 @@ class Coordinator:
 
     def _refresh(self, lead: Lead) -> None:
         now, clock = time.time(), time.monotonic()
-        own = [*self._states.writer.alerts(clock), *self._holder.alerts(clock)]
+        own = [*self._states.writer.alerts(clock), *self.holder.alerts(clock)]
         self._status = summary.status(
             lead.config,
             lead.state,
@@ -387,7 +384,8 @@ class Coordinator:
     def _shown(self) -> dict[str, Any]:
         """Return the status, with what holds up the next one: a full disk."""
         shown = self._status
-        return {**shown, "alerts": [*self._disk.alerts, *shown["alerts"]]}
+        alerts = [*self._disk.alerts, *shown["alerts"]]
+        return {**shown, **self.holder.shown(), "alerts": alerts}
 
     def _patience_s(self) -> float:
         """Return the longest wait for the snapshot that is being written at the end."""

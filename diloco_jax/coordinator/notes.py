@@ -87,8 +87,9 @@ class Hello(records.Written, frozen=True, kw_only=True):
 
 
 class Compiled(records.Written, frozen=True):
-    """Everything that merges need is compiled: merges ordered before this line
-    waited."""
+    """All functions that merges need are compiled. A merge that was ordered before this
+    line waited for them.
+    """
 
 
 class Measured(records.Written, frozen=True, kw_only=True):

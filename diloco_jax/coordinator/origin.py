@@ -1,8 +1,8 @@
-"""Make the coordinator's state: for a new run, or from the durable part of an old one.
+"""Make the coordinator's state: for a new run, or from the disk after a crash.
 
-After a crash the lead recovers from its log, and says what that has committed; the
-holder recovers its fragments up to there (`restoring.py`). The third way, from what
-islands have, is in `term.py`.
+After a crash the lead recovers from its snapshot and its log, which say what is
+committed. The holder then brings its fragments to these versions (`restoring.py`).
+`term.py` makes the state from the islands' anchors, if the disk is lost.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def initialise(
 
 
 class FromLog(NamedTuple):
-    """The lead's state, as its snapshots and its log have it."""
+    """The lead's state, from its snapshots and its log."""
 
     state: State
     snapshot: int

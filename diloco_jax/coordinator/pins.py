@@ -1,8 +1,8 @@
-"""Anchors that are kept while islands fetch them in full.
+"""Keep anchors while islands fetch them in full.
 
-A fetch goes by stripes, which begin and break at times of their own, and the hosts of
-an island fetch parts of one version. So an anchor stays while a stripe is under way and
-some seconds longer.
+A fetch has several stripes, which begin and break at different times, and the hosts of
+an island fetch parts of one version. So an anchor is kept while a stripe is under way,
+and for some seconds longer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class _Pin:
 
 
 class Pins:
-    """The anchors of one fragment that are fetched. Calls need the store's lock."""
+    """The anchors of one fragment that islands are fetching. The caller holds the
+    store's lock.
+    """
 
     def __init__(self, pin_s: float) -> None:
         """pin_s: seconds for which an anchor is kept once no stripe is under way."""
@@ -48,8 +50,12 @@ class Pins:
         self._pins: dict[Version, _Pin] = {}
 
     def begin(self, version: Version, current: Arrays | None) -> _Pin | None:
-        """Keep the anchor of this version for another stripe; None if it is gone.
-        current: the anchor, if the version is the fragment's current one."""
+        """Keep the anchor of this version for one more stripe; return None if it is
+        gone.
+
+        current: the anchor's arrays if `version` is the fragment's current one, else
+        None.
+        """
         self.expire()
         if current is not None:
             self._pins.setdefault(version, _Pin(current))
@@ -67,5 +73,5 @@ class Pins:
 
 
 def watch(pin: _Pin, source: object) -> None:
-    """End a stripe of the pin when nothing holds its source any more."""
+    """Count a stripe of the pin as ended once nothing holds `source` any more."""
     weakref.finalize(source, pin.end).atexit = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,17 @@ records of log and tape can still be written."""
 class Publishes:
     """The publishes of one run. Each file is written once, by any thread."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the folder, and make it if it is missing."""
+    def __init__(self, folder: Path, fragments: Iterable[int] | None = None) -> None:
+        """Open the folder, and make it if it is missing. fragments: those that are
+        written here, if not all are; others' files are left alone."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        sealed.sync_folder(folder.parent)
-        for torn in folder.rglob(f"*{sealed.TEMPORARY}"):
-            torn.unlink()
+        sealed.sync_path(folder.parent)
+        torn, own = f"*{sealed.TEMPORARY}", [folder]
+        if fragments is not None:
+            own = [self._path(f, Version()).parent for f in fragments]
+        for path in [path for below in own for path in below.rglob(torn)]:
+            path.unlink()
 
     def write(
         self, fragment: int, version: Version, payload: Buffer, *, final: bool
@@ -46,7 +50,7 @@ class Publishes:
         path = self._path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
-            sealed.sync_folder(self._folder)
+            sealed.sync_path(self._folder)
         require_space(self._folder, len(payload))
         header = {
             "fragment": fragment,
@@ -80,8 +84,9 @@ class Publishes:
         return made[0].data, bool(header["final"])
 
     def mapped(self, fragment: int, version: Version) -> Buffer | None:
-        """Return a publish where it lies on the disk, which was read or written
-        before; None if it was deleted since."""
+        """Return a publish as mapped from the disk; None if it was deleted since it was
+        read or written.
+        """
         try:
             return sealed.mapped(self._path(fragment, version))
         except sealed.SealedError:
@@ -98,11 +103,11 @@ class Publishes:
             if version <= through:
                 self._path(fragment, version).unlink()
 
-    def discard(self, committed: Sequence[Version]) -> int:
+    def discard(self, committed: Mapping[int, Version]) -> int:
         """Delete publishes above the committed versions, by fragment: their merges
         were prepared and never committed. Return their number."""
         count = 0
-        for fragment, newest in enumerate(committed):
+        for fragment, newest in committed.items():
             for version in self.versions(fragment):
                 if version > newest:
                     self._path(fragment, version).unlink()
@@ -114,8 +119,11 @@ class Publishes:
 
 
 def require_space(folder: Path, nbytes: int) -> None:
-    """Raise OSError unless the disk of a folder has room for so many bytes beside
-    `SPARED_BYTES`; names the folder, the bytes that are needed and those free."""
+    """Raise OSError unless the disk of a folder has room for `nbytes` beside
+    `SPARED_BYTES`.
+
+    The error names the folder, the bytes that are needed and the free ones.
+    """
     free = shutil.disk_usage(folder).free
     if free < nbytes + SPARED_BYTES:
         raise OSError(

@@ -38,7 +38,7 @@ def restore(
     snapshot reads, or it is of another run.
     """
     committed = asked.fragments
-    discarded = publishes.discard([fragment.version for fragment in committed])
+    discarded = publishes.discard({c.fragment: c.version for c in committed})
     found = []
     for fragment in committed:
         found.append(_restored(fragment, store, snapshots, publishes))
@@ -54,8 +54,9 @@ def _restored(
     snapshots: FragmentSnapshots,
     publishes: Publishes,
 ) -> RestoredFragment:
-    """Load a fragment from its newest snapshot that reads, and apply the publishes
-    after it."""
+    """Load a fragment from its newest snapshot that can be read, and apply its later
+    publishes.
+    """
     fragment, through = committed.fragment, committed.version
     begin, arrays = snapshots.load(fragment, through, store.like(fragment))
     if begin.term != through.term:

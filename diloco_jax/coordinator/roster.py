@@ -110,8 +110,11 @@ class Roster:
 
     @classmethod
     def begin_from(cls, path: Path) -> Roster:
-        """Load what the coordinator's last life left there. A file that does not read,
-        as after a power cut, is put aside: no decision depends on it."""
+        """Load the file that the coordinator's last life left.
+
+        A file that cannot be read, as after a power cut, is put aside: no decision
+        depends on it.
+        """
         try:
             return cls(path)
         except ConfigError as error:
@@ -221,8 +224,9 @@ class Roster:
         return _sum(member.past, member.current)
 
     def watched_by(self, island: str) -> dict[str, Any]:
-        """Return the newest cycle whose merged model the island has evaluated, and its
-        loss; empty if there is none."""
+        """Return the newest cycle whose merged model this island has evaluated, with
+        its loss; {} if there is none.
+        """
         if island not in self.members or not self.measures(island).watched_cycle:
             return {}
         sums = self.measures(island)
@@ -233,8 +237,9 @@ class Roster:
         }
 
     def watched(self) -> dict[str, Any] | None:
-        """Return what `watched_by` has of the newest cycle; None if no island has
-        evaluated any."""
+        """Return `watched_by` of the island that evaluated the newest cycle; None if no
+        island has evaluated one.
+        """
         found = filter(None, map(self.watched_by, sorted(self.members)))
         return max(found, key=lambda point: int(point["cycle"]), default=None)
 

@@ -30,14 +30,16 @@ class Saver:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
 
     def begin(self) -> None:
-        """Make every fragment as it is now durable, as the first one of a run or a
-        term; nothing else of it stays. Raises OSError if the disk is full, ConfigError
-        or StorageAway if a bucket takes no snapshot."""
-        count = len(self._store.versions())
+        """Write the first snapshots of a run or a term, one per fragment held here,
+        and delete all older snapshots and publishes.
+
+        Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
+        and StorageAway if it does not answer.
+        """
         with self._snapshots.beginning():
-            for fragment in range(count):
+            for fragment in self._snapshots.fragments:
                 self._snapshots.save_first(fragment, *self._store.current(fragment))
-        self._publishes.discard([FIRST_VERSION] * count)
+        self._publishes.discard(dict.fromkeys(self._snapshots.fragments, FIRST_VERSION))
 
     def write_due(self, now: float) -> None:
         """Begin to write the fragment whose turn it is, if it is time for one."""
@@ -58,7 +60,7 @@ class Saver:
                     "%d of %d fragments are in no snapshot of their newest version: "
                     "they go on from what was published of them",
                     len(unsaved) - written,
-                    len(self._store.versions()),
+                    len(self._snapshots.fragments),
                 )
                 return
             self._writes(fragment)()

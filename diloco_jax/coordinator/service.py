@@ -20,6 +20,7 @@ from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
+from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 DECIDED_WITHIN_S = 10.0
-"""Longest wait for the thread of decisions by who asks for a cycle."""
+"""Longest wait of a call that asks for a cycle, until that is decided."""
 
 
 class Service:
@@ -46,7 +47,7 @@ class Service:
         likeness: Likeness,
         *,
         lead: Lead,
-        holder: StoreHolder,
+        holder: StoreHolder | WorkersHolder,
         sessions: Sessions,
         roster: Roster,
         metrics: Metrics,
@@ -124,8 +125,11 @@ class Service:
             self._lead.post(Disconnected(island=hello.island, session=hello.session))
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a delta's stripe, once the sender has proved to be
-        current."""
+        """Return the memory for a stripe of a delta that is awaited.
+
+        Raises Refused if the sender is not the island's current process, or if the
+        delta is not awaited.
+        """
         self._check(start)
         if start.version is not None:
             raise Refused(
@@ -157,8 +161,18 @@ class Service:
         return self._status()
 
     def keep(self, cycle: int) -> dict[str, Any]:
-        """Return the cycle that is, or is being kept: this one or, for 0, the next one
-        that can be; and the names of its files once it is kept."""
+        """Have a cycle kept: the given one or, for 0, the earliest one that can be.
+
+        Returns the number of the cycle (`cycle`), the names of its files (`files`, none
+        until it is complete) and the share that is kept so far (`share`). Raises
+        Refused for a cycle that is not kept and can no longer be.
+        """
+        if isinstance(self._holder, WorkersHolder):
+            raise Refused(
+                "cycle",
+                "cycles are kept with placement.workers = 1 alone; export the run's "
+                "newest snapshot, without --cycle",
+            )
         now = cycles.present(self._lead.config, self._lead.state)
         if not cycle and now in self._kept.numbers():
             cycle = now

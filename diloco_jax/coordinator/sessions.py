@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Refused, Welcome
@@ -20,27 +21,32 @@ class Stream(Protocol):
         """Queue a message; do nothing if the stream has ended."""
 
     def close(self, refused: errors.Refused | None = None) -> None:
-        """End the stream, with a last word if the island is refused."""
+        """End the stream. An island that is refused is told why."""
 
     def fail(self, error: errors.WireError) -> None:
-        """End the stream with an error, after which the island comes again."""
+        """End the stream with an error; the island connects again."""
 
 
 class Sessions:
     """Streams by session name; the `Messenger` of an engine.
 
-    A stream says hello first and serves its session once that is sent a Welcome. A
-    newer stream of a session replaces an older one.
+    A stream first says hello. It serves its session once the coordinator has answered
+    with a Welcome. A newer stream of a session then replaces the older one.
     """
 
     def __init__(self) -> None:
+        self.told: Callable[[Hello, FromCoordinator], FromCoordinator] = _as_it_is
+        """Makes of a message what the island that said hello is told."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
         self._serving: dict[str, Stream] = {}
 
     def arrived(self, session: Stream) -> None:
-        """Keep a stream that said hello. Raises Refused if another island's stream has
-        its session: each would get what the other is told."""
+        """Keep a stream that said hello.
+
+        Raises Refused if a stream of another island has the same session: each island
+        would receive the other's messages.
+        """
         with self._lock:
             for streams in (self._waiting, self._serving):
                 other = streams.get(session.hello.session)
@@ -49,8 +55,11 @@ class Sessions:
             self._waiting[session.hello.session] = session
 
     def tell(self, session: str, message: FromCoordinator) -> None:
-        """See engine.Messenger. A Welcome makes the newest stream serve; a Refused ends
-        all streams of the session."""
+        """Send a message to a session; see `engine.Messenger`.
+
+        A Welcome makes the session's newest stream serve it; a Refused ends all its
+        streams.
+        """
         if isinstance(message, Refused):
             self._refuse(session, errors.Refused(message.code, message.message))
             return
@@ -59,7 +68,7 @@ class Sessions:
         with self._lock:
             stream = self._serving.get(session)
         if stream is not None:
-            stream.send(message)
+            stream.send(self.told(stream.hello, message))
 
     def postpone(self, session: str, message: str) -> None:
         for stream in self._removed(session):
@@ -113,8 +122,12 @@ class Sessions:
         return [stream for stream in found if stream is not None]
 
 
+def _as_it_is(hello: Hello, message: FromCoordinator) -> FromCoordinator:
+    return message
+
+
 def taken(hello: Hello) -> str:
-    """Return the message to an island whose session is another island's."""
+    """Return the message for an island whose session name another island has."""
     return (
         f"the session of island {hello.island!r} is that of another island; start it "
         f"again, since each process draws a session of its own"

@@ -11,11 +11,12 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
 SPARE_ISLANDS = 8
-"""Places for streams of islands that are told that they may not come in."""
+"""Places for streams of islands that are refused, so that they can be told why."""
 
 
 def policy_config(
@@ -46,34 +47,53 @@ def policy_config(
 
 
 def admitted(config: Config) -> dict[str, int | None]:
-    """Return the sequences per step of the islands that may join, by name; None: any
-    number."""
+    """Return the sequences per step of each island that may join, by name.
+
+    None stands for any number: `placement.admit` names the island, and no config
+    describes it.
+    """
     others = dict.fromkeys(config.placement.admit)
     return {**others, **{name: i.batch_size for name, i in config.islands.items()}}
 
 
 def admitted_hosts(config: Config) -> list[int]:
-    """Return the hosts of each island that may join; an island outside the config has
-    one."""
+    """Return the number of hosts of each island that may join, in the order of
+    `admitted`.
+
+    An island that the config does not describe has one host.
+    """
     known = config.islands
     return [known[n].hosts if n in known else 1 for n in admitted(config)]
 
 
 def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Server:
     """Return the server of a coordinator, with places for its islands."""
-    placement, hosts = config.placement, admitted_hosts(config)
     return Server(
-        placement.bind,
+        config.placement.bind,
         handlers,
         tls=tls,
-        deadlines=placement.deadlines,
         max_islands=len(admitted(config)) + SPARE_ISLANDS,
-        max_hosts=sum(hosts) + SPARE_ISLANDS,
-        max_hosts_each=max(hosts),
-        bulk_channels=placement.bulk_channels,
-        insecure=placement.insecure,
+        insecure=config.placement.insecure,
         config=dataclasses.asdict(config),
+        **_bulk_places(config),
     )
+
+
+def bulk_server_of(
+    config: Config, handlers: BulkHandlers, tls: TlsFiles | None
+) -> BulkServer:
+    """Return the server of a worker, with as many places for transfers."""
+    return BulkServer(handlers, tls=tls, **_bulk_places(config))
+
+
+def _bulk_places(config: Config) -> dict[str, Any]:
+    hosts = admitted_hosts(config)
+    return {
+        "deadlines": config.placement.deadlines,
+        "max_hosts": sum(hosts) + SPARE_ISLANDS,
+        "max_hosts_each": max(hosts),
+        "bulk_channels": config.placement.bulk_channels,
+    }
 
 
 def require_room(config: Config, plan: FragmentPlan) -> None:

@@ -55,8 +55,11 @@ class Snapshots:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Make the snapshots without which a run or a term does not begin: if a bucket
-        takes none, raise ConfigError or StorageAway."""
+        """Write, in the block, the first snapshots of a run or a term.
+
+        Raises ConfigError if the bucket refuses a snapshot, and StorageAway if it does
+        not answer.
+        """
         try:
             yield
         except (OSError, ConfigError, StorageAway):
@@ -124,8 +127,11 @@ class SnapshotWriter:
         return now >= self._due and not self._writing()
 
     def write(self, now: float, save: Callable[[], None]) -> None:
-        """Call this on a thread. A failure costs nothing: what the snapshot would have
-        made superfluous stays."""
+        """Write a snapshot by `save` on a thread, and return at once.
+
+        After a failure the files that this snapshot would have made superfluous are
+        kept.
+        """
 
         def attempt() -> None:
             began = time.monotonic()
@@ -164,8 +170,11 @@ class SnapshotWriter:
         )
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
-        """Wait for the snapshot being written; return True once none is. `patience_s`
-        gives the seconds to wait since the call, and may change meanwhile."""
+        """Wait for a snapshot that is being written; return False if it takes too long.
+
+        patience_s: returns the seconds to wait, counted from this call. It is asked
+        again and again, as its answer may change.
+        """
         began = time.monotonic()
         while self._thread is not None and self._thread.is_alive():
             left_s = began + patience_s() - time.monotonic()

@@ -31,8 +31,11 @@ def _references(octets: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
 
 
 class Spares:
-    """Make arrays, and make them of octets that were an array once. Whoever holds an
-    array, a view of it or its buffer keeps it from being used again."""
+    """Make arrays, out of the memory of arrays that nobody holds any more.
+
+    An array's memory stays in use as long as anyone holds the array, a view of it or
+    its buffer.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +43,7 @@ class Spares:
         """All that is in use or spare, the oldest first."""
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return an array whose bytes are not set."""
+        """Return an array with any content."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             octets = self._spare(nbytes + CACHE_LINE)
@@ -48,7 +51,7 @@ class Spares:
             return octets[start : start + nbytes].view(dtype).reshape(shape)
 
     def trim(self, kept_bytes: int) -> None:
-        """Free spare octets beyond this number of bytes, the oldest first."""
+        """Free the oldest spare memory until at most `kept_bytes` are left."""
         with self._lock:
             kept, spare = [], 0
             references = _references(self._octets)

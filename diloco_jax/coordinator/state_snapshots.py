@@ -57,12 +57,12 @@ class StateSnapshots(Snapshots):
         self._refuse_other(number, self._read(state_path(self._folder, number), []))
 
     def load(self, goes_on_from: Callable[[int], bool]) -> tuple[int, State]:
-        """Load the newest snapshot that reads; return its number too.
+        """Load the newest snapshot that can be read; return its number too.
 
         goes_on_from: tells if the log has everything that came after a snapshot.
 
         Raises:
-          ConfigError: the snapshot is of another run; or it does not read, and the log
+          ConfigError: the snapshot is of another run; or it cannot be read, and the log
             does not go on from an older one.
         """
         torn: list[int] = []

@@ -1,9 +1,8 @@
 """The global parameters: Theta, outer state, anchors and retained publishes.
 
-A fragment is merged by itself, and several can be at a time. What a merge computes is
-invisible until it is committed; arrays are never changed in place, so readers hold what
-they fetched. All arrays lie in the order of the tiles, as they are encoded; `params`
-alone puts them in their own.
+A fragment is merged by itself. What a merge computes is invisible until its commit;
+arrays are never changed in place, so readers hold what they fetched. All arrays lie in
+the order of the tiles; `params` alone puts them in their own.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class Store:
         self._merges = [dataclasses.replace(m, passes=passes) for m in self._merges]
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts on which the bits of merges depend, for the tape."""
+        """Return the facts on which the bits of merges depend."""
         route = merge_route.route_of(self._merges[0].passes)
         return {**environment.describe(), "merge_route": route}
 
@@ -159,34 +158,37 @@ class Store:
         """Layouts of an encoded delta, by fragment."""
         return [merge.layout_up for merge in self._merges]
 
-    def warm_up(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """Compile all that merges need, so that no merge has to wait for it. A rule
-        that sees all deltas at once leaves out what depends on their number. ended:
-        asked between two fragments; once it is true, the rest is not compiled."""
+    def warm_up(
+        self,
+        ended: Callable[[], bool] = lambda: False,
+        fragments: Sequence[int] | None = None,
+    ) -> None:
+        """Compile all that merges need; a rule that sees all deltas at once leaves out
+        what depends on their number. ended: once it is true, the rest is left out.
+        fragments: those that are held; None: all."""
         nothing = Contribution(
             island="", incarnation=0, tick=0, start=0, end=1, tokens=1, base=Version()
         )
         compiled = set()
-        for fragment, merge in enumerate(self._merges):
+        held = range(len(self._merges)) if fragments is None else fragments
+        for fragment, merge in ((f, self._merges[f]) for f in held):
             alike = tuple((p.shape, rule_for(p, merge.rule)) for p in merge.pieces)
-            if alike in compiled:
-                continue
             if ended():
                 return
+            if alike in compiled:
+                continue
             compiled.add(alike)
             layout = merge.layout_up
             zeros = np.zeros(layout.total_bytes, np.uint8)
-            for placed, array in zip(
-                layout.placed, layout.unpack(zeros.data), strict=True
-            ):
+            arrays = layout.unpack(zeros.data)
+            for placed, array in zip(layout.placed, arrays, strict=True):
                 sampled(Encoded(merge.up, placed.piece.shape, [array]), 0)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
                 self.merge(fragment, Version(), [nothing], [zeros], final=final)
 
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
-        """Return the sums of the squares of an encoded delta, by piece; `is_fit` tells
-        if they may be merged."""
+        """Return the sums of the squares of a delta, by piece, for `is_fit`."""
         return self._merges[fragment].squares(payload.data)
 
     def merge(
@@ -236,8 +238,8 @@ class Store:
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
         """Free the memory of a fragment's retained publishes: another one is about to
-        come. mapped: returns the same bytes where they lie on the disk, if they are
-        there."""
+        come. mapped: returns a publish as mapped from the disk, or None.
+        """
         current = self._fragments[fragment]
         with self._lock:
             held = [v for v, _ in current.publishes if v not in current.on_disk]
@@ -316,8 +318,7 @@ class Store:
         return digest_all(map(self.digest_of, range(len(self._fragments))))
 
     def digest_of(self, fragment: int) -> str:
-        """Return 64 hex digits over a fragment's Theta, in the order of its tiles. It
-        takes time: a second per GB, or two."""
+        """Return 64 hex digits over a fragment's Theta: a second per GB, or two."""
         with self._lock:
             current = self._fragments[fragment]
             state, digest = current.state, current.digest
@@ -345,13 +346,13 @@ class Store:
             return found.version, _as_lists(found.state)
 
     def like(self, fragment: int) -> dict[str, list[Any]]:
-        """Return `arrays` as `jax.ShapeDtypeStruct`, without arrays."""
+        """Return `arrays` as `jax.ShapeDtypeStruct`."""
         return _as_lists(self._merges[fragment].like())
 
     def load(
         self, fragment: int, arrays: dict[str, list[Any]], version: Version
     ) -> None:
-        """Take over what `arrays` returned, at this version."""
+        """Set the fragment's arrays, as `arrays` returned them, and its version."""
         like, current = self._merges[fragment].like(), self._fragments[fragment]
         whole = {name: [np.asarray(x) for x in own] for name, own in arrays.items()}
         rules = jax.tree.structure(like.rules)

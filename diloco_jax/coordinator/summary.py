@@ -68,10 +68,13 @@ def write(
     over_unix: float,
     digest: str,
 ) -> None:
-    """Write `summary.json`, unless the run was over before this life and left it.
+    """Write `summary.json`, unless an earlier life of the coordinator wrote it after
+    the end.
 
-    over_unix: when the run was over; 0 if this life has ended it. digest: of the global
-    parameters.
+    Args:
+      begun_unix: start of the run, in unix seconds.
+      over_unix: end of the run if it was over before this life; else 0.
+      digest: of the global parameters.
     """
     left = workdirs.read_summary(workdir)
     if over_unix and left.get("parameters_digest") == digest:
@@ -215,7 +218,7 @@ def _island_status(
     adopted = member.adopted.values()
     everything = len(adopted) == len(state.fragments)
     if island.status == "live":
-        shown: str = island.phase
+        shown: str = "quarantined" if island.quarantined else island.phase
     else:
         shown = island.status
     speed = up = down = 0.0

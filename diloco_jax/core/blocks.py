@@ -42,8 +42,11 @@ def tile_squares(tiles: ArrayLike) -> list[float]:
 
 
 class CutTree:
-    """A pytree of arrays, of which those of one shape are cut by rows, and the others
-    are the same for all rows."""
+    """A pytree of arrays that a pass reads and writes by blocks of rows.
+
+    Arrays of the given shape are cut by rows; all other leaves are the same for all
+    rows.
+    """
 
     def __init__(self, tree: Any, shape: tuple[int, ...], empty: Empty) -> None:
         self._before, self._structure = jax.tree.flatten(tree)
@@ -64,7 +67,7 @@ class CutTree:
         )
 
     def put(self, rows: slice, tree: Any) -> None:
-        """Put these rows of the new tree into their place."""
+        """Put the new values of these rows in their place."""
         for index, leaf in enumerate(jax.tree.leaves(tree)):
             if self._cut[index]:
                 self._after[index][rows] = leaf

@@ -44,8 +44,9 @@ def publish(
 def publish_tiles(
     codec: Codec, theta: ArrayLike, anchor: ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    """`publish` of some tiles: f32[n, elements] each -> uint8[n, tile_bytes], f32[n,
-    elements]."""
+    """Publish the change of some tiles: f32[n, elements] each -> uint8[n, tile_bytes]
+    and the new anchor, f32[n, elements]. See `publish`.
+    """
     encoded = _encode_change_of_tiles(codec, theta, anchor)
     return encoded, apply_to_tiles(codec, anchor, encoded)
 
@@ -58,7 +59,9 @@ def apply_publish(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Ar
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply_to_tiles(codec: Codec, anchor: jax.Array, encoded: jax.Array) -> jax.Array:
-    """`apply_publish` to some tiles, f32[n, elements] and uint8[n, tile_bytes]."""
+    """Return some tiles of the anchor after a publish, f32[n, elements]. See
+    `apply_publish`.
+    """
     return _moved(anchor, codec.decode_tiles(encoded, anchor.shape[-1]))
 
 

@@ -115,8 +115,10 @@ class FragmentMerge:
         return like
 
     def squares(self, payload: Buffer) -> Squares:
-        """Decode a delta once, tile by tile; return the sums of its squares. Unless
-        they are finite, the delta is not."""
+        """Decode a delta once, tile by tile; return the sum of its squares by piece.
+
+        If a sum is not finite, the delta is not either (`is_fit`).
+        """
         return tuple(
             Encoded(self.up, placed.piece.shape, [array], (), self.passes).squares[0]
             for placed, array in zip(
@@ -198,9 +200,11 @@ class FragmentMerge:
     def replay(
         self, state: FragmentState, payload: Buffer, *, final: bool
     ) -> FragmentState:
-        """Apply a logged publish after a crash: Theta = A. `advance_over_publish` and
-        `recovered` advance the states of outer optimizer and merge rule, which the
-        flush leaves alone."""
+        """Apply a logged publish after a crash: Theta = A.
+
+        `advance_over_publish` advances the outer optimizer's state and `recovered` the
+        merge rule's. A publish of the flush advances neither.
+        """
         anchor = self._new(state.anchor)
         for new, old, encoded in zip(
             anchor, state.anchor, self.layout_down.unpack(payload), strict=True
@@ -340,6 +344,11 @@ class FragmentMerge:
         for piece, new, place in zip(self.pieces, stepped, theta, strict=True):
             place[...] = TileGrid.of(piece.shape).to_tiles(np.asarray(new))
         return jax.tree.map(np.asarray, after)
+
+
+def length(squares: Squares) -> float:
+    """Return the length of a delta with these sums."""
+    return math.sqrt(math.fsum(squares))
 
 
 def is_fit(squares: Squares) -> bool:

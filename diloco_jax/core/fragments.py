@@ -161,17 +161,6 @@ def get_piece(params: Mapping[str, Any], piece: Piece) -> Any:
     return piece.bands.joined(piece.bands.striped(value)[piece.bands.index(piece.band)])
 
 
-def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
-    """Return new parameters with one piece replaced; all other leaves are shared."""
-    replaced: Params = _replace(params, piece, value)
-    return replaced
-
-
-def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all pieces by name, in the plan's order."""
-    return {piece.name: get_piece(params, piece) for piece in plan.pieces}
-
-
 def from_pieces(plan: FragmentPlan, arrays: Mapping[str, Any]) -> Params:
     """Build parameters from all their pieces by name; layers are stacked again.
 
@@ -323,19 +312,6 @@ def _pieces(shapes: Any, axes: Any, path: tuple[str, ...]) -> Iterator[Piece]:
             yield Piece(path, layer, shape[1:], embedding)
     else:
         yield Piece(path, -1, shape, embedding)
-
-
-def _replace(node: Any, piece: Piece, value: Any, depth: int = 0) -> Any:
-    if depth < len(piece.path):
-        key = piece.path[depth]
-        return {**node, key: _replace(node[key], piece, value, depth + 1)}
-    layer = () if piece.layer < 0 else (piece.layer,)
-    if piece.bands is None:
-        return jnp.asarray(node).at[layer].set(value) if layer else value
-    index = (*layer, *piece.bands.index(piece.band))
-    striped = piece.bands.striped(jnp.asarray(node))
-    changed = striped.at[index].set(piece.bands.striped(value))
-    return piece.bands.joined(changed)
 
 
 def _stack(leaf: Any) -> Any:

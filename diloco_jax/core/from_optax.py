@@ -154,7 +154,9 @@ def call(
 
 
 def check(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
-    """Raise ValueError if the optimizer does not fit (see the module's docstring)."""
+    """Raise ValueError if the optimizer does not fit; the module's docstring says when
+    it does.
+    """
     try:
         scaled = _train(make(AXES, 1.0), SMALLER_RATE)
         itself = _train(make(AXES, SMALLER_RATE), 1.0)

@@ -38,18 +38,18 @@ class Family(Generic[M]):
     """Location of the function that makes a member from a name outside the table."""
 
     def find(self, name: str) -> M:
-        """Return the member of that name.
+        """Return the member with that name.
 
         Raises:
-          ValueError: there is none; or its file cannot be executed.
+          ValueError: no member has it, or its file cannot be executed.
         """
         return cast(M, _find(self, name))
 
     def check(self, name: str) -> None:
-        """Try the named member, unless it is in the table.
+        """Try the named member on a tiny piece, unless it is one of the package.
 
         Raises:
-          ValueError: there is none, or it is unfit; the text names the line at fault.
+          ValueError: no member has that name, or it is unfit; names the line at fault.
         """
         if name in self.table:
             return

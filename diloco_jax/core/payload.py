@@ -238,7 +238,7 @@ class Coverage:
                 here[...] = True
 
     def remove(self, part: Part) -> None:
-        """Note that the tiles of this part must be sent again."""
+        """Note that the tiles of this part are missing again."""
         for box in part:
             self._here[box.piece][tiles_of(box)] = False
         if not part:

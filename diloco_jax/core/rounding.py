@@ -11,7 +11,9 @@ ROUNDING = 1e-4
 
 
 def equal_but_for_rounding(found: ArrayLike, wanted: ArrayLike) -> bool:
-    """Tell whether two arrays of one shape have the same numbers, each within a part of
-    itself or of the largest."""
+    """Tell whether two arrays of one shape are equal but for rounding.
+
+    Each element may differ by `ROUNDING` times itself or the largest element.
+    """
     most = float(np.abs(wanted).max())
     return bool(np.allclose(found, wanted, ROUNDING, ROUNDING * most))

@@ -36,11 +36,14 @@ TOLD_FROM = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents in two rows of tokens. A separator follows each document of text.
+    """Documents as two rows of tokens. In text, a separator follows each document.
 
-    `train` and `validation` are integers [tokens], of text uint8; `names` those of all
-    documents, in order; `digest` 16 hex digits over names and contents; `largest` the
-    highest token; `of_bytes`: tokens are bytes.
+    Attributes:
+      train, validation: integers [tokens]; uint8 for text.
+      digest: 16 hex digits over the documents' names and contents.
+      names: names of all documents, in order.
+      largest: the highest token.
+      of_bytes: True if tokens are bytes.
     """
 
     train: Tokens
@@ -154,9 +157,9 @@ def _told(files: Sequence[tuple[str, pathlib.Path]]) -> ReadProgress:
 
 
 def load_checked_corpus(data: DataConfig, *, copied: bool = False) -> Corpus:
-    """Load a run's corpus; raise ConfigError if its digest here is another one.
+    """Load a run's corpus; raise ConfigError if its digest differs from the run's.
 
-    copied: see `load_corpus`; also if the run has a digest.
+    copied: see `load_corpus`. With `data.digest` the files always count as copies.
     """
     copied = copied or bool(data.digest)
     corpus = load_corpus(data.paths, data.validation_fraction, copied=copied)

@@ -31,7 +31,8 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 def find_documents(
     paths: tuple[str, ...], field: str = "data.paths"
 ) -> list[tuple[str, pathlib.Path]]:
-    """Return names and paths, in order of the names; see `corpus.load_corpus`.
+    """Return the names and paths of all documents, in order of the names; see
+    `corpus.load_corpus`.
 
     Raises ConfigError, naming `field`, for a path that is missing or empty, and for two
     documents of one name.

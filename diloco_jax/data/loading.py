@@ -1,4 +1,6 @@
-"""Load the data of a run, of whatever kind, for training and evaluation."""
+"""Load the data of a run for training and evaluation: text, tokens, rows or your
+own.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,10 @@ class Data:
 
 
 def load_data(run: RunConfig, *, copied: bool = False) -> Data:
-    """Load a run's data; raise ConfigError if it is not the run's, does not fill a
-    window, or holds nothing out.
+    """Load a run's data.
 
-    copied: the files are copies, and their manifests are believed (`load_corpus`).
+    Raises ConfigError if the data is not the run's, fills no window, or holds nothing
+    out. copied: the files are copies, and their manifests are believed (`load_corpus`).
     """
     if run.data.factory:
         data = _own(run)

@@ -1,10 +1,11 @@
-"""Manifests: the digests of a large file, made once and kept beside it.
+"""Manifests: the digests of a large file, computed once and kept beside the file.
 
-`tokens.npy` has `tokens.npy.manifest`, and so has a file of text. Who has both need not
-read the file: its size is compared and, where its time of change is another one (it is
-a copy, or was written to), a few chunks drawn anew at every start. The digest of the
-file is that of its chunks' digests, so that a chunk is checked alone and all cores make
-a manifest.
+`tokens.npy` has `tokens.npy.manifest`; a file of text has one too. With a manifest a
+start does not read the whole file. It compares the size and the time of the last
+change. If the time differs, because the file is a copy or was written to, it also
+compares a few chunks that it draws at random. The digest of the file is that of its
+chunks' digests: so one chunk can be checked alone, and all cores share the work of
+making a manifest.
 """
 
 from __future__ import annotations
@@ -78,11 +79,12 @@ def is_large(path: Path) -> bool:
 def described(
     path: Path, row: np.ndarray, check: Check, samples: int | None
 ) -> Manifest:
-    """Return the facts about a file: its manifest's, or else those that are read.
+    """Return the manifest of a file, or the same facts about a file that has none.
 
-    row: the file's values. samples: chunks to check of a file that is not its
-    manifest's by the time of change; a difference raises ConfigError. None: such a file
-    is read anew.
+    Args:
+      row: the file's values.
+      samples: number of chunks to compare if the file's time of change is not the
+        manifest's; a difference raises ConfigError. None: the file is read again.
     """
     if not is_large(path):
         return _facts(path, row, check)
@@ -110,7 +112,7 @@ def make(path: Path, row: np.ndarray, check: Check) -> Manifest:
 
 
 def keep(path: Path, manifest: Manifest) -> None:
-    """Write the manifest beside its file, unless that folder takes no files."""
+    """Write the manifest beside its file; warn if the folder cannot be written."""
     try:
         files.write_text(
             msgspec.json.encode(manifest).decode() + "\n", manifest_path(path)
@@ -142,13 +144,15 @@ def find(path: Path) -> Manifest | None:
 
 
 def has_size(path: Path) -> bool:
-    """Tell if a file has a manifest of its size; a copy has another time of change."""
+    """Tell if the file has a manifest with the file's size. The time of change may
+    differ, as that of a copy does.
+    """
     found = find(path)
     return found is not None and found.size == path.stat().st_size
 
 
 def is_unchanged(path: Path, manifest: Manifest) -> bool:
-    """Tell if the file is, for all that the system says, the one that was read."""
+    """Tell if size and time of change are those of the manifest."""
     status = path.stat()
     return (manifest.size, manifest.changed_ns) == (status.st_size, status.st_mtime_ns)
 
@@ -160,8 +164,10 @@ def require_same(
     samples: int,
     draw: Callable[[range, int], list[int]] = random.sample,
 ) -> None:
-    """Raise ConfigError, with both values, if the file is not the manifest's: compare
-    size, type, and `samples` chunks that are drawn."""
+    """Raise ConfigError, with both values, if the file differs from its manifest.
+
+    Compares the size, the type, and the digests of `samples` chunks drawn by `draw`.
+    """
     seen = {
         "size": path.stat().st_size,
         "dtype": tokens.dtype.str,

@@ -24,7 +24,7 @@ class ManifestOptions:
 
 
 def manifest_command(arguments: Sequence[str]) -> int:
-    """Write the manifests of large files anew."""
+    """Write the manifests of large files, even if they have one."""
     (options,) = parse(
         [ManifestOptions],
         arguments,

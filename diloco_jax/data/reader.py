@@ -1,6 +1,6 @@
-"""Batches of rows as a model takes them, read into arrays that lie in one piece.
+"""Batches of rows in the form that a model takes, read into contiguous arrays.
 
-`B` rows, `T` tokens predicted of each.
+`B` rows; `T` tokens are predicted of each.
 """
 
 from __future__ import annotations

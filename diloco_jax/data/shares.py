@@ -1,8 +1,9 @@
-"""Which source of a mixture a position belongs to, by arithmetic alone.
+"""Divide the positions of a mixture among its sources, by arithmetic alone.
 
-Weights become whole numbers, which add up to the slots of a period. In each period,
-every source has as many slots as its number says, spread so that over any positions
-from the first on its share is less than one row off. Slots alone are kept, not rows.
+The weights are scaled to whole numbers, which add up to the slots of a period. In each
+period a source has as many slots as its number. They are spread evenly: over any
+positions from the first on, its share is less than one row off. Only the slots are kept
+in memory, no table of rows.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MOST_SLOTS = 10_000
 class Shares:
     """Positions 0, 1, ... without end, divided among sources.
 
-    A position is one draw of one source, and each draw has one position: `draw` and
-    `position` are each other's inverse.
+    Each position is one draw of one source: `draw` returns it, and `position` inverts
+    that.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

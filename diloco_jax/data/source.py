@@ -1,7 +1,7 @@
 """Rows by number, and the arrays that a row has.
 
-A row is a mapping of arrays by name. Which ones there are is known beforehand, so that
-steps are compiled without a row. `T` tokens predicted of each row.
+A row is a mapping of arrays by name. The names are known beforehand, so that steps are
+compiled without a row. `T` tokens are predicted of each row.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ document, and all of its predictions count."""
 
 
 class Rows(Protocol):
-    """Rows by number. Several threads read at a time."""
+    """Rows by number. Several threads may read at once."""
 
     @property
     def fields(self) -> Fields:
@@ -77,8 +77,9 @@ class Rows(Protocol):
 
 
 class Source(Rows, Protocol):
-    """Common to windows of a text, `.npy` tokens, ArrayRecord and mixtures;
-    rows are numbered from 0."""
+    """Rows numbered from 0: of a text, `.npy` tokens, ArrayRecord files or a
+    mixture.
+    """
 
     def __len__(self) -> int:
         """Return the number of rows per epoch."""
@@ -136,10 +137,11 @@ def fields_of_batch(asked: Fields, arrays: Collection[str]) -> dict[str, Field]:
 
     Args:
       asked: arrays that a model takes (`Model.batch`).
-      arrays: names of those that the data has (`data.arrays`).
+      arrays: names of the arrays that the data has (`data.arrays`).
 
     Raises:
-      ConfigError: the model does not take what the data has, or needs what it lacks.
+      ConfigError: the model cannot take an array of the data, or needs one that the
+        data lacks.
     """
     has = ", ".join(sorted(arrays))
     takes = ", ".join(sorted(asked))

@@ -33,8 +33,10 @@ Range = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """The rows of one array of a batch that one host's devices need. `shape`: that of
-    the whole array."""
+    """The rows of one array of a batch that the devices of one host need.
+
+    shape: shape of the whole array.
+    """
 
     shape: tuple[int, ...]
     parts: Mapping[Range, np.ndarray]
@@ -121,8 +123,10 @@ class LeasedStream:
         self._ahead = self._affordable(sequences_per_step)
 
     def read_only(self, own: Sequence[Range]) -> None:
-        """Have only these rows of every batch read; empty: all. Call it before the
-        first grant."""
+        """Read only these rows of every batch from now on; all rows if `own` is empty.
+
+        Call it before the first grant.
+        """
         self._own = tuple(dict.fromkeys(own))
         if own:
             self._ahead = self._affordable(sum(b - a for a, b in self._own))

@@ -21,8 +21,11 @@ LONGEST_REST = 3
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """One file. `text`: uint8 [bytes], mapped if it is large; `digested`: its part of
-    the corpus's digest, which is the text itself or, of a large file, a digest."""
+    """One file of text, uint8 [bytes]; a large one is mapped.
+
+    digested: its part of the corpus's digest: the text itself or, for a large file, a
+    digest.
+    """
 
     text: np.ndarray
     digested: bytes
@@ -47,7 +50,7 @@ def read_text_file(path: pathlib.Path, samples: int | None = None) -> TextFile:
 
 
 def make_text_manifest(path: pathlib.Path) -> manifest.Manifest:
-    """Read a whole file, whatever a manifest says of it, and write its manifest."""
+    """Read the whole file and write its manifest, even if it has one."""
     return manifest.make(path, np.memmap(path, np.uint8, mode="r"), _check)
 
 
@@ -72,8 +75,11 @@ def _check(path: pathlib.Path, text: np.ndarray, part: slice) -> int:
 
 
 def _begin(text: np.ndarray, at: int) -> int:
-    """Return the place at or after `at` where a character begins; `at` itself where
-    none does soon, and at the ends."""
+    """Return the first place at or after `at` where a character begins.
+
+    If no character begins within the next `LONGEST_REST` bytes, the text is not UTF-8:
+    return `at`, or the end of the text if that is nearer.
+    """
     if at == 0:
         return 0
     for place in range(at, min(at + LONGEST_REST + 1, len(text))):

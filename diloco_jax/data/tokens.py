@@ -53,7 +53,7 @@ Tokens = np.ndarray | TokenRow
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """One file. `tokens`: mapped, [tokens]; `digest`: of its type and contents."""
+    """One file of tokens, mapped, [tokens]. `digest`: of its type and contents."""
 
     tokens: np.ndarray
     digest: bytes
@@ -72,7 +72,7 @@ def read_token_file(path: pathlib.Path, samples: int | None = None) -> TokenFile
 
 
 def make_token_manifest(path: pathlib.Path) -> manifest.Manifest:
-    """Read a whole file, whatever a manifest says of it, and write its manifest."""
+    """Read the whole file and write its manifest, even if it has one."""
     return manifest.make(path, _open(path), _check)
 
 

@@ -1,6 +1,6 @@
 """Validation batches: every prediction of the validation source exactly once.
 
-`B` rows, `T` tokens predicted of each.
+`B` rows; `T` tokens are predicted of each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ValidationBatches:
         self._own: tuple[Range, ...] = ()
 
     def read_only(self, own: Sequence[Range]) -> None:
-        """Have only these rows of every batch read; empty: all."""
+        """Read only these rows of every batch from now on; all rows if `own` is
+        empty.
+        """
         self._own = tuple(dict.fromkeys(own))
 
     def __len__(self) -> int:

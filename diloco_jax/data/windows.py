@@ -1,6 +1,6 @@
 """Windows of a long row of tokens, as rows to train on and to validate on.
 
-`T` tokens predicted of each window.
+`T` tokens are predicted of each window.
 """
 
 from __future__ import annotations

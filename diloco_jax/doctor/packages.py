@@ -16,12 +16,13 @@ PAIRS = (((0, 10, 2), (0, 0, 42)), ((0, 12, 0), (0, 0, 50)))
 """First version of jax, and of the libtpu that was built with it: both compile for v5p
 and v6e (docs/results/plan.md)."""
 OF_DEVELOPERS = ("test", "docs", "fixtures")
-"""Extras whose packages nobody misses who only runs something."""
+"""Extras for work on the package itself, which its users need not have."""
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yield a finding for the required packages, one for each incomplete extra that was
-    begun, and one for jax's libraries."""
+    """Yield findings on the required packages, on each extra that is only partly
+    installed, and on jax's libraries.
+    """
     required, extras = _requirements()
     yield _complete(required)
     yield from _begun(required, extras)

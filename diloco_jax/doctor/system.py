@@ -15,6 +15,8 @@ from pathlib import Path
 
 from diloco_jax import machine
 from diloco_jax.doctor.finding import Finding, note, ok, problem
+from diloco_jax.errors import ConfigError
+from diloco_jax.wire import addresses
 
 GIB = 1 << 30
 TRIAL_BYTES = 64 << 20
@@ -86,17 +88,17 @@ def _written_per_s(folder: Path, nbytes: int) -> float:
 
 
 def _ports() -> Finding:
-    """Open a port, and reach it."""
+    """Open ports as a coordinator does, for control and bulk, and reach both."""
     try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5),
-        ):
-            return ok("ports", f"127.0.0.1:{server.getsockname()[1]} was reached")
-    except OSError as error:
+        control, bulk = addresses.reserve("127.0.0.1:0")
+        with bulk, addresses.listen(control) as server:
+            for port in (server, bulk):
+                socket.create_connection(port.getsockname(), timeout=5).close()
+        return ok("ports", f"{control} and the port of bulk beside it were reached")
+    except (OSError, ConfigError) as error:
         return problem(
             "ports",
-            f"a port of this machine cannot be opened and reached: {error}",
+            f"two ports in a row of this machine cannot be opened and reached: {error}",
             "allow connections over the loopback interface",
         )
 

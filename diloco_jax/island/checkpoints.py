@@ -135,7 +135,7 @@ class Checkpoints:
             saved = checkpoint.restore(
                 self._manager, self._number, "residuals", exchange.like_residuals()
             )
-            residuals = {f: tuple(saved[f]) for f in kept}
+            residuals = {f: exchange.together(f, _owned(saved[f])) for f in kept}
         logger.info(
             "restored the moments of incarnation %d after step %d, and the residuals "
             "of %d of %d fragments, in %.1f s",
@@ -149,7 +149,7 @@ class Checkpoints:
             incarnation=found["incarnation"],
             steps=found["steps"],
             moments=jax.tree.unflatten(structure, _owned(moments)),
-            residuals=_owned(residuals),
+            residuals=residuals,
         )
 
     def due(self) -> bool:
@@ -203,7 +203,7 @@ class Checkpoints:
         self._work.put(lambda: self._write(number, copies, facts))
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the final checkpoint, if there is one, up to the given seconds."""
+        """Wait for the final checkpoint, if there is one, for at most `timeout_s`."""
         if self._thread.ident is not None:
             self._work.put(None)
             self._thread.join(timeout_s if self._final else 0.0)
@@ -265,8 +265,13 @@ class Checkpoints:
 def undisturbed(
     saved: Sequence[Version], now: Sequence[Version], outstanding: Collection[int]
 ) -> list[int]:
-    """Return the fragments whose saved residuals hold: no take and no merge came after
-    them. outstanding: fragments with a take when they were saved."""
+    """Return the fragments whose saved residuals still hold: no take and no merge came
+    later.
+
+    Args:
+      saved, now: versions by fragment, in the checkpoint and at present.
+      outstanding: fragments that had an outstanding take when they were saved.
+    """
     return [
         fragment
         for fragment, (before, version) in enumerate(zip(saved, now, strict=True))
@@ -274,17 +279,30 @@ def undisturbed(
     ]
 
 
+def _owned(arrays: Any) -> Any:
+    """Copy arrays so that they may be donated: on a CPU, the originals may lie in the
+    reader's memory."""
+    return _copied(arrays)
+
+
 def _to_host(trees: Any) -> Any:
     """Copy into host memory. The copying goes on after this returns, and reads the
     values from before anything that is dispatched later."""
-    shardings = jax.tree.map(
-        lambda x: x.sharding.with_memory_kind("pinned_host"), trees
-    )
-    return jax.device_put(trees, shardings, may_alias=False)
+    return _copied(trees, "pinned_host")
 
 
-def _owned(arrays: Any) -> Any:
-    """Copy an array so that it may be donated: on a CPU, the original may lie in the
-    reader's memory. On one host nothing is compiled for it."""
-    shardings = jax.tree.map(lambda x: x.sharding, arrays)
-    return jax.device_put(arrays, shardings, may_alias=False)
+def _copied(arrays: Any, memory: str | None = None) -> Any:
+    """Copy arrays to this kind of memory, shard by shard: as a whole, what several
+    hosts have is copied by a program, which is compiled for each shape."""
+
+    def copied(array: jax.Array) -> jax.Array:
+        shards = [shard.data for shard in array.addressable_shards]
+        there = [shard.sharding for shard in shards]
+        lies = array.sharding
+        if memory is not None:
+            there = [place.with_memory_kind(memory) for place in there]
+            lies = lies.with_memory_kind(memory)
+        copies = jax.device_put(shards, there, may_alias=False)
+        return jax.make_array_from_single_device_arrays(array.shape, lies, copies)
+
+    return jax.tree.map(copied, arrays)

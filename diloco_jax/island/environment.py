@@ -53,13 +53,13 @@ def prepare_environment(
 def fit_threads(
     environment: MutableMapping[str, str] = os.environ, fewest: int = 1
 ) -> None:
-    """Give XLA's pool as many threads as the process may use cores; call before
-    importing jax. NPROC sizes it.
+    """Limit XLA's thread pool to the cores that this process may use, by NPROC; call
+    before importing jax.
 
-    XLA counts the machine's cores, whatever a container has of them: 200 threads on two
-    cores' time stand still for most of it. fewest: several devices, whose steps are
-    dispatched ahead, need more threads than two cores suggest, or jax 0.10.2 waits for
-    itself forever.
+    XLA counts the machine's cores, also inside a container that has only a few of them:
+    then 200 threads would share the time of two cores. fewest: least number of threads.
+    A process of several devices needs more than two cores suggest, or jax 0.10.2
+    deadlocks when steps are dispatched ahead.
     """
     told = int(environment.get("NPROC") or 0)
     threads = max(told or machine.cores(), fewest)
@@ -70,12 +70,11 @@ def fit_threads(
 def skip_absent_tpu(
     environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
 ) -> None:
-    """Keep jax from looking further where the CPU is all that it can find; call before
-    importing jax.
+    """Choose the CPU if jax could find nothing else; call before importing jax.
 
-    With libtpu installed jax would ask it for a TPU. It would ask a metadata server and
-    complain on standard error. Nothing is hidden: with a platform chosen, a sign of a
-    TPU, or a plugin for another accelerator, jax looks for itself.
+    Otherwise jax would ask an installed libtpu for a TPU, which asks a metadata server
+    and complains on standard error. Nothing is chosen if a platform is set already, or
+    if there is a sign of a TPU or a plugin for another accelerator.
     """
     chosen = "JAX_PLATFORMS" in environment
     told = any(name.startswith(("TPU_", "JAX_FORCE_TPU")) for name in environment)

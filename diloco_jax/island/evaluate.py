@@ -15,8 +15,10 @@ from diloco_jax.protocol.island.watching import Watching
 
 
 class Evaluation(NamedTuple):
-    """Losses of a validation. `loss` is in nats per token; `bits_per_byte` is None if
-    nobody knows how many bytes of text a token has."""
+    """Losses of a validation, `loss` in nats per token.
+
+    `bits_per_byte` is None if the bytes of text per token are not known.
+    """
 
     loss: float
     bits_per_byte: float | None

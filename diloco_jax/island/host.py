@@ -85,12 +85,12 @@ class Host(Parts[Loop]):
             self._watched = WatchedModel(exchange, self._zeros, dtype)
 
     def compile(self) -> None:
-        """Run everything once. No host runs anything before all have compiled it: one
-        host may find in its cache what takes another minutes. On TPUs, too, all is
-        compiled before anything runs. This tells a refusal of the compiler from a
-        failure of the machine, which another attempt may cure.
+        """Compile everything, then run it once.
 
-        Raises ConfigError for what does not compile.
+        No host runs a program before all hosts have compiled theirs: one may find in
+        its cache what takes another minutes. On TPUs everything is compiled before
+        anything runs. So an error of the compiler, which raises ConfigError, differs
+        from a failure of the machine, which another attempt may cure.
         """
         began, trainer = time.monotonic(), self._trainer
         if self._hosts is not None or jax.default_backend() == "tpu":
@@ -162,6 +162,7 @@ class Host(Parts[Loop]):
             evaluator=self._evaluator,
             watcher=watcher,
             send_anchor=self._send_anchor,
+            permit=self.sender.permit,
             patience_s=self._data_s,
             checkpoints=self.checkpoints,
             faults=faults,

@@ -48,9 +48,11 @@ def join(
     insecure: bool = False,
     state: Mapping[str, Any] | None = None,
 ) -> JoinedIsland:
-    """Make this process, or all of its `jax.distributed` world, an island of the run
-    that a coordinator serves. Every process of the world calls it with the same
-    arguments, and makes the same calls of what it returns.
+    """Make this process, or its whole `jax.distributed` world, an island of the run
+    that a coordinator serves.
+
+    Every process of the world calls it with the same arguments, and later makes the
+    same calls of the object that it returns.
 
     ```
     with join("coordinator:7000", name="v6e", like=params, ...) as island:
@@ -63,22 +65,23 @@ def join(
     Args:
       address: HOST:PORT of the coordinator, whose config decides everything else.
       name: of the island; the run's config names it, or `placement.admit` does.
-      like: the parameters, or arrays of their shapes that lie as they will: any pytree
-        of f32 arrays on a mesh of all processes. Their values count only if the run
-        begins with those of this island (`--init from-island:NAME`).
-      tokens_per_step: of one step of the loop, over all its devices.
-      incarnation: number of this attempt, higher than any before; from 1.
+      like: the parameters, or abstract arrays with their shapes and shardings: any
+        pytree of f32 arrays on a mesh of all processes. Their values count only if the
+        run begins with those of this island (`--init from-island:NAME`).
+      tokens_per_step: tokens of one step of the loop, over all its devices.
+      incarnation: number of this attempt, from 1; higher than any before.
       certificates: folder with `ca.pem`, `island.NAME.pem` and `.key`.
-      axes: names of the parameters' axes, as the run's model has them; None: none.
+      axes: names of the parameters' axes, as the run's model has them; None = no names.
       every: steps of the loop between two boundaries, for steps of milliseconds.
-      insecure: let it speak to other machines without TLS.
+      insecure: allow a connection to other machines without TLS.
       state: what `state` of an earlier attempt returned, from the loop's checkpoint;
         the loop then goes on with that checkpoint's moments.
 
     Raises:
-      ConfigError: something does not fit the run: names the field, both values and the
-        remedy. SecurityError or ConnectionLost: no coordinator that can be trusted came
-        within a minute, in which one that was lost may come back.
+      ConfigError: something does not fit the run; names the field, both values and the
+        remedy.
+      SecurityError, ConnectionLost: no coordinator that can be trusted answered within
+        a minute; one that was lost may come back in that time.
     """
     if incarnation < 1:
         raise ConfigError(f"incarnation = {incarnation}: attempts are counted from 1")
@@ -176,10 +179,11 @@ class JoinedIsland:
 
     @property
     def final(self) -> Any:
-        """The run's parameters, as far as this island has heard of them: after the
-        end, those of the flush, as they were sent (`sync.codec_down`).
+        """The run's parameters, from the newest versions that this island has.
 
-        Raises IslandEndedError if the run ended while this island could not hear of it.
+        After the end they are the flushed ones, as they were published
+        (`sync.codec_down`). Raises IslandEndedError if the run is over and some last
+        versions did not arrive.
         """
         over = self._ending is not None and self._ending.reason == "finished"
         if over and (lacking := self._loop.lacking()):
@@ -320,8 +324,11 @@ def _of_coordinator(
 def _described(
     config: Config, name: str, tokens_per_step: int, hosts: int
 ) -> IslandConfig:
-    """Return what the run says of this island; raise ConfigError where that is not
-    so."""
+    """Return the config of this island in the run.
+
+    Raises ConfigError if the run does not have the island, or with other tokens or
+    hosts.
+    """
     length = config.run.sequence_length
     sequences, rest = divmod(tokens_per_step, length)
     if rest or sequences < 1:

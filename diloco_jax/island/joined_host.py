@@ -130,6 +130,7 @@ class JoinedHost(Parts["JoinedLoop"]):
             pace=Pace(run, goal, warm=restored is not None),
             timing=Timing(self.compile_seconds),
             send_anchor=self._send_anchor,
+            permit=self.sender.permit,
             patience_s=self._data_s,
             leaves=self.leaves,
         )
@@ -154,7 +155,7 @@ class JoinedHost(Parts["JoinedLoop"]):
 
 @dataclasses.dataclass(kw_only=True)
 class JoinedLoop(Stepping):
-    """The boundaries of a loop that is the user's."""
+    """The boundaries of a train loop that belongs to the user."""
 
     replica: LentBeside
     data: OwnData
@@ -179,15 +180,18 @@ class JoinedLoop(Stepping):
         return self.learning_rate(), self.data.draw()
 
     def hand_over(self) -> Any:
-        """Return the parameters, which are the loop's until `stepped`."""
+        """Return the parameters, which belong to the user's loop until `stepped`."""
         params = self.replica.params
         if self._given is not None and self._given[1] is params:
             return self._given[0]  # Nothing was adopted.
         return self.leaves.as_tree(params)
 
     def lend(self) -> None:
-        """Keep none of what was handed over: the loop alone has it, and frees it, or
-        has it consumed by a step."""
+        """Drop the references to the parameters that were handed over.
+
+        The user's loop then holds the only ones, and can free them or donate them to a
+        step.
+        """
         params = self.replica.params
         try:
             self._lent = list(map(weakref.ref, params.leaves))
@@ -196,7 +200,9 @@ class JoinedLoop(Stepping):
         self.replica.params, self._given = Listed([], params.places), None
 
     def take_back(self) -> bool:
-        """Have what was lent again, if the loop has not given it to another step."""
+        """Take the lent parameters back. Return False if the loop has freed or donated
+        them.
+        """
         if self._lent:
             leaves = [lent() for lent in self._lent]
             if any(leaf is None or _is_gone(leaf) for leaf in leaves):
@@ -206,14 +212,18 @@ class JoinedLoop(Stepping):
         return True
 
     def hand_over_beside(self) -> tuple[Any, ...]:
-        """Return the trees beside them, likewise."""
+        """Return the trees beside the parameters, which belong to the user's loop until
+        `stepped`.
+        """
         return tuple(map(self.leaves.as_tree, self.replica.beside))
 
     def stepped(self, params: Any, loss: Any, alongside: Sequence[Any] = ()) -> None:
-        """Note the step, which need not be done on the device. Its parameters, and the
-        trees beside them, are lent until the next one begins.
+        """Note that the user's loop has dispatched a step; the device may still be
+        computing it.
 
-        Raises ValueError if they are not like those that were handed over.
+        The step's parameters, and the trees beside them, belong to the island until the
+        next step begins. Raises ValueError if they differ from those that were handed
+        over in structure, shapes or sharding.
         """
         listed = self.leaves.as_listed(params)
         beside = [self.leaves.as_beside(tree) for tree in alongside]
@@ -232,8 +242,11 @@ class JoinedLoop(Stepping):
             self.replica.warm()
 
     def lacking(self) -> list[int]:
-        """Return the fragments whose last versions did not come before the run was
-        over; all, if the island heard too late that it is."""
+        """Return the fragments whose last versions have not arrived at the end of the
+        run.
+
+        These are all fragments if the island never heard that the run is over.
+        """
         if self._seen.finished:
             return list(self._seen.lacking)
         return list(range(len(self.boundary.books.versions())))
@@ -245,7 +258,7 @@ class JoinedLoop(Stepping):
 
 
 class OwnData:
-    """Leased positions, of rows that the loop reads itself."""
+    """Leased positions of rows that the user's loop reads itself."""
 
     def __init__(self, sequences_per_step: int) -> None:
         self._positions, self._per_step = LeasedPositions(), sequences_per_step

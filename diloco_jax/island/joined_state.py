@@ -17,7 +17,6 @@ import numpy as np
 from diloco_jax.config import ConfigError
 from diloco_jax.island.checkpoints import undisturbed
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import leaf_of
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.models.model import named
@@ -37,7 +36,7 @@ def saved_state(
     versions: Sequence[Version],
     outstanding: Sequence[int],
 ) -> dict[str, Any]:
-    """Return the state after so many steps. All hosts call it.
+    """Return the state after `steps` steps. All hosts call it.
 
     outstanding: fragments with a take that may still be merged.
     """
@@ -76,7 +75,7 @@ def restored_state(
         tree = leaves.placed(state[RESIDUALS])
         residuals = {
             fragment: tuple(
-                held.kind.read(leaf_of(tree, held.piece.path), held.index)
+                held.kind.read(held.leaf(tree), held.index)
                 for held in exchange.held(fragment)
             )
             for fragment in undisturbed(before, versions, outstanding)

@@ -71,7 +71,9 @@ class Mailbox:
             self._changed.notify_all()
 
     def wait_to_leave(self, timeout_s: float) -> bool:
-        """Return once it is let go, or ends anyway; False if not in time."""
+        """Wait until the coordinator lets the island leave, or the island ends; return
+        False after `timeout_s`.
+        """
         with self._lock:
             told = self._conversation
             return self._changed.wait_for(
@@ -79,7 +81,9 @@ class Mailbox:
             )
 
     def give_up(self) -> None:
-        """End without the publishes that precede the run's end and have not come."""
+        """Stop waiting for publishes from before the run's end; the run is over without
+        them.
+        """
         with self._lock:
             self._conversation.give_up()
             self._changed.notify_all()
@@ -145,8 +149,9 @@ class Mailbox:
             return dict(self._traffic)
 
     def count_of(self, host: int, traffic: dict[str, int]) -> None:
-        """Note the bytes that another host of the island counted so far; reports may
-        come out of order."""
+        """Note the bytes that another host of the island has counted. Its reports may
+        come out of order, so a lower count is ignored.
+        """
         with self._lock:
             before = self._traffic_of.get(host, {})
             self._traffic_of[host] = {
@@ -200,11 +205,12 @@ class Decisions(Protocol):
 
 
 class LiveDecisions:
-    """Decide on what has come in by now; `at` never waits.
+    """Decide upon the messages that have arrived by now; `at` never waits.
 
-    save_due: asked if it is time for a checkpoint. last_s: seconds after the run's end
-    in which its last publishes may come, while a coordinator that is done waits for its
-    islands.
+    Args:
+      save_due: asked whether it is time for a checkpoint.
+      last_s: seconds after the end of the run within which its last publishes may
+        still come; a coordinator that is done waits for its islands meanwhile.
     """
 
     def __init__(

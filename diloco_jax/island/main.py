@@ -29,6 +29,7 @@ from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
     HostsBegin,
     LeadDecisions,
+    Moved,
     Orders,
     Refusal,
     lead_of,
@@ -142,7 +143,7 @@ class LeadingHost(Generic[L]):
         self._deadlines = host.deadlines
         self._session = uuid.uuid4().hex
         self.mailbox = self._host.mailbox
-        self._link = Link(self._host.client, self._hello, self.mailbox, self._deadlines)
+        self._link = Link(self._host.lanes, self._hello, self.mailbox, self._deadlines)
         self.asked_to_end: Callable[[str], None] = self._end
         """Called with the name of the asker; ends the host at a step boundary, with a
         goodbye."""
@@ -150,6 +151,9 @@ class LeadingHost(Generic[L]):
         self._orders = (
             Orders(hosts, self.mailbox, self._deadlines.pin_s) if hosts else None
         )
+        if self._orders is not None:
+            give = self._orders.give
+            self._host.lanes.moved = lambda workers: give(Moved(workers=workers))
         self._receiver: Receiver | None = None
         self._loop: L | None = None
         self._refused = False
@@ -252,7 +256,10 @@ class LeadingHost(Generic[L]):
             welcome.versions or first,
             self._orders,
             host.join_s,
+            host.lanes.dealt,
         )
+        for fragment, ticket in enumerate(welcome.tickets):
+            receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
         self._link.start(Targets(want=receiver.want, resend=self._resend))
         host.compile()
@@ -315,6 +322,7 @@ class LeadingHost(Generic[L]):
             island=dataclasses.asdict(self._host.island),
             lead=lead,
             gives=self._host.gives,
+            workers=self._host.lanes.addresses,
         )
         self._hosts.tell("begin", msgspec.msgpack.encode(begin))
         threading.Thread(target=self._watch_for_leave, daemon=True).start()
@@ -338,10 +346,10 @@ class LeadingHost(Generic[L]):
         if self._hosts is not None:
             self._hosts.tell("joined", msgspec.msgpack.encode(versions))
 
-    def _resend(self, fragment: int, tick: int) -> None:
-        self._host.sender.resend(fragment, tick)
+    def _resend(self, request: ResendRequest) -> None:
+        self._host.sender.resend(request)
         if self._orders is not None:
-            self._orders.give(ResendRequest(fragment=fragment, tick=tick))
+            self._orders.give(request)
 
     def _watch_for_leave(self) -> None:
         """Watch for another host that was asked to end, as before a preemption: the

@@ -61,9 +61,11 @@ def ask_config(
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
-    """Return the config with the model of the run, where that started from weights: the
-    coordinator alone has read their config.json. A config that names weights itself, or
-    a factory, is left as it is."""
+    """Return the config with the run's model, which the coordinator knows.
+
+    If the run started from weights, only the coordinator has read their config.json. A
+    config that names weights or a factory itself is returned unchanged.
+    """
     if config.run.model.weights or config.run.model.factory:
         return config
     placement = config.placement

@@ -27,7 +27,9 @@ class IslandOptions:
     host_index: int = setting(0, help="Which host of the island this is, with --world.")
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError, naming the option, for settings that cannot be meant."""
+        """Raise ConfigError, naming the option, for values that the config rules
+        out.
+        """
         for field in ("name", "coordinator"):
             if not getattr(self, field):
                 raise ConfigError(f"--{field} is missing; see diloco island --help")

@@ -8,7 +8,9 @@ from diloco_jax.protocol.island.boundary import Goal
 
 
 def goal_of(run: RunConfig, batch_size: int) -> Goal:
-    """Return the goal of an island of that batch size: all of the run's tokens."""
+    """Return the goal of an island with this batch size: the run's tokens, and the
+    tokens of one step.
+    """
     return Goal(
         total_tokens=run.total_tokens, tokens_per_step=batch_size * run.sequence_length
     )
@@ -38,7 +40,9 @@ class Pace:
 
 
 def scheduled(inner: InnerConfig, progress: float, rewarm: float = 1.0) -> float:
-    """Return the rate where that share of the run is done; see `learning_rate`."""
+    """Return the learning rate at this progress of the run; see
+    `core.inner.learning_rate`.
+    """
     return learning_rate(
         peak=inner.learning_rate,
         schedule=inner.schedule,

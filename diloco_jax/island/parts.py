@@ -14,6 +14,7 @@ from diloco_jax.faults import Faults
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions, Mailbox
+from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.stepping import Stepping
@@ -27,7 +28,7 @@ L = TypeVar("L", bound=Stepping)
 
 
 class Parts(abc.ABC, Generic[L]):
-    """Make it, `build`, `compile`, `loop`, at the end `close`."""
+    """The parts of one host. Call `build`, `compile`, `loop` and at the end `close`."""
 
     compile_seconds = 0.0
     gives = False
@@ -45,18 +46,23 @@ class Parts(abc.ABC, Generic[L]):
         self.plan, self.deadlines = plan, placement.deadlines
         self._hosts: Hosts | None = None
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
-        self.client = Client(
+        tls = TlsFiles.load_given(placement.certificates, principal.island(name))
+
+        coordinator = Client(
             coordinator_address,
-            tls=TlsFiles.load_given(placement.certificates, principal.island(name)),
+            tls=tls,
             deadlines=self.deadlines,
             bulk_channels=placement.bulk_channels,
             insecure=placement.insecure,
         )
+        self.lanes = Lanes(coordinator, plan.sizes)
 
     @property
     def join_s(self) -> float:
-        """Longest wait of hosts for each other in a join, once all is compiled. The
-        coordinator may start again meanwhile."""
+        """Longest time that hosts wait for each other in a join, after compilation.
+
+        The coordinator may start again in that time.
+        """
         fetched_s = self.deadlines.join_s(4 * self.plan.total)
         return self.config.placement.outage_budget_s + fetched_s
 
@@ -81,7 +87,7 @@ class Parts(abc.ABC, Generic[L]):
 
     def close(self) -> None:
         """Free sockets and threads."""
-        self.client.close()
+        self.lanes.close()
 
     def _meet(self, what: str, timeout_s: float, field: str) -> None:
         """Meet the other hosts. field: setting to raise if that takes too long."""
@@ -105,14 +111,15 @@ class Parts(abc.ABC, Generic[L]):
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
         self._exchange = exchange
-        self.fetcher = Fetcher(self.client.transfers, identity, exchange, self.mailbox)
+        self.fetcher = Fetcher(self.lanes, identity, exchange, self.mailbox)
         self.sender = Sender(
-            self.client.transfers,
+            self.lanes,
             identity,
             exchange.layouts_up,
             exchange.layouts_whole,
             self.mailbox,
             self.deadlines,
+            self.lanes.dealt,
         )
 
     def _anchors(self, versions: list[Version]) -> dict[int, tuple[jax.Array, ...]]:

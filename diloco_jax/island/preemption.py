@@ -27,11 +27,13 @@ AWAY_S = 5.0
 
 
 class Preemption:
-    """Handle one island's notice. `watch` waits for it, `notice` uses it.
+    """Handle the notice that this machine will be taken away: `watch` waits for it,
+    `notice` acts on it.
 
-    notice_s: seconds from the notice until everything should be said; 0 = this machine
-    is not taken away, and nothing is watched or waited for. tell_leader: on a host that
-    follows another, which is told and decides.
+    Args:
+      notice_s: seconds from the notice until the goodbye must be said; 0 = this machine
+        is not taken away, and `watch` does nothing.
+      tell_leader: on a host that follows host 0: tells host 0, which decides.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class Preemption:
         return self._notice_s > 0
 
     def notice(self, source: str) -> None:
-        """End the loop once what is open has been sent. Do not call it from a signal
-        handler: the mailbox has a lock. The exit code is that of a failure, so that a
-        supervisor starts the island again."""
+        """End the loop once the open takes have been sent.
+
+        Do not call it from a signal handler: the mailbox has a lock. The process exits
+        with the code of a failure, so that its supervisor starts the island again.
+        """
         if self._tell_leader is not None:
             self._tell_leader(source)
             return

@@ -61,6 +61,8 @@ class Stepping:
     send_anchor: Callable[[int, Version], None]
     """Sends a fragment's anchor at that version to a coordinator that lost its
     state."""
+    permit: Callable[[int, int, bytes], None]
+    """Takes a worker's ticket for a take: fragment, tick, ticket."""
     patience_s: float
     """Longest wait for data, and for an end that was announced."""
     checkpoints: Checkpoints | None = None
@@ -76,8 +78,10 @@ class Stepping:
         """Reason of the wait, answers seen when it began, and its start time."""
 
     def until_step(self) -> Ending | None:
-        """Return None once the next step is to be made, or how this incarnation
-        ends."""
+        """Pass boundaries until the next step may be made; then return None.
+
+        Return an Ending instead if the incarnation ends.
+        """
         while True:
             stepping = self._at_boundary()
             if self._seen.ending is not None:
@@ -119,6 +123,8 @@ class Stepping:
             self._post()
             stepping = self.boundary.may_step(self.done)
             self._seen = self.decisions.at(self.done, stepping=stepping)
+            for take in self._seen.takes:
+                self.permit(take.fragment, take.tick, take.ticket)
             log_refused(self.boundary.act(self._seen, self.done))
             for fragment in self._seen.anchors:
                 self.send_anchor(fragment, self.boundary.books.version(fragment))
@@ -141,8 +147,9 @@ class Stepping:
         )
 
     def in_doubt(self) -> list[int]:
-        """Return fragments with a take that may be merged after this incarnation's
-        end."""
+        """Return the fragments whose take may still be merged after this incarnation's
+        end.
+        """
         books = self.boundary.books
         if self._seen.leaving:
             return list(range(len(books.versions())))  # All are about to be taken.

@@ -57,8 +57,10 @@ class Timing:
 
     @contextmanager
     def step(self, busy: bool = False) -> Iterator[None]:
-        """Measure a step and its emulated delay; its end is a boundary. busy: the
-        device has not done the step before yet."""
+        """Measure a step with its emulated delay; the end of the block is a boundary.
+
+        busy: the device had not finished the step before when this one was dispatched.
+        """
         began = self._clock()
         self._first_unix = self._first_unix or time.time()
         yield
@@ -78,7 +80,9 @@ class Timing:
         self._last_unix = time.time()
 
     def restart(self) -> None:
-        """Begin a new gap at a boundary without a step: the wait was not for data."""
+        """Begin a new gap at a boundary that no step precedes, such as a wait for the
+        run's end.
+        """
         self._boundary, self._evaluated_in_gap = self._clock(), 0.0
 
     def loss(self, value: float, predicted: float = 0.0) -> None:

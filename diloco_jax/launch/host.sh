@@ -14,7 +14,7 @@ boot() {
     echo always >/sys/kernel/mm/transparent_hugepage/enabled
   else
     # Container-Optimized OS lets in nothing but SSH.
-    for port in "$PORT" "$BULK_PORT"; do
+    for port in $PORTS; do
       iptables --wait --insert INPUT --protocol tcp --dport "$port" --jump ACCEPT
     done
   fi

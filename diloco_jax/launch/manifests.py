@@ -11,7 +11,6 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.launch.order import (
-    BULK_PORT,
     CERTIFICATES,
     CONFIG_FOLDER,
     COORDINATOR,
@@ -129,6 +128,8 @@ echo 'the run is over; its results are in {WORKDIR}'
 exec sleep infinity
 """
     disk = {"claimName": name}
+    workers = range(len(order.ports) - 2)
+    names = ("control", "bulk", *(f"worker-{worker}" for worker in workers))
     volumes = [
         *_volumes(order, COORDINATOR),
         {"name": "run", "persistentVolumeClaim": disk},
@@ -143,7 +144,7 @@ exec sleep infinity
                 "image": order.settings.image,
                 "command": ["/bin/bash", "-c", script],
                 "env": _variables(order, COORDINATOR),
-                "ports": [{"containerPort": PORT}, {"containerPort": BULK_PORT}],
+                "ports": [{"containerPort": port} for port in order.ports],
                 "readinessProbe": {"tcpSocket": {"port": PORT}},
                 "volumeMounts": _mounts(volumes),
             }
@@ -159,8 +160,8 @@ exec sleep infinity
             "spec": {
                 "selector": labels,
                 "ports": [
-                    {"name": "control", "port": PORT},
-                    {"name": "bulk", "port": BULK_PORT},
+                    {"name": name, "port": port}
+                    for name, port in zip(names, order.ports, strict=True)
                 ],
             },
         },

@@ -35,8 +35,6 @@ PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
 PORT = 7077
 """Port of the coordinator's control."""
-BULK_PORT = PORT + 1
-"""Port that its bulk has then (`wire.addresses.bulk_address`)."""
 
 # Folders on every machine and in every container.
 ROOT = "/var/lib/diloco"
@@ -93,6 +91,8 @@ class Order:
     """The config as the machines read it."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
+    ports: tuple[int, ...] = (PORT, PORT + 1)
+    """Ports of the coordinator, see `Placement.ports`."""
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -200,6 +200,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
         islands=islands,
         config_json=json.dumps(_host_config(config, islands), indent=2),
         source=source,
+        ports=tuple(range(PORT, PORT + config.placement.ports)),
     )
 
 
@@ -320,9 +321,11 @@ def _resource(name: str, part: str) -> str:
 
 
 def _copied(config: Config) -> DataConfig:
-    """Return the data as machines find it, which have a copy of `launch.data`: that is
-    all of the data, or has the folders of a mixture by their names; and the tokenizer
-    by its name."""
+    """Return the data's config with the paths that the machines have.
+
+    Each machine has a copy of `launch.data`. That copy is all of the data or, for a
+    mixture, has its folders by name. The tokenizer is in it, too.
+    """
     data, paths = config.run.data, tuple[str, ...]()
     if config.launch.data:
         names = [Path(path).name for path in data.paths]
@@ -333,8 +336,11 @@ def _copied(config: Config) -> DataConfig:
 
 
 def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, Any]:
-    """Return the config for the machines: with the slices' numbers of hosts, without
-    the settings of this machine, which command lines give instead."""
+    """Return the config for the machines, with the number of hosts of each slice.
+
+    It leaves out the settings of this machine; the machines' command lines give their
+    own.
+    """
     here = Placement()
     placement = dataclasses.replace(
         config.placement,

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.order import (
-    BULK_PORT,
     COORDINATOR,
     INIT_WITHIN_S,
     PLATFORMS,
@@ -30,8 +29,8 @@ NOTICE_S = 25.0
 """Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 DISK = "/mnt/disks/diloco"
-PORTS = (PORT, BULK_PORT, 8471, 8482, 8431)
-"""Ports of the coordinator and, within a slice, of libtpu, JAX and runtime metrics."""
+SLICE_PORTS = (8471, 8482, 8431)
+"""Ports within a slice, of libtpu, JAX and runtime metrics."""
 LOG_LINES = 100
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
 
@@ -165,7 +164,7 @@ def _disk(order: Order) -> Resource:
 
 def _firewall(order: Order) -> Resource:
     rules = ("compute", "firewall-rules")
-    allowed = ",".join(f"tcp:{port}" for port in PORTS)
+    allowed = ",".join(f"tcp:{port}" for port in (*order.ports, *SLICE_PORTS))
     return Resource(
         what=f"firewall rule {order.name}",
         owner=SHARED,
@@ -264,8 +263,7 @@ def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
         order.coordinator_arguments(address),
         INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
         SOURCE=order.source,
-        PORT=str(PORT),
-        BULK_PORT=str(BULK_PORT),
+        PORTS=" ".join(map(str, order.ports)),
         DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
         DISK=DISK,
     )

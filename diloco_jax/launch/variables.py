@@ -20,13 +20,13 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"[A-Za-z0-9][-_.A-Za-z0-9]*")
 CREDENTIAL = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|_KEY)$", re.I)
 FLAGS = ("XLA_FLAGS", libtpu.VARIABLE)
-"""Variables whose values are lists of flags. What it does not know ends a process."""
+"""Variables whose values are lists of flags. An unknown flag ends the process."""
 OF_THE_LAUNCH = frozenset(
     (
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
         *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "DEVICE", "DISK"),
-        *("PORT", "BULK_PORT", "SOURCE"),
+        *("PORTS", "SOURCE"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )
@@ -35,7 +35,7 @@ OF_THE_MACHINE = (
     *(MULTI_SLICE, "TPU_WORKER_", "TPU_PROCESS_", "JAX_COORDINATOR_"),
     *("JOB_COMPLETION_INDEX", "KUBERNETES_", "SLURM_"),
 )
-"""Beginnings of names that tell a host its place in its slice, each another one."""
+"""Beginnings of the names that tell each host its own place in its slice."""
 
 
 class Variables(NamedTuple):

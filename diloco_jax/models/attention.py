@@ -40,7 +40,7 @@ ATTENDED = "attended"
 
 
 def dot_product(layout: Layout) -> Attend:
-    """Return the plain formula, compiled by XLA."""
+    """Return attention by the plain formula, compiled by XLA."""
 
     def attend(
         query: jax.Array,
@@ -67,7 +67,9 @@ def dot_product(layout: Layout) -> Attend:
 
 
 def splash(layout: Layout) -> Attend:
-    """Return the Pallas kernel for TPUs; interpreted, so slow, on other devices."""
+    """Return attention by the Pallas kernel for TPUs; other devices interpret it,
+    slowly.
+    """
     # Pallas takes a third of a second to import.
     from diloco_jax.models.splash import make_splash
 
@@ -75,7 +77,7 @@ def splash(layout: Layout) -> Attend:
 
 
 def auto(layout: Layout) -> Attend:
-    """Return the kernel on TPUs where it fits, the plain formula elsewhere."""
+    """Return the kernel on TPUs if it fits the shapes, else the plain formula."""
     if layout.platform != "tpu":
         return dot_product(layout)
     plain, kernel = dot_product(layout), splash(layout)

@@ -96,11 +96,13 @@ class Model(NamedTuple):
 
 
 def loop_model(init: Callable[[jax.Array], Any], axes: Axes | None = None) -> Model:
-    """Return a model whose loss is known to train loops that join the run alone.
+    """Return a model without a loss, for runs whose islands are all train loops that
+    join.
 
-    init: makes the first parameters of a key, any pytree of f32 arrays. axes: as in
-    `Model`, of the tree that `named` makes; None: each array is a piece, and no
-    embedding.
+    Args:
+      init: returns the first parameters for a key, any pytree of f32 arrays.
+      axes: as in `Model`, for the tree that `named` returns; None: every array is one
+        piece, and none is an embedding.
     """
 
     def first(key: jax.Array) -> Params:
@@ -117,8 +119,9 @@ def plain_axes(params: Params) -> Axes:
 
 
 def named(tree: Any) -> Params:
-    """Return the leaves of any pytree by their path, as a nested dict with names as
-    keys; one of those stays as it is.
+    """Return a pytree as a nested dict of its leaves, keyed by their paths.
+
+    A tree of nested dicts with text as keys is returned with the same keys.
 
     Raises:
       ValueError: two leaves have one path, or a leaf has none.
@@ -143,7 +146,7 @@ def named(tree: Any) -> Params:
 def abstract_batch(
     fields: Fields, rows: int, sequence_length: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return a batch without values, of so many rows. sequence_length: T."""
+    """Return a batch of `rows` rows without values. sequence_length: T."""
     return {
         name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
             (rows, *field.shape_of(sequence_length)), field.dtype

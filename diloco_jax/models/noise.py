@@ -17,10 +17,10 @@ overflows inside a block."""
 
 
 def normal(key: jax.Array, count: int) -> jax.Array:
-    """Draw f32[count]: the very values of `jax.random.normal(key, (count,))`.
+    """Draw f32[count], bit for bit as `jax.random.normal(key, (count,))` does.
 
-    Its random bits depend on key and index alone (threefry with
-    `jax_threefry_partitionable`); with another generator it is called itself.
+    This needs a generator whose bits depend on key and index alone: threefry with
+    `jax_threefry_partitionable`. With any other, `jax.random.normal` draws the values.
     """
     partitionable: bool = getattr(jax.config, "jax_threefry_partitionable", False)
     if (

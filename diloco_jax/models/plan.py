@@ -12,8 +12,11 @@ from diloco_jax.models.model import Model
 
 
 def other_model(here: str, there: str) -> list[str]:
-    """Describe the difference between two plans by their digests; return [] if there is
-    none. A model comes from code, which a config names but does not hold."""
+    """Describe how two plans differ, given their digests; return [] if they are equal.
+
+    Plans can differ under one config, since a config names the code of a model and does
+    not hold it.
+    """
     if here == there:
         return []
     return [

@@ -29,7 +29,7 @@ def setup_logging(level: str = "INFO") -> None:
 
 
 def log_refused(takes: Iterable[RefusedTake]) -> None:
-    """Log each take with its reason, and what became of its steps."""
+    """Log each refused take, with the reason and the outcome for its steps."""
     for take in takes:
         # A take without steps is no news: the island was asked twice within a step.
         logger.log(

@@ -103,7 +103,7 @@ def _outage_lines(
         lost = _lost(island) - _of_stops(island, stopped=stopped)
         share = lost / max(1, island.get("tokens_computed", 0))
         lines.append(
-            f"{name} went away {times} time(s)"
+            f"{name} went away {'once' if times == 1 else f'{times} times'}"
             f"{f' ({away})' if away else ''}: it lost {lost:,} tokens of its own, "
             f"{share:.1%} of what it computed"
         )

@@ -1,9 +1,9 @@
-"""The files of JSON lines: one that is written, and closed ones of bounded size before.
+"""JSON lines in several files: one that is written, and older closed ones.
 
 `tape.jsonl` is the newest file of the tape. When it is full, it is renamed to
 `tape.000001.jsonl`, `tape.000002.jsonl` and so on, and a new one begins; a closed file
-never changes. One file after the other, they are the tape: `cat tape.*.jsonl
-tape.jsonl`. So, too, `metrics.jsonl`.
+never changes. The whole tape is `cat tape.*.jsonl tape.jsonl`. The same holds for
+`metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def closed(path: Path) -> list[Path]:
 
 
 def missing(path: Path) -> str:
-    """Return the name of a closed file that is not there although a later one is; empty
-    if there is none."""
+    """Return the name of a closed file that is missing although a later one exists; ""
+    if none is.
+    """
     expected = (_closed_path(path, number) for number in itertools.count(1))
     for file, wanted in zip(closed(path), expected, strict=False):
         if file != wanted:
@@ -62,7 +63,7 @@ def missing(path: Path) -> str:
 
 
 def put_aside(path: Path) -> None:
-    """Close the file that was written: it gets the next number."""
+    """Close the current file: rename it to the next number."""
     before = closed(path)
     number = _number(before[-1]) if before else 0
     path.rename(_closed_path(path, number + 1))

@@ -184,8 +184,10 @@ def brief(value: object) -> str:
 def not_on_tape(
     path: str | Path, durable: Sequence[dict[str, Any]]
 ) -> Sequence[dict[str, Any]]:
-    """Return the last of these records, which a crash kept from the tape: each record
-    is made durable first, and goes onto the tape with its `time`."""
+    """Return the newest durable records that the tape lacks after a crash.
+
+    Each record is made durable first, and then written to the tape with its `time`.
+    """
     if not durable:
         return durable
     kinds = {record["kind"] for record in durable}
@@ -207,7 +209,9 @@ def newest_record(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 def tells_of_the_end(path: Path) -> bool:
-    """Return True if the run is over: then the tape only records leaving islands."""
+    """Tell if the tape records the end of the run; later lines only say which islands
+    left.
+    """
     newest = itertools.islice(_newest_first(path), LAST_LINES)
     try:
         kinds = (line["kind"] for line in newest)

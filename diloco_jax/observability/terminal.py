@@ -27,6 +27,7 @@ STATE_STYLES = {
     "stopped": "dim",
     "restarting": "yellow",
     "absent": "yellow",
+    "quarantined": "red",
     "refused": "red",
     "failed": "red",
 }
@@ -41,7 +42,9 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         Text(f"! {text}", style="yellow")
         for text in status.get("alerts", [])[-ALERTS_SHOWN:]
     ]
-    return Group(island_table(status), bar, headline, _bandwidth(status), *alerts)
+    workers = [Text(_worker(w), style="dim") for w in status.get("workers", ())]
+    bandwidth = _bandwidth(status)
+    return Group(island_table(status), bar, headline, bandwidth, *workers, *alerts)
 
 
 def island_table(status: Mapping[str, Any]) -> Table:
@@ -163,6 +166,13 @@ def _merged(status: Mapping[str, Any]) -> str:
     if (model := status.get("merged_model")) is None:
         return ""
     return f" | merged {_loss(model, 'eval_loss')} at cycle {model['cycle']:,}"
+
+
+def _worker(worker: Mapping[str, Any]) -> str:
+    return (
+        f"worker {worker['worker']}: {worker['address'] or 'away'}, "
+        f"{worker['fragments']} fragments, {bytes_text(worker['memory_bytes'])}"
+    )
 
 
 def _bandwidth(status: Mapping[str, Any]) -> Text:

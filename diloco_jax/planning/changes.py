@@ -33,7 +33,7 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def shown(change: Change) -> str:
-    """Return the change as people set it."""
+    """Format the change as fields and values."""
     return " and ".join(f"{path} = {_value(value)}" for path, value in change.items())
 
 

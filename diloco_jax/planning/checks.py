@@ -44,7 +44,7 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Everything that a plan's arithmetic follows from."""
+    """Every input of a plan's arithmetic."""
 
     config: Config
     """With a resolved outer optimizer."""

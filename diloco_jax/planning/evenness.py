@@ -20,10 +20,10 @@ from diloco_jax.planning.changes import Change, changed, shown
 from diloco_jax.planning.results import Advice
 
 NEAR = 4
-"""Fragments may become fewer or more by one in so many, at first."""
+"""First, numbers of fragments within 1 / NEAR of the present one are tried."""
 MOST = 2
-"""Fragments may become more by one in so many, at most. They become no fewer than with
-which an even cut has a largest fragment as large as now."""
+"""At most, 1 / MOST more fragments are tried; and no fewer than would make even
+fragments as large as the largest one now."""
 BY_ELEMENT = "mean"
 """The merge rule that leaves no tensor whole."""
 Accepts = Callable[[Change, Config, FragmentPlan], bool]

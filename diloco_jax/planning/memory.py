@@ -53,8 +53,9 @@ class Hbm:
 
     @property
     def share_of_activations(self) -> float:
-        """The share of the activations, and of the rest that a batch takes, for which
-        there is room; at most 1."""
+        """The share of the activations for which there is room, with everything else
+        that grows with the batch; at most 1.
+        """
         resident = self.used - self.parameters - self.optimizer - self.watched
         if not self.pinned_host:
             resident -= self.anchors + self.residuals + self.open_takes

@@ -44,8 +44,12 @@ def time_merges(
     repetitions: int,
     passes: Passes | None,
 ) -> MergeTimes:
-    """Merge so many deltas of `ELEMENTS` elements, with the rule and the outer
-    optimizer of `run` (resolved), one codec both ways. passes: the merge route."""
+    """Time merges of deltas of `islands` islands, `ELEMENTS` elements each, one codec
+    both ways.
+
+    They use the rule and the outer optimizer of `run` (resolved). passes: the merge
+    route.
+    """
     store = store_of(run, codec, {"w": (SIDE, SIDE)}, 1, passes)
     payload = encoded_delta(store, codec, 0, 0)
     # Each its own memory, as deltas of islands have.

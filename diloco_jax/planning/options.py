@@ -15,7 +15,9 @@ from diloco_jax.config.fields import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """The world around the islands."""
+    """Assumptions about the world around the islands: interruptions, links, spread of
+    steps.
+    """
 
     mtbi_years: float = setting(
         1.0,

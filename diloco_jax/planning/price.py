@@ -64,7 +64,7 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
 
 
 def told(per_hour: Mapping[str, float]) -> str:
-    """Return a sentence with the sum and its parts."""
+    """Return one sentence with the price per hour and its parts."""
     parts = ", ".join(f"{name} {price:,.2f}" for name, price in per_hour.items())
     return (
         f"price per hour: {sum(per_hour.values()):,.2f} ({parts}), by your --price; "

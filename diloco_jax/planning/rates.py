@@ -60,15 +60,21 @@ class MachineRates(
     """The same of the disk's, if there are any."""
 
     def merging(self, codec: str) -> float:
-        """Return `merge_core_seconds`; the dearest if this codec was not measured."""
+        """Return `merge_core_seconds` of a codec; of the slowest if this one was not
+        measured.
+        """
         return _or_dearest(self.merge_core_seconds, codec)
 
     def per_delta(self, codec: str) -> float:
-        """Return `delta_core_seconds`; the dearest if this codec was not measured."""
+        """Return `delta_core_seconds` of a codec; of the slowest if this one was not
+        measured.
+        """
         return _or_dearest(self.delta_core_seconds, codec)
 
     def replaying(self, codec: str) -> float:
-        """Return `replay_core_seconds`; the dearest if this codec was not measured."""
+        """Return `replay_core_seconds` of a codec; of the slowest if this one was not
+        measured.
+        """
         return _or_dearest(self.replay_core_seconds, codec)
 
     def told(self) -> list[str]:

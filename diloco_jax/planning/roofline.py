@@ -70,5 +70,5 @@ def roofline(
 
 
 def ici_seconds(found: Slice, sent_bytes: float) -> float:
-    """Return the seconds in which a chip sends so many bytes over all its links."""
+    """Return the seconds in which a chip sends this many bytes over all its links."""
     return sent_bytes / ici_bytes_per_s(found) if sent_bytes else 0.0

@@ -21,7 +21,7 @@ FREE = {
 }
 SLICES = {"dynamic-slice", "slice", "gather"}
 PASSED_ON = {"tuple", "custom-call", *COLLECTIVES}
-"""Inside a fusion, these do not read on their own account."""
+"""Operations that pass their operands on: inside a fusion they are not counted."""
 
 
 def hbm_bytes(program: Program) -> int:

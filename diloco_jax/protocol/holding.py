@@ -94,8 +94,11 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class KeepFragment(Message, frozen=True, kw_only=True):
-    """Keep the fragment's parameters at its present version, which is that of the
-    cycle; `merges` led to it, with so many tokens."""
+    """Keep the fragment's parameters at its present version, which is the cycle's
+    version.
+
+    `merges` merges with `tokens` tokens led to it.
+    """
 
     cycle: int
     fragment: int
@@ -132,6 +135,8 @@ class DeltaArrived(Message, frozen=True, kw_only=True):
     fragment: int
     tick: int
     refusal: Refusal = ""
+    norm: float = 0.0
+    """Length of the delta; 0: unknown."""
 
 
 class MergePrepared(Message, frozen=True, kw_only=True):

@@ -158,7 +158,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 # ---- from the coordinator -------------------------------------------------------
 
 
-class Welcome(Message, frozen=True, kw_only=True, tag=True):
+class Welcome(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """The island is let in. Term 0: the coordinator is gathering anchors; an island
     without any is to give the first ones."""
 
@@ -167,6 +167,11 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     resumed: bool
     versions: tuple[Version, ...]
     """Current version of every fragment."""
+    workers: tuple[str, ...] = ()
+    """HOST:PORT of every worker, for deltas and fragments; empty: the address of the
+    coordinator itself."""
+    tickets: tuple[bytes, ...] = ()
+    """For fetches of these versions from workers, by fragment; see `tickets`."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):
@@ -176,22 +181,28 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-class TakeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Take the fragment and send it, `after` boundaries later than possible."""
+class TakeRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Take the fragment and send the delta. The island waits for `after` boundaries
+    before it takes.
+    """
 
     fragment: int
     tick: int
     after: int = 0
+    ticket: bytes = b""
+    """For the upload to a worker; empty: there are none. See `tickets`."""
 
 
-class ResendRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Send the delta of this take once more."""
+class ResendRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Send the delta of this take again."""
 
     fragment: int
     tick: int
+    ticket: bytes = b""
+    """As in `TakeRequest`."""
 
 
-class Published(Message, frozen=True, kw_only=True, tag=True):
+class Published(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A fragment has a new version; fetch it. The verdict is on this island's take."""
 
     fragment: int
@@ -199,9 +210,11 @@ class Published(Message, frozen=True, kw_only=True, tag=True):
     tick: int = -1
     verdict: Verdict = "none"
     reason: str = ""
+    ticket: bytes = b""
+    """For fetches of the version from a worker; see `Welcome.tickets`."""
 
 
-class TakeVerdict(Message, frozen=True, kw_only=True, tag=True):
+class TakeVerdict(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Verdict on a take, sent apart from a publish."""
 
     fragment: int
@@ -209,6 +222,8 @@ class TakeVerdict(Message, frozen=True, kw_only=True, tag=True):
     verdict: Verdict
     reason: str
     version: Version
+    ticket: bytes = b""
+    """As in `Published`."""
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=True):

@@ -16,21 +16,29 @@ or the whole run was. refused: it was not let in, or was put out for an impossib
 claim. died: another incarnation replaced it, and it had said no goodbye. finished,
 absent: the run ended first, with the island live or absent."""
 
-RefusalReason = Literal["non_finite", "stale", "overlap", "empty", "refused"]
+RefusalReason = Literal[
+    "non_finite", "out_of_bounds", "quarantined", "stale", "overlap", "empty", "refused"
+]
 """Reason for which a delta is not merged; its steps are lost if the island gives them
-up. stale: its base lags the current version too far. overlap: some of its steps are
-settled. refused: the island gave the delta up without being told to."""
+up. out_of_bounds: it is much longer than the others' deltas. quarantined: it is within
+bounds, but too many before it were not. stale: its base lags the current version too
+far. overlap: some of its steps are settled. refused: the island gave the delta up
+without being told to."""
 
 Refusal = RefusalReason | Literal[""]
 """Reason for which a delta is not merged; empty: it is fit."""
 
-LossReason = EndReason | RefusalReason | Literal["coordinator", "overwritten"]
+LossReason = EndReason | RefusalReason | Literal["coordinator", "worker", "overwritten"]
 """Reason for lost steps. coordinator: it was killed with deltas that it had not merged.
+worker: likewise, of a worker.
 overwritten: an adoption undid the steps."""
 
 STOPPED: Final = "stopped"
 STALE: Final = "stale"
+WORKER: Final = "worker"
 # The local value is unusable.
 NON_FINITE: Final = "non_finite"
+OUT_OF_BOUNDS: Final = "out_of_bounds"
+QUARANTINED: Final = "quarantined"
 # A reopened delta would overlap again.
 OVERLAP: Final = "overlap"

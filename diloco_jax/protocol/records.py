@@ -91,6 +91,18 @@ class Left(_OfIncarnation, frozen=True, kw_only=True):
     left_behind: tuple[LeftBehind, ...]
 
 
+class Quarantined(_OfIncarnation, frozen=True, kw_only=True):
+    """No delta of the island is merged from now on; `refused` in a row were unfit."""
+
+    refused: int
+
+
+class Released(_OfIncarnation, frozen=True, kw_only=True):
+    """Deltas of the island are merged again; `fit` in a row were within bounds."""
+
+    fit: int
+
+
 class Merged(Written, frozen=True, kw_only=True):
     """A finished merge, which this record commits. Its encoded publish is on disk
     already."""
@@ -134,7 +146,17 @@ class Extended(Written, frozen=True, kw_only=True):
 
 
 Durable = (
-    Joined | Carried | Granted | Left | Merged | Ticks | Stopping | Finished | Extended
+    Joined
+    | Carried
+    | Granted
+    | Left
+    | Quarantined
+    | Released
+    | Merged
+    | Ticks
+    | Stopping
+    | Finished
+    | Extended
 )
 
 # ---- noted --------------------------------------------------------------------
@@ -162,6 +184,7 @@ Why = Literal[
     "done",
     "too few islands can be asked",
     "quorum is out of reach",
+    "its worker is away",
 ]
 """Reason for a skipped tick. The first four name the fragment's phase."""
 
@@ -188,11 +211,13 @@ class Leaving(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class DeltaRefused(_OfIncarnation, frozen=True, kw_only=True, tag="refused"):
-    """A delta is not merged."""
+    """A delta is not merged. norm, most: its length and that allowed, if known."""
 
     fragment: int
     tick: int
     reason: RefusalReason
+    norm: float = 0.0
+    most: float = 0.0
 
 
 class TurnedAway(Written, frozen=True, kw_only=True, tag="turned_away"):
@@ -238,6 +263,8 @@ def from_log(written: Mapping[str, Any]) -> Durable:
 
 
 def from_tape(written: Mapping[str, Any], kind: type[R]) -> R:
-    """Parse a line of the tape as a record of that kind, ignoring other fields;
-    msgspec.ValidationError if it is none."""
+    """Parse a line of the tape as a record of that kind; ignore other fields.
+
+    Raises msgspec.ValidationError if the line is of another form.
+    """
     return msgspec.convert(written, kind)

@@ -107,7 +107,7 @@ class DeltaKey(NamedTuple):
     tick: int
 
 
-class Contribution(msgspec.Struct, frozen=True, kw_only=True):
+class Contribution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One delta in a merge."""
 
     island: str
@@ -117,6 +117,8 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     tokens: int
     base: Version
+    norm: float = 0.0
+    """Length of the delta; 0: unknown."""
 
     @property
     def steps(self) -> int:

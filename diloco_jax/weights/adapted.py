@@ -38,7 +38,7 @@ def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
 
 
 def base_run(run: RunConfig) -> RunConfig:
-    """Return the run whose parameters are the weights themselves."""
+    """Return the run without adapters: its parameters are the weights themselves."""
     model = dataclasses.replace(
         run.model, lora_rank=0, lora_alpha=0.0, frozen_digest=""
     )
@@ -55,8 +55,10 @@ def base_leaves(run: RunConfig) -> Iterator[np.ndarray]:
 
 
 def digest_of(leaves: Iterator[np.ndarray]) -> str:
-    """Return 16 hex digits over arrays: their shapes, and their values in f32, so that
-    a copy in another float type of the same values is the same."""
+    """Return 16 hex digits over the arrays' shapes and their values in f32.
+
+    So a copy of the same values in another float type has the same digest.
+    """
     digest = xxh3_64()
     for leaf in leaves:
         values = np.ascontiguousarray(leaf, np.float32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.sealed import sync_folder
+from diloco_jax.sealed import sync_path
 from diloco_jax.weights import families, files, names
 from diloco_jax.weights.adapted import base_run, merged_leaves
 from diloco_jax.weights.adapter import write_adapter
@@ -156,10 +155,10 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
             if (source / name).is_file():
                 shutil.copyfile(source / name, scratch / name)
         for path in scratch.iterdir():
-            _sync_file(path)  # What was written into its mapping, too.
-        sync_folder(scratch)
+            sync_path(path)  # What was written into its mapping, too.
+        sync_path(scratch)
         scratch.rename(target)
-        sync_folder(target.parent)
+        sync_path(target.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -190,11 +189,3 @@ def _config_json(written: dict[str, Any], source: Path, dtype: str) -> str:
         }
     text = json.dumps({**kept, **written, "torch_dtype": dtype}, indent=2)
     return text + "\n"
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

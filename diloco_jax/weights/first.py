@@ -43,10 +43,11 @@ from diloco_jax.weights.sources import FROM_ISLAND, source_of
 
 
 def started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
-    """Return the config of a run that starts from a source: its model is the source's,
-    unless that is an island. trust_code: see `workdir.read_config`.
+    """Return the config of a run that starts from a source, with the source's model.
 
-    Raises ConfigError if the source is none, or its model no known one.
+    A source that is an island has no model of its own, and the config's stays.
+    trust_code: see `workdir.read_config`. Raises ConfigError if the source cannot be
+    found, or if its model is of an unknown kind.
     """
     if source.startswith(FROM_ISLAND):
         return _given_by(config, source.removeprefix(FROM_ISLAND))
@@ -87,8 +88,10 @@ def _given_by(config: Config, island: str) -> Config:
 
 
 def require_repeatable(placement: Placement, what: str) -> None:
-    """Raise ConfigError if the first parameters were an island's: no file has them.
-    what: that is to repeat the run."""
+    """Raise ConfigError if an island gave the first parameters, since no file has them.
+
+    what: names the command that is to repeat the run.
+    """
     if placement.first_from:
         raise ConfigError(
             f"the run has its first parameters from island {placement.first_from!r} "
@@ -142,8 +145,9 @@ def require_source(model: ModelConfig) -> None:
 
 
 def keep_source(weights: str, workdir: Path) -> None:
-    """Keep the small files of the folder that a run starts from in its workdir, for its
-    exports."""
+    """Copy the small files of the folder that a run starts from into its workdir.
+    Exports of the run need them.
+    """
     if not weights:
         return
     kind, folder = source_of(weights)

@@ -20,10 +20,11 @@ MAX_TOKENS = 256
 
 
 class Answers:
-    """The three requests of lm-eval, answered by a model.
+    """Answer the three requests of lm-eval by a model.
 
-    A text without a start token follows a token that ends texts, as a document does in
-    training. If the tokenizer has neither, its first token has no probability.
+    If the tokenizer has no start token, a text follows a token that ends texts, as a
+    document does in training. If it has neither, the first token of a text gets no
+    probability.
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class Answers:
         self._before = [] if starts or not speaker.ends else [min(speaker.ends)]
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation after its context, in nats,
-        and whether it is the likeliest one. A context too long loses its beginning.
+        """Return, for each continuation after its context, its log-likelihood in nats,
+        and whether it is the likeliest one.
 
-        Raises ConfigError if a continuation alone is longer than a row.
+        A context that is too long loses its beginning. Raises ConfigError if a
+        continuation alone is longer than a row.
         """
         found = likelihoods(
             self._speaker,

@@ -33,10 +33,11 @@ class LiveRun:
         return from_builtins(answer, self._client.address)
 
     def gather(self, cycle: int, workdir: Path, report: Report) -> int:
-        """Have a cycle kept, and copy its files to where a workdir has them; return its
-        number. The run's merges wait for nobody meanwhile.
+        """Have a cycle kept, and copy its files as a workdir would have them. Return
+        its number.
 
-        cycle: 0 = the next one that can be kept. Raises Refused for one that cannot.
+        No merge of the run waits for this. cycle: 0 = the next one that can be kept.
+        Raises Refused for a cycle that cannot be kept.
         """
         cycle, files = self._await(cycle, report)
         folder = kept.path_of(workdir / run_files.KEPT, cycle)

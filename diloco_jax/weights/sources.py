@@ -11,7 +11,9 @@ FROM_ISLAND = "from-island:"
 
 
 def source_of(weights: str) -> tuple[str, str]:
-    """Return kind and folder of a source; raise ConfigError if it is none."""
+    """Return the kind and the folder of a source; raise ConfigError if it has another
+    form.
+    """
     kind, _, folder = weights.partition(":")
     if weights and (kind not in SOURCES or not folder or folder.endswith("://")):
         raise ConfigError(

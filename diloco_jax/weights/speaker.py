@@ -28,7 +28,7 @@ from diloco_jax.weights.first import read_folder, whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """See the module."""
+    """A model with its parameters, tokenizer and end tokens."""
 
     model: ModelConfig
     params: Params

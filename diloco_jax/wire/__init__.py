@@ -1,6 +1,7 @@
-"""Messages between islands and the coordinator, over gRPC and mutual TLS.
+"""Messages and bulk bytes between islands and the coordinator, under mutual TLS.
 
-`Client` is an island's end, `Server` the coordinator's; `errors` is what can go wrong.
+Control messages go over gRPC, bulk over sockets of its own. `Client` is an island's
+end, `Server` the coordinator's; `errors` has all errors of both.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The thread of a bulk port that all connections without a transfer share.
+"""The thread that holds a bulk port's connections while they have no transfer.
 
-Such a connection costs an open file and no thread, so that a peer that is slow to shake
-hands, or says nothing, holds up nobody.
+An idle connection costs an open file and no thread. So a peer that shakes hands slowly,
+or stays silent, holds up nobody else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_S = 1.0
 
 
 class Acceptor:
-    """Accepts connections, shakes hands, and waits for requests on all of them."""
+    """Accept connections, shake hands, and wait for requests on idle connections."""
 
     def __init__(
         self,
@@ -35,9 +35,13 @@ class Acceptor:
         deadlines: Deadlines,
         most: int,
     ) -> None:
-        """context: gives that of the next connection, None = no TLS. begin: serves a
-        connection that has something to say, without waiting for it. most: connections
-        that wait at once; beyond, the oldest is closed."""
+        """Make the acceptor; `start` starts its thread.
+
+        Args:
+          context: returns the TLS context of the next connection; None = no TLS.
+          begin: serves a connection on which a request arrives; it returns at once.
+          most: largest number of idle connections; beyond it the oldest one is closed.
+        """
         self._listener, self._context, self._begin = listener, context, begin
         self._deadlines, self._most = deadlines, most
         self._awake, self._alarm = socket.socketpair()
@@ -59,15 +63,16 @@ class Acceptor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the listener, and the connections that wait."""
+        """Close the listener and all idle connections."""
         with self._lock:
             self._stopping = True
         self._ring()
-        self._thread.join(2 * _POLL_S)
+        self._thread.join(self._deadlines.stop_s)
 
     def give_back(self, connection: BulkConnection) -> None:
-        """Wait for the next request of a connection, or close it after `stop`. Any
-        thread may call."""
+        """Wait for the next request on a connection whose transfer is done; after
+        `stop`, close it. Any thread may call this.
+        """
         with self._lock:
             if not self._stopping:
                 self._back.append(connection)
@@ -139,9 +144,11 @@ class Acceptor:
             secured = context.wrap_socket(
                 accepted, server_side=True, do_handshake_on_connect=False
             )
-        except OSError as error:
-            logger.info("a connection broke off: %s", error)
+        except BaseException as error:
             accepted.close()
+            if not isinstance(error, OSError):
+                raise
+            logger.info("a connection broke off: %s", error)
             return
         self._shaking[secured] = time.monotonic() + self._deadlines.connect_s
         self._selector.register(secured, selectors.EVENT_READ)
@@ -173,8 +180,8 @@ class Acceptor:
         self._await(BulkConnection(connection, peer))
 
     def _await(self, connection: BulkConnection) -> None:
-        self._idle[connection] = None
         self._selector.register(connection, selectors.EVENT_READ)
+        self._idle[connection] = None
         if connection.pending():
             self._ready(connection)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import secrets
 import socket
 
 from diloco_jax.errors import ConfigError
 
 LAST_PORT = 65535
 _TRIES = 50
+PORTS = range(20_000, 32_000)
+"""Those that stand for port 0. Linux and macOS give none of them to a connection that
+goes out, so that a coordinator that is started again finds its ports free."""
 
 
 def parse_address(address: str, field: str = "") -> tuple[str, int]:
@@ -101,30 +105,38 @@ def resolve(address: str) -> str:
     return format_address(str(numeric[0]), port)
 
 
-def require_free(address: str) -> None:
-    """Raise ConfigError if `address` or the bulk port beside it cannot be bound; called
-    before a run is begun."""
+def worker_address(address: str, worker: int) -> str:
+    """Return the address of a worker's bulk beside a coordinator's: the ports after the
+    coordinator's two. Port 0, any free one, stays."""
+    host, port = parse_address(address)
+    return format_address(host, port + 2 + worker if port else 0)
+
+
+def require_free(address: str, ports: int = 2) -> None:
+    """Raise ConfigError if `address` or one of the ports after it, so many in all,
+    cannot be bound; called before a run is begun."""
     wanted = [address]
     if parse_address(address)[1]:
         wanted.append(bulk_address(address))
+        wanted += [worker_address(address, worker) for worker in range(ports - 2)]
     for each in wanted:
         if obstacle := _obstacle(resolve(each)):
             raise ConfigError(f"cannot bind {each}: {obstacle}")
 
 
-def with_port(numeric: str) -> str:
-    """Return a numeric address to bind: the same or, for port 0, one whose port and the
-    next are free now."""
+def reserve(numeric: str) -> tuple[str, socket.socket]:
+    """Return a numeric address to bind, for port 0 one whose port is free, and a socket
+    that listens at the bulk port beside it. Raises ConfigError."""
     host, port = parse_address(numeric)
-    if port:
-        return numeric
-    for _ in range(_TRIES):
-        with listen(format_address(host, 0)) as probe:
-            port = probe.getsockname()[1]
-        found = format_address(host, port)
-        if port < LAST_PORT and not _obstacle(bulk_address(found)):
-            return found
-    raise ConfigError(f"cannot bind {numeric}: no two ports in a row are free")
+    for _ in range(1 if port else _TRIES):
+        found = format_address(host, port or secrets.choice(PORTS))
+        try:
+            with listen(found):
+                return found, listen(bulk_address(found))
+        except ConfigError:
+            if port:
+                raise
+    raise bind_error(numeric)
 
 
 def listen(numeric: str) -> socket.socket:

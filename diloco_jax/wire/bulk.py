@@ -6,12 +6,17 @@ Chunks of a payload follow those that announce one (`frames.py`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, Version
 from diloco_jax.wire.errors import Failure
+
+Ticket = Annotated[bytes, msgspec.Meta(max_length=64)]
+"""See `protocol/tickets.py`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class Identity:
         return dataclasses.asdict(self)
 
 
-class UploadStart(Message, frozen=True, kw_only=True, tag=True):
+class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Announce a contiguous stripe of one delta, or of one host's part of it."""
 
     run_id: Identifier
@@ -47,9 +52,11 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True):
     """Tiles of the fragment's payload that are sent; empty: all of them."""
     version: Version | None = None
     """None: a delta. Otherwise the f32 anchor of the island at this version."""
+    ticket: Ticket = b""
+    """For a worker: of the take request."""
 
 
-class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
+class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Ask for a stripe of a fragment: encoded publishes since `have`, or all of A."""
 
     run_id: Identifier
@@ -65,6 +72,8 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True):
     """Bytes of the stripe; -1: to the end."""
     part: Part = ()
     """Tiles that are wanted, of each publish or of the anchor; empty: all of them."""
+    ticket: Ticket = b""
+    """For a worker: of the publish or the welcome."""
 
 
 class FetchStart(Message, frozen=True, kw_only=True, tag=True):

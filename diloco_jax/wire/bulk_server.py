@@ -1,8 +1,8 @@
 """The coordinator's bulk port: uploads, fetches and kept files.
 
-A transfer takes a thread and a place (`places.py`) until it is done. A peer that is
-slow to say what it wants holds its place no longer than `connect_s`; one that stops in
-mid-payload, `idle_s`. Connections without a transfer are `acceptor.py`'s.
+A transfer holds a thread and a place (`places.py`) until it is done. A peer that sends
+no request loses its place after `connect_s`, and one that stops in the middle of a
+payload after `idle_s`. Connections without a transfer wait in `acceptor.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, encoding, errors, frames
+from diloco_jax.wire import encoding, errors, frames
 from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import (
     CycleRequest,
@@ -43,8 +44,9 @@ _SPARE_CONNECTIONS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FetchSource:
-    """Bytes that a fetch is served from; `buffers`, row-major and end to end, are the
-    payload."""
+    """The payload that a fetch is served from: `buffers`, row-major, laid end to
+    end.
+    """
 
     version: Version
     full: bool
@@ -56,21 +58,26 @@ class FetchSource:
 
 
 class BulkHandlers(Protocol):
-    """Answers to requests of bulk; many threads call them at once."""
+    """Answer the requests of the bulk port. Many threads call the methods at once."""
 
     def upload_begin(self, start: UploadStart) -> memoryview:
-        """Return the writable place, `start.length` bytes, of this stripe.
+        """Return the memory into which this stripe is received, `start.length` bytes;
+        or a shorter place if the stripe has arrived before, and its bytes go nowhere.
 
-        Bytes go there as they arrive, before they are checked. May raise Refused, Busy
+        Bytes are written there as they arrive, before their checksum is compared. The
+        server releases the place at the end, whatever that is. May raise Refused, Busy
         or RemoteProtocolError.
         """
 
     def upload_end(self, start: UploadStart, place: memoryview) -> bool:
-        """Accept the checked stripe in the place from `upload_begin`; return True if it
-        was the last."""
+        """Accept a received and checked stripe; return True if it completes the delta.
+        `place` is the memory that `upload_begin` returned.
+        """
 
     def fetch(self, request: FetchRequest) -> FetchSource:
-        """Return the bytes to serve a stripe from; may raise Refused or VersionGone."""
+        """Return the payload of which a stripe is asked for. May raise Refused or
+        VersionGone.
+        """
 
     def kept(self, cycle: int, name: str) -> memoryview:
         """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
@@ -107,13 +114,11 @@ class BulkServer:
         self._acceptor: Acceptor | None = None
         self._changed = threading.Condition()
         self._serving: set[BulkConnection] = set()
-        self._stopping = False
 
-    def start(self, numeric: str) -> None:
-        """Listen at a numeric address and serve; ConfigError if that cannot be
-        bound."""
+    def start(self, listener: socket.socket) -> None:
+        """Serve what comes to a socket that listens, which is closed in the end."""
         self._acceptor = Acceptor(
-            addresses.listen(numeric),
+            listener,
             self._contexts,
             self._begin,
             self._deadlines,
@@ -127,7 +132,6 @@ class BulkServer:
         if self._acceptor is not None:
             self._acceptor.stop()
         with self._changed:
-            self._stopping = True
             self._changed.wait_for(
                 lambda: not self._serving, max(0.0, deadline - time.monotonic())
             )
@@ -143,7 +147,7 @@ class BulkServer:
         connection.between = False
         try:
             self._pool.submit(self._serve, connection)
-        except RuntimeError:  # The pool is closed.
+        except RuntimeError:  # The pool is closed, or the system out of threads.
             self._done(connection)
 
     def _serve(self, connection: BulkConnection) -> None:
@@ -156,14 +160,13 @@ class BulkServer:
         with self._changed:
             self._serving.discard(connection)
             self._changed.notify_all()
-            keep = connection.between and not self._stopping
-        if keep and self._acceptor is not None:
+        if connection.between and self._acceptor is not None:
             self._acceptor.give_back(connection)
         else:
             connection.close()
 
     def answer(self, connection: BulkConnection) -> None:
-        """Receive one request, and do what it asks for. Tell the peer what fails."""
+        """Receive one request and carry it out. If it fails, tell the peer why."""
         peer = connection.peer
         try:
             with contextlib.ExitStack() as held:
@@ -208,12 +211,10 @@ class BulkServer:
                 f"{start.offset + start.length} of a payload of {start.total}"
             )
         handlers = self.handlers
-        place = handlers.upload_begin(start)
-        view, stored = place.cast("B"), 0
-        while stored < start.length:
-            stored += connection.receive_chunk(view[stored:], start.offset + stored)
-            guard.touch()
-        complete = handlers.upload_end(start, place)
+        with handlers.upload_begin(start) as place:
+            with place.cast("B") as view:
+                _receive(connection, view, start, guard)
+            complete = handlers.upload_end(start, place)
         connection.send(UploadDone(complete=complete))
 
     def _fetch(
@@ -258,10 +259,20 @@ class BulkServer:
         return self._peers.identify(connection.certificate())
 
     def _fail(self, connection: BulkConnection, error: WireError) -> None:
-        connection.between = False
         with (
             contextlib.suppress(ConnectionLost),
             self._watch.guard(self._deadlines.retry_max_s, connection.cut),
         ):
             connection.send(errors.failure_of(error))
             connection.drain()
+
+
+def _receive(
+    connection: BulkConnection, view: memoryview, start: UploadStart, guard: Guard
+) -> None:
+    """Receive a stripe into its place, or chunk by chunk into the same shorter one."""
+    stored, wanted = 0, len(view) == start.length
+    while left := start.length - stored:
+        room = view[stored:] if wanted else view[:left]
+        stored += connection.receive_chunk(room, start.offset + stored)
+        guard.touch()

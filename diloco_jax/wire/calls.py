@@ -30,7 +30,12 @@ class CallGroup:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[tuple[BulkConnection, Guard]]:
-        """Make one call on a connection: touch the guard at every chunk."""
+        """Take a connection for the length of the block, which makes one call on it.
+
+        The block touches the guard at every chunk. Without a chunk for `idle_s`, or
+        once the group is cancelled, the connection is cut and the block raises
+        ConnectionLost.
+        """
         connection = self._connections.take()
         with self._lock:
             self._open.add(connection)

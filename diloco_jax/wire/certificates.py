@@ -101,8 +101,10 @@ def add(
 
 
 def renew(folder: str | Path, days: int, within_days: int) -> list[Principal]:
-    """Sign those certificates anew that end within so many days; return whose. Raises
-    SecurityError as `add` does."""
+    """Sign anew, for `days` days, the certificates that end within `within_days` days.
+
+    Returns whose they are. Raises SecurityError as `add` does.
+    """
     folder = Path(folder)
     limit = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=within_days)
     ending = [

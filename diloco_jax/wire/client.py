@@ -47,14 +47,43 @@ class Client:
         self._tls, self._deadlines = tls, deadlines
         self._control_channel = self._channel()
         self._watch = IdleWatch("diloco-client-watch")
-        bulk_address = addresses.bulk_address(address)
-        # As many for either direction.
-        most = 2 * max(bulk_channels, 1)
-        connections = Connections(bulk_address, tls, deadlines, most)
-        self.transfers = Transfers(connections, bulk_channels, deadlines, self._watch)
-        """Uploads and fetches."""
+        self._channels, self._insecure = bulk_channels, insecure
         self._lock = threading.Lock()
         self._streams: list[ControlStream] = []
+        self._transfers: dict[str, Transfers] = {}
+        self.transfers = self.transfers_at(addresses.bulk_address(address))
+        """Uploads and fetches."""
+
+    def transfers_at(self, address: str) -> Transfers:
+        """Return the uploads and fetches at another bulk port, with connections and
+        threads of their own. Raises ConfigError if it must not go without TLS."""
+        addresses.require_tls(
+            address, tls=self._tls is not None, insecure=self._insecure
+        )
+        with self._lock:
+            found = self._transfers.get(address)
+            if found is None:
+                # As many for either direction.
+                most = 2 * max(self._channels, 1)
+                connections = Connections(address, self._tls, self._deadlines, most)
+                found = self._transfers[address] = Transfers(
+                    connections, self._channels, self._deadlines, self._watch
+                )
+        return found
+
+    def leave_others(self, addresses_kept: tuple[str, ...]) -> None:
+        """End the transfers at all bulk ports but the coordinator's and these."""
+        with self._lock:
+            left = {
+                address: transfers
+                for address, transfers in self._transfers.items()
+                if address not in addresses_kept and transfers is not self.transfers
+            }
+            for address in left:
+                del self._transfers[address]
+        for transfers in left.values():
+            transfers.cancel()
+            transfers.close(0.0)
 
     def open_control(self, hello: messages.Hello) -> ControlStream:
         """Say hello; return when the Welcome has arrived, within about `connect_s`.
@@ -80,9 +109,11 @@ class Client:
         return self._ask("Config", timeout_s)
 
     def keep(self, cycle: int, timeout_s: float) -> dict[str, Any]:
-        """Have a cycle kept, 0 = the next one that can be; return its number (`cycle`),
-        the names of its files (`files`) and, until it has any, the share that is kept
-        (`share`). Raises Refused for a cycle that is not kept and cannot be any more.
+        """Have a cycle kept: the given one or, for 0, the next one that can be.
+
+        Returns its number (`cycle`), the names of its files (`files`) and, while there
+        are none yet, the share that is kept (`share`). Raises Refused for a cycle that
+        is not kept and can no longer be.
         """
         return self._ask("Keep", timeout_s, encode(CycleRequest(cycle=cycle)))
 
@@ -116,12 +147,15 @@ class Client:
         deadline = time.monotonic() + self._deadlines.stop_s
         with self._lock:
             streams, self._streams = self._streams, []
+            transfers = list(self._transfers.values())
         for stream in streams:
             # Half of the time left, so that the transfers' threads get the other half.
             stream.close(max(0.0, deadline - time.monotonic()) / 2)
-        self.transfers.cancel()
+        for each in transfers:
+            each.cancel()
         self._control_channel.close()
-        self.transfers.close(max(0.0, deadline - time.monotonic()))
+        for each in transfers:
+            each.close(max(0.0, deadline - time.monotonic()))
         self._watch.close(1.0)
 
     def _explained(self, error: WireError) -> WireError:

@@ -75,9 +75,11 @@ class BulkConnection:
         guard: Guard,
         begin: int = 0,
     ) -> bool:
-        """Send a stripe of buffers laid end to end; return False if the peer spoke in
-        between, which it only does to end the transfer. begin: place of the buffers in
-        the payload."""
+        """Send `length` bytes of a payload, from `offset` on. Return False if the peer
+        sent something meanwhile: it does so only to end the transfer.
+
+        buffers: the payload from byte `begin` on, laid end to end.
+        """
         for header, part in frames.chunks(buffers, offset, length, begin):
             if self.spoken():
                 return False
@@ -106,12 +108,17 @@ class BulkConnection:
         return bool(self._poll.poll(0))
 
     def pending(self) -> bool:
-        """Tell if OpenSSL holds bytes that the socket no longer has."""
+        """Tell if OpenSSL holds bytes that it has read from the socket, so that a
+        selector on the socket alone would not notice them.
+        """
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def drain(self) -> None:
-        """Leave unread what the peer still sends, until it closes the connection:
-        closed at once, the kernel would take back what this end said last."""
+        """Read and discard until the peer closes the connection.
+
+        If this end closed it earlier, the kernel would reset the connection, and the
+        peer could lose the last message that this end sent.
+        """
         place = bytearray(_DRAIN_BYTES)
         with contextlib.suppress(OSError):
             # Of the socket beneath TLS: nothing need be deciphered.
@@ -120,7 +127,7 @@ class BulkConnection:
                 pass
 
     def fileno(self) -> int:
-        """Return the socket's, for selectors."""
+        """Return the socket's file descriptor, for selectors."""
         return self._socket.fileno()
 
     def cut(self) -> None:

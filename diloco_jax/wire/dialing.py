@@ -28,9 +28,10 @@ class Connections:
         self._closed = False
 
     def take(self) -> BulkConnection:
-        """Return a connection for one transfer, within about `connect_s`.
+        """Return a connection for one transfer: an idle one, or a new one.
 
-        Raises ConnectionLost or SecurityError, which say what to do.
+        A new one takes at most about `connect_s`. Raises ConnectionLost or
+        SecurityError, each with its remedy.
         """
         while True:
             with self._lock:
@@ -53,7 +54,7 @@ class Connections:
             connection.close()
 
     def close(self) -> None:
-        """Close those that nothing uses, and give out no more."""
+        """Close the idle connections; later calls of `take` raise ConnectionLost."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

@@ -15,6 +15,9 @@ from diloco_jax.protocol.messages import Message
 
 MAX_DETAIL_CHARS = 2000
 CODE_KEY = "diloco-code"
+NO_TICKET = "ticket"
+"""Code of a worker's refusal: the ticket does not count any more, and a newer one comes
+with the next word of the lead."""
 
 
 class WireError(Exception):
@@ -31,11 +34,13 @@ class ProtocolError(WireError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This process sent, or was about to send, what it must not."""
+    """This process sent, or was about to send, a message that breaks the protocol."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what it must not: corrupt, oversized, unknown or out of order."""
+    """The peer sent a message that breaks the protocol: corrupt, oversized, unknown or
+    out of order.
+    """
 
 
 class Refused(WireError):  # noqa: N818
@@ -64,8 +69,9 @@ class SecurityError(WireError):
 
 
 class Failure(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to a request that fails: the error's class, and what it says. One to an
-    upload ends the connection."""
+    """Answer to a request that failed: class and message of the error. After a failed
+    upload the connection ends.
+    """
 
     kind: str
     message: str

@@ -36,7 +36,8 @@ def message_header(length: int) -> bytes:
 
 def message_length(header: memoryview, peer: str) -> int:
     """Return the length of the message behind a header. Raises RemoteProtocolError if
-    it is none, or too long."""
+    the header is not one, or if the message is too long.
+    """
     magic, length = _MESSAGE.unpack(header)
     if magic != MESSAGE_MAGIC:
         raise RemoteProtocolError(
@@ -54,11 +55,12 @@ def message_length(header: memoryview, peer: str) -> int:
 def chunks(
     buffers: Sequence[Payload], offset: int, length: int, begin: int = 0
 ) -> Iterator[tuple[bytes, memoryview]]:
-    """Cut bytes `offset` to `offset + length` of buffers laid end to end; yield header
-    and payload of each chunk. What is contiguous is not copied.
+    """Cut bytes `offset` to `offset + length` of a payload; yield header and bytes of
+    each chunk. Contiguous buffers are not copied.
 
-    begin: that of the buffers in the whole payload; headers say where a chunk lies in
-    that.
+    Args:
+      buffers: the payload from byte `begin` on, laid end to end. `offset` counts from
+        there; the headers give places in the whole payload.
     """
     shift, begin, end = begin, 0, offset + length
     for buffer in buffers:

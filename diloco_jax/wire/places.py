@@ -1,8 +1,9 @@
-"""Places for transfers: how many take place at once, and what becomes of the others.
+"""Bound the number of transfers at once.
 
 A transfer holds a thread, so there are at most `MOST_PLACES`, however many hosts
-connect. A transfer that finds none waits here for a while, then it is told Busy, pauses
-and comes again: an upload until `budget_s`, a fetch until `pin_s` (`transfers.py`).
+connect. A transfer that finds no place waits here for a while. Then its peer is told
+Busy, pauses and asks again: an upload until `budget_s`, a fetch until `pin_s`
+(`transfers.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ class Places:
 
     @contextlib.contextmanager
     def taken(self, who: Hashable = None) -> Iterator[None]:
-        """Hold a place; raise Busy if none is free in time, or if the peer has its
-        share. who: the peer; None = not known."""
+        """Hold a place for the length of the block.
+
+        Raises Busy if no place becomes free in time, or if the peer `who` has its share
+        already. who: None = the peer is not known, and has no share of its own.
+        """
         with self._counted(who):
             if not self._free.acquire(blocking=False):
                 self._wait()
@@ -91,8 +95,9 @@ class Places:
 
 
 def allow_connections(connections: int) -> None:
-    """Raise this process's limit on open files to that many connections, as far as it
-    may; say how many it lacks."""
+    """Raise this process's limit on open files as far as `connections` need it. Warn if
+    the system's limit is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:

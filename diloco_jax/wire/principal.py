@@ -1,8 +1,8 @@
-"""Principals: who a certificate belongs to, by role and, of islands, by name.
+"""Principals: the owners of certificates, by role and, for islands, by name.
 
-A certificate carries it as a URI, `diloco:island:v6e`, and its files are named after
-it, `island.v6e.pem`. What an island says of itself is held to its certificate here, at
-every hello, upload and fetch; reports belong to a hello.
+A certificate carries its principal as a URI, `diloco:island:v6e`, and its files are
+named after it, `island.v6e.pem`. The name that an island claims is compared with its
+certificate at every hello, upload and fetch. Reports belong to the stream of a hello.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Role = Literal["coordinator", "island", "reader", "operator"]
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that has a key of its own."""
+    """A process with a key of its own."""
 
     role: Role
     name: str = ""
@@ -28,12 +28,12 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uri(self) -> str:
-        """The name in its certificate."""
+        """The principal's name in its certificate."""
         return ":".join(filter(None, (SCHEME, self.role, self.name)))
 
     @property
     def stem(self) -> str:
-        """The name of its files, less .pem and .key."""
+        """The name of the principal's files, without .pem and .key."""
         return ".".join(filter(None, (self.role, self.name)))
 
     def __str__(self) -> str:
@@ -76,8 +76,10 @@ def _of_parts(role: str, name: list[str]) -> Principal | None:
 
 
 def require_island(caller: Principal | None, name: str) -> None:
-    """Raise Refused unless the caller is the island of this name. None: the address is
-    served without TLS, and nobody has to prove anything."""
+    """Raise Refused unless the caller is the island of this name.
+
+    caller: None if the address is served without TLS; then every caller is accepted.
+    """
     if caller is None or caller == island(name):
         return
     raise Refused(

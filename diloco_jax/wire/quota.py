@@ -1,7 +1,8 @@
-"""The quota of a peer's control messages: those that come faster wait to be read.
+"""Limit the rate of one peer's control messages: a peer that is too fast waits.
 
-Each of them may cost lines on tape and log, and time of the one thread that decides.
-gRPC's flow control hands the wait on to the peer.
+A message may cost lines on the tape and the log, and time of the one thread that
+decides. The coordinator stops reading meanwhile, and gRPC's flow control makes the peer
+wait.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Quota:
         self._told = -TOLD_EVERY_S
 
     def wait_s(self, nbytes: int) -> float:
-        """Return the seconds to wait before so many bytes are handled."""
+        """Count a message of `nbytes`; return the seconds to wait before it is
+        handled.
+        """
         with self._lock:
             now = time.monotonic()
             earned = (now - self._at) * BYTES_PER_SECOND

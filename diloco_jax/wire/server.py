@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.errors import ConfigError
 from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
@@ -49,9 +48,7 @@ class Handlers(ControlHandlers, BulkHandlers, Protocol):
         changed."""
 
     def keep(self, cycle: int) -> dict[str, Any]:
-        """Keep a cycle, 0 = the next one that can be; return its number, the names of
-        its files and, until it has any, the share that is kept. May raise Refused or
-        Busy."""
+        """Have a cycle kept; see `Client.keep`. May raise Refused or Busy."""
 
 
 class Server:
@@ -110,7 +107,7 @@ class Server:
         """
         allow_connections(self._connections)
         host, _ = addresses.parse_address(self._bind)
-        numeric = addresses.with_port(addresses.resolve(self._bind))
+        numeric, beside = addresses.reserve(addresses.resolve(self._bind))
         self._watch = IdleWatch("diloco-server-watch")
         threads = self._max_sessions + _SPARE_THREADS
         self._pool = DaemonPool(threads, "diloco-server")
@@ -127,13 +124,10 @@ class Server:
                     numeric, self._tls.server_credentials()
                 )
         except RuntimeError as error:
+            beside.close()
             self.stop(0.0)
             raise addresses.bind_error(numeric) from error
-        try:
-            self._bulk.start(addresses.bulk_address(numeric))
-        except ConfigError:
-            self.stop(0.0)
-            raise
+        self._bulk.start(beside)
         self._grpc.start()
         return addresses.format_address(host, port)
 

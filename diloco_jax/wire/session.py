@@ -89,13 +89,10 @@ class Session:
             self._outbox.close(discard=True)
             self._context.cancel()
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that are queued for the peer."""
-        return self._outbox.held_bytes
-
     def close(self, refused: Refused | None = None) -> None:
-        """End the session after the queued messages, with a last word if refused."""
+        """End the session after the queued messages. If it is refused, the peer is told
+        why.
+        """
         if refused is not None:
             self.send(messages.Refused(code=refused.code, message=refused.message))
         self._outbox.close()

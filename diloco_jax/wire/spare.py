@@ -1,6 +1,6 @@
-"""Memory for fetched payloads that is used again once nobody holds the last one.
+"""Memory for fetched payloads, which is lent again once nobody holds it.
 
-Pages that are new to the process cost as much as deciphering what goes into them.
+New memory costs a page fault per page, which takes as long as deciphering the payload.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ LEAST_BYTES = 1 << 20
 
 
 class SpareMemory:
-    """At most one buffer that was lent and is free again. Any thread may take it."""
+    """Keep at most one buffer that was lent and is free again. Any thread may borrow
+    it.
+    """
 
     def __init__(self) -> None:
         # No lock: buffers come back when they are collected, which may be anywhere.
@@ -25,8 +27,9 @@ class SpareMemory:
         )
 
     def lend(self, size: int) -> memoryview:
-        """Return writable memory of that many bytes, of any content. It is lent until
-        the last view of it is gone."""
+        """Return `size` bytes of writable memory, with any content. They are free again
+        once the last view of them is gone.
+        """
         if size < LEAST_BYTES:
             return np.empty(size, np.uint8).data
         try:

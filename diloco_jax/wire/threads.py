@@ -127,7 +127,7 @@ class IdleWatch:
     @contextlib.contextmanager
     def guard(self, limit_s: float, on_expiry: Callable[[], Any]) -> Iterator[Guard]:
         """Call `on_expiry`, which must not block, if nothing touches the guard for
-        `limit_s` inside the block."""
+        `limit_s` inside the block. It is never called, or at work, after the block."""
         guard = Guard(limit_s, on_expiry)
         with self._condition:
             self._guards.add(guard)
@@ -153,13 +153,15 @@ class IdleWatch:
                 now = time.monotonic()
                 expired = [guard for guard in self._guards if guard.expires <= now]
                 self._guards.difference_update(expired)
+                # With the lock, so that no guard is over meanwhile: what it guarded
+                # may serve another.
+                for guard in expired:
+                    guard.expire()
                 if not expired:
                     first = min(
                         (g.expires for g in self._guards), default=now + _POLL_S
                     )
                     self._condition.wait(first - now)
-            for guard in expired:
-                guard.expire()
 
 
 class DaemonPool(futures.Executor):
@@ -190,12 +192,12 @@ class DaemonPool(futures.Executor):
         with self._condition:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            self._tasks.append(task)
-            if self._idle < len(self._tasks) and len(self._threads) < self._limit:
+            if self._idle <= len(self._tasks) and len(self._threads) < self._limit:
                 name = f"{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()  # First, since the system may refuse it.
                 self._threads.append(thread)
-                thread.start()
+            self._tasks.append(task)
             self._condition.notify()
         return future
 

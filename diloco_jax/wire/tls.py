@@ -56,8 +56,12 @@ class TlsFiles:
 
     @classmethod
     def load_any(cls, folder: str | Path) -> TlsFiles:
-        """Load a reader's files, or whichever the folder has, as for a person who asks
-        how the run stands. Raises SecurityError as `load` does."""
+        """Load the reader's files if the folder has them, or else those of any
+        principal.
+
+        It serves people who ask for the state of a run. Raises SecurityError as `load`
+        does.
+        """
         here = principals(folder)
         preferred = principal.READER in here or not here
         return cls.load(folder, principal.READER if preferred else here[0])
@@ -93,7 +97,9 @@ class TlsFiles:
         )
 
     def read_again(self) -> TlsFiles | None:
-        """Return the files as they are now, if they are others and fit."""
+        """Read the files again. Return them if they have changed and are valid, else
+        None.
+        """
         try:
             found = TlsFiles.load(self.folder, self.who)
         except SecurityError as error:
@@ -111,7 +117,9 @@ class TlsFiles:
         )
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the same for a plain socket; its coordinator must be named."""
+        """Return the context of a client's plain socket, which trusts only the
+        authority. It compares the coordinator's name with its certificate.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._fill(context)
         return context

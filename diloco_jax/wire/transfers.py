@@ -344,8 +344,10 @@ class _Fetch:
 
 
 def stripes(total: int, most: int) -> list[tuple[int, int]]:
-    """Cut `total` bytes into at most `most` (offset, length) of equal size, each of at
-    least 1 MiB unless there is only one."""
+    """Cut `total` bytes into at most `most` stripes (offset, length) of equal size.
+
+    A stripe has at least 1 MiB, unless it is the only one.
+    """
     number = max(1, min(most, total // MIN_STRIPE_BYTES))
     edges = [total * i // number for i in range(number + 1)]
     return [(low, high - low) for low, high in itertools.pairwise(edges)]

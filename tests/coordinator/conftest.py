@@ -94,7 +94,9 @@ def make_engine(tmp_path, store, island):
             store,
             island.inbox,
             Publishes(tmp_path / "publishes"),
-            FragmentSnapshots(epath.Path(tmp_path / "snapshots"), Placement(), 2, {}),
+            FragmentSnapshots(
+                epath.Path(tmp_path / "snapshots"), Placement(), range(2), {}
+            ),
             KeptCycles(tmp_path, 2, {}, store.plan.sizes),
             write_within_s=write_within_s,
         )

@@ -138,7 +138,7 @@ def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypa
     log = RecordLog(tmp_path)
     log.append({"n": 0})
     with monkeypatch.context() as patched:
-        patched.setattr(durable, "sync_folder", lambda _: full(1)())
+        patched.setattr(durable, "sync_path", lambda _: full(1)())
         with pytest.raises(OSError, match="No space"):
             log.rotate()
     log.append({"n": 1})

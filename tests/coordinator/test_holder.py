@@ -107,8 +107,11 @@ def test_a_publish_that_cannot_be_written_in_time_ends_the_coordinator_by_name(
 ):
     """Whatever is wrong with the disk. People were told before."""
     monkeypatch.setattr(holder, "WRITE_AGAIN_S", 0.01)
+    now = [0.0]
+    monkeypatch.setattr(holder, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def write(*arguments, **options):
+        now[0] += 0.02
         raise OSError(errno.EIO, "Input/output error", str(tmp_path / "publishes"))
 
     monkeypatch.setattr(Publishes, "write", write)

@@ -76,13 +76,61 @@ def test_stripes_that_overlap_are_refused_and_make_no_delta(inbox):
 
 
 def test_stripes_that_overlap_on_their_way_are_refused_too(inbox):
-    first, second = start(0, 50), start(1, 50)
-    places = [inbox.begin(first), inbox.begin(second)]
-    assert not inbox.end(first, places[0])
+    first = start(0, 50)
+    place = inbox.begin(first)
     with pytest.raises(RemoteProtocolError, match="overlap 0 to 50"):
-        inbox.end(second, places[1])
+        inbox.begin(start(1, 50))
+    assert not inbox.end(first, place)
     with pytest.raises(RemoteProtocolError, match="0 bytes at 50 does not fit"):
         inbox.begin(start(50, 0))
+
+
+@pytest.mark.parametrize("stripe", [start(0, 60), start()])
+def test_nothing_is_written_where_bytes_have_arrived(inbox, stripe):
+    """What was checked is what is merged, whoever goes on sending."""
+    early = inbox.begin(stripe)
+    with pytest.raises(Busy, match="on their way by another connection"):
+        inbox.begin(stripe)
+    early[:] = bytes([1]) * stripe.length
+    inbox.end(stripe, early)
+    late = inbox.begin(stripe)
+    late[:] = bytes([9]) * len(late)
+    assert not inbox.end(stripe, late), "it is taken, and counts once"
+    if stripe.length < 100:
+        assert put(inbox, start(60, 40), 1)
+    assert (inbox.payload(KEY) == 1).all()
+
+
+def test_a_transfer_that_broke_off_leaves_its_place_to_another(inbox):
+    with inbox.begin(start(0, 60)) as place:
+        place[:30] = bytes(30)
+    with inbox.begin(start(0, 70)):
+        pass
+    assert not put(inbox, start(0, 60), 1)
+    assert put(inbox, start(60, 40), 1)
+    assert (inbox.payload(KEY) == 1).all()
+
+
+def test_what_has_arrived_needs_no_memory_to_come_again():
+    (large,) = [layout((4 << 20,))]
+    inbox = Inbox([large], Rooms(1 << 30))
+    whole = start(0, large.total_bytes, large.total_bytes)
+    assert put(inbox, whole, 1)
+    assert inbox.begin(whole).nbytes == 1 << 20
+
+
+def test_a_delta_does_not_come_in_countless_stripes_or_parts(monkeypatch):
+    monkeypatch.setattr("diloco_jax.coordinator.inbox.MOST_STRIPES", 3)
+    monkeypatch.setattr("diloco_jax.coordinator.inbox.MOST_PARTS", 1)
+    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
+    for offset in range(3):
+        assert not put(inbox, start(offset, 1), 1)
+    assert not put(inbox, start(0, 1), 1), "it is one of these"
+    with pytest.raises(RemoteProtocolError, match="in more than 3 stripes; send larg"):
+        inbox.begin(start(3, 1))
+    assert not put(inbox, half(LEFT), 1)
+    with pytest.raises(RemoteProtocolError, match="in more than 1 parts"):
+        inbox.begin(half(RIGHT))
 
 
 def test_an_island_has_two_deltas_of_a_fragment_at_most():

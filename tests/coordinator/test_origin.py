@@ -61,7 +61,7 @@ def recover(run, store, folder, publishes, tmp_path):
         whose = checkpoint.whose(run, "r", store.plan)
         states = StateSnapshots(folder, Placement(), policy, whose)
         count = len(store.plan.fragments)
-        snapshots = FragmentSnapshots(folder, Placement(), count, whose)
+        snapshots = FragmentSnapshots(folder, Placement(), range(count), whose)
         for fragment in range(count):
             snapshots.save_first(fragment, Version(), store.arrays(fragment))
         states.save(0, initial(policy))

@@ -39,9 +39,9 @@ def test_those_of_a_kept_snapshot_are_forgotten_and_uncommitted_ones_discarded(
     publishes,
 ):
     publishes.forget(0, Version(1, 1))
-    assert publishes.discard([Version(1, 3), Version()]) == 1
+    assert publishes.discard({0: Version(1, 3), 1: Version()}) == 1
     assert numbers(publishes) == [2, 3]
-    assert publishes.discard([Version(1, 3), Version()]) == 0
+    assert publishes.discard({0: Version(1, 3), 1: Version()}) == 0
 
 
 def test_a_committed_one_that_is_missing_torn_or_another_is_damage(publishes, tmp_path):

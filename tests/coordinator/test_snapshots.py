@@ -41,7 +41,7 @@ def opened(run, store, folder):
     """Opens the snapshots of fragments."""
 
     def open_as(run_id, run=run, plan=store.plan, placement=PLACEMENT):
-        return FragmentSnapshots(folder, placement, 2, whose(run, run_id, plan))
+        return FragmentSnapshots(folder, placement, range(2), whose(run, run_id, plan))
 
     return open_as
 
@@ -111,7 +111,7 @@ def test_an_old_one_goes_once_the_new_one_is_on_disk(
     save_first(snapshots, store)
     there = []
     monkeypatch.setattr(
-        "diloco_jax.sealed.sync_folder", lambda _: there.append(versions(folder, 0))
+        "diloco_jax.sealed.sync_path", lambda _: there.append(versions(folder, 0))
     )
     snapshots.save(0, Version(1, 1), store.arrays(0))
     assert there == [[Version(), Version(1, 1)]]

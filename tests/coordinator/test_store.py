@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from coordinator_support import AXES, PIN_S, SHAPES, arrays, like, load
 from etils import epath
+from pieces import merge_deltas, to_pieces
 from store_support import contribution, encoded_delta, merge_once, own_order
 
 from diloco_jax import checkpoint
@@ -21,8 +22,8 @@ from diloco_jax.coordinator.store import (
 from diloco_jax.core.changes import publish
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import is_fit
-from diloco_jax.core.fragments import plan_fragments, to_pieces
-from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.merge.rda import RDA
 from diloco_jax.core.outer.optimizer import make_outer, outer_step
 from diloco_jax.protocol.values import Version
@@ -160,7 +161,7 @@ def test_a_rule_that_is_not_bundled_is_in_snapshots_with_what_it_keeps(
     store = Store(run, plan, params, PIN_S)
     folder = epath.Path(tmp_path / "snapshots")
     whose = checkpoint.whose(run, "r", plan)
-    snapshots = FragmentSnapshots(folder, Placement(), 3, whose)
+    snapshots = FragmentSnapshots(folder, Placement(), range(3), whose)
     for fragment in range(3):
         merge_once(store, fragment, Version(1, 1))
         snapshots.save(fragment, Version(), store.arrays(fragment))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from coordinator_support import PIN_S
 from etils import epath
+from pieces import to_pieces
 from store_support import contribution
 
 from diloco_jax.checkpoint import whose
@@ -14,7 +15,7 @@ from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
+from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.merging import may_cut
 from diloco_jax.core.payload import PayloadLayout
@@ -116,7 +117,7 @@ def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
     def opened(plan):
         folder = epath.Path(tmp_path / "snapshots")
         count = len(plan.fragments)
-        return FragmentSnapshots(folder, placement, count, whose(run, "r", plan))
+        return FragmentSnapshots(folder, placement, range(count), whose(run, "r", plan))
 
     merge_all(store, 1)
     again, snapshots = Store(run, CUT, None, PIN_S), opened(CUT)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coordinator_support import PIN_S, arrays, load
+from pieces import to_pieces
 from store_support import merge_once
 
 from diloco_jax.coordinator.pins import PINNED_VERSIONS
@@ -17,7 +18,7 @@ from diloco_jax.coordinator.store import (
 )
 from diloco_jax.core.changes import apply_publish
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragments import plan_fragments, to_pieces
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Version

@@ -54,6 +54,15 @@ def told(run, phase="running"):
     )
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_status_says_who_is_quarantined(run, apart):
+    config, now, roster = run
+    island = replace(now.islands["a"], quarantined=apart)
+    now = replace(now, islands={"a": island})
+    status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
+    assert status["islands"]["a"]["state"] == ("quarantined" if apart else "training")
+
+
 @pytest.mark.parametrize(
     ("phase", "shown"),
     [("running", "stopped"), ("flushing", "stopped"), ("done", "done")],

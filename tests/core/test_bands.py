@@ -7,19 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pieces import merge_deltas, set_piece, to_pieces
 
 from diloco_jax.core.bands import Bands
-from diloco_jax.core.fragments import (
-    Piece,
-    from_pieces,
-    get_piece,
-    plan_fragments,
-    set_piece,
-    to_pieces,
-)
+from diloco_jax.core.fragments import Piece, from_pieces, get_piece, plan_fragments
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import may_cut, merge_deltas
+from diloco_jax.core.merge.merging import may_cut
 from diloco_jax.core.merge.rule import Whole
 
 EXTENTS = st.sampled_from((1, 2, 3, 7, 16, 48, 128, 257))

@@ -137,8 +137,9 @@ def test_threads_change_no_bit_and_memory_does_not_follow_the_islands() -> None:
         found.append(json.loads(done.stdout))
     two, sixteen, others = found
     assert sixteen["digest"] == others["digest"]
-    piece = 4 * 2048 * 4096
-    assert abs(sixteen["grown"] - two["grown"]) < piece, "16 deltas would be 16 pieces"
+    piece = 4 * 1024 * 4096
+    # What else a process takes and gives back is a piece or two.
+    assert abs(sixteen["grown"] - two["grown"]) < 4 * piece, "16 deltas are 16 pieces"
 
 
 PROCESS = """
@@ -155,7 +156,7 @@ from diloco_jax.core.merge import RULES
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.memory import give_back
 
-shape = (2048, 4096)
+shape = (1024, 4096)
 merge = FragmentMerge(
     pieces=(Piece(("w",), -1, shape, False),),
     up=get_codec("int8"),
@@ -167,7 +168,7 @@ rng = np.random.default_rng(0)
 state = merge.begin([rng.standard_normal(shape, np.float32)])
 payloads, squares = [], []
 for _ in range(islands):
-    delta = rng.standard_normal((512, 16384), np.float32)
+    delta = rng.standard_normal((256, 16384), np.float32)
     payloads.append(bytes(np.asarray(merge.up.encode_tiles(delta))))
     squares.append(merge.squares(payloads[-1]))
 

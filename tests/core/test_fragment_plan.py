@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pieces import set_piece, to_pieces
 
 from diloco_jax.config import FragmentBy
 from diloco_jax.core.fragments import (
@@ -13,8 +14,6 @@ from diloco_jax.core.fragments import (
     from_pieces,
     get_piece,
     plan_fragments,
-    set_piece,
-    to_pieces,
 )
 
 SHAPES = {

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import merge_deltas
 
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.deltas import Plain
 from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import merge_deltas, rule_for
+from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.merge.rda import RDA
 from diloco_jax.core.merge.rule import MergeRule
 from diloco_jax.core.weighting import WEIGHTINGS, weight
@@ -138,6 +139,34 @@ def test_weightings() -> None:
         assert weight(WEIGHTINGS.find(name), 0, 0) == 0
     with pytest.raises(ValueError, match="no weighting 'loss'"):
         WEIGHTINGS.find("loss")
+
+
+@pytest.mark.parametrize("wrong", [1e6, -1.0])
+def test_a_trimmed_mean_of_eight_lies_between_the_honest_six(wrong: float) -> None:
+    honest = [np.full(SHAPE, 1 + i / 10, np.float32) for i in range(6)]
+    lies = [np.full(SHAPE, wrong, np.float32)] * 2
+    merged = merge_deltas([*lies, *honest], [1.0] * 8, RULES.find("trimmed_mean"))
+    assert 1.0 <= merged.min() <= merged.max() <= 1.5
+
+
+def test_a_clipped_mean_shortens_what_is_longer_than_most() -> None:
+    rule, x, y = RULES.find("clipped_mean"), np.zeros(2), np.zeros(2)
+    x[0], y[1] = 1, 1
+    deltas = [v.astype(np.float32) for v in (x, 3 * x, 1e6 * y)]
+    np.testing.assert_allclose(
+        merge_deltas(deltas, [1.0, 1.0, 2.0], rule), [1.0, 1.5], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        merge_deltas(deltas, [1.0, 1.0, 1.0], rule), [4 / 3, 1.0], rtol=1e-6
+    )
+    zeros = [0 * d for d in deltas]
+    assert not merge_deltas(zeros, [1.0, 1.0, 1.0], rule).any()
+
+
+def test_rules_against_liars_are_for_all_pieces_and_the_last_merge() -> None:
+    embedding = Piece(("e",), -1, SHAPE, True)
+    for name in ("trimmed_mean", "clipped_mean"):
+        assert rule_for(embedding, RULES.find(name), final=True) is RULES.find(name)
 
 
 def test_embeddings_are_merged_by_mean() -> None:

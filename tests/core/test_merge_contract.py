@@ -10,6 +10,7 @@ import pytest
 from family_members import brief, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import merge_deltas
 
 from diloco_jax.core import blocks
 from diloco_jax.core.codecs.codec import get_codec
@@ -18,12 +19,7 @@ from diloco_jax.core.merge import RULES, merging
 from diloco_jax.core.merge.checking import merges_bands_alike
 from diloco_jax.core.merge.deltas import Encoded, Plain
 from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import (
-    merge_deltas,
-    merge_piece,
-    rule_for,
-    start,
-)
+from diloco_jax.core.merge.merging import merge_piece, rule_for, start
 from diloco_jax.core.merge.rule import MergeRule
 
 SHAPES = [(6, 5), (7,), (2, 3, 4)]

@@ -8,15 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import RoundIsland, RoundResult, RoundSettings, run
+from pieces import to_pieces
 
 from diloco_jax.core.bands import Bands
-from diloco_jax.core.fragments import (
-    FragmentPlan,
-    Params,
-    from_pieces,
-    plan_fragments,
-    to_pieces,
-)
+from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces, plan_fragments
 from diloco_jax.core.outer.optimizer import OuterSettings
 
 AXES = {

@@ -357,15 +357,18 @@ def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers):
 def test_a_killed_command_goes_on_where_it_was(tmp_path):
     many(tmp_path, 3000)
     program = (
-        "import sys; from diloco_jax import cli; "
+        "import sys, time; from diloco_jax import cli; "
         "from diloco_jax.data.prepare import work; "
+        # It is killed before its end, however late that is.
+        "finish = work._finish; held = sys.argv.pop(1) == 'held'; "
+        "work._finish = lambda *a: time.sleep(600) if held else finish(*a); "
         "work.PART_BYTES = 1; work.prepare.__kwdefaults__['part_bytes'] = 60_000; "
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     source, out = str(tmp_path / "in"), tmp_path / "out"
     line = ["data", "prepare", str(out), source, "--sequence-length", "64"]
-    command = [sys.executable, "-c", program, *line, "--workers", "2"]
-    process = subprocess.Popen(command)
+    command = [sys.executable, "-c", program, "", *line, "--workers", "2"]
+    process = subprocess.Popen([*command[:3], "held", *command[4:]])
     parts = tmp_path / "out.partial" / "parts"
     deadline = time.monotonic() + 60
     while len(list(parts.glob("*.json"))) < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from importlib import metadata
 
 import pytest
@@ -79,6 +80,22 @@ def test_a_jaxlib_of_another_version_is_a_problem(monkeypatch):
     versions = {"jax": "0.10.2", "jaxlib": "0.9.1"}
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
     assert packages._jax().level is Level.PROBLEM
+
+
+def test_a_bulk_port_that_cannot_be_reached_is_a_problem(monkeypatch):
+    reach, reached = socket.create_connection, []
+
+    def refused_beside(address, timeout):
+        reached.append(address[1])
+        if address[1] == reached[0] + 1:
+            raise ConnectionRefusedError("refused")
+        return reach(address, timeout)
+
+    assert system._ports().level is Level.OK
+    monkeypatch.setattr(system.socket, "create_connection", refused_beside)
+    found = system._ports()
+    assert (found.level, len(reached)) == (Level.PROBLEM, 2)
+    assert "two ports in a row" in found.found
 
 
 def test_devices_that_do_not_answer_are_a_problem(monkeypatch):

@@ -49,9 +49,7 @@ def link(stack, client, mailbox, wanted):
     link = Link(client, hello, mailbox, DEADLINES)
     link.resent = queue.Queue()
     link.connect(WAIT_S)
-    link.start(
-        Targets(want=lambda *a: wanted.put(a), resend=lambda *a: link.resent.put(a))
-    )
+    link.start(Targets(want=lambda *a: wanted.put(a), resend=link.resent.put))
     stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
     return link
 

@@ -11,6 +11,8 @@ import re
 
 import jax
 import numpy as np
+import test_held
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
@@ -219,6 +221,7 @@ def run_all() -> dict[str, object]:
             np.linalg.norm(moved - expected) / np.linalg.norm(expected)
         )
     found["splash"] = splash_on_a_mesh()
+    found["stacks"] = stacks_on_a_mesh()
     found["spread"] = {
         f"{shape} on {hosts}": spread_over_hosts(shape, hosts)
         for shape, hosts in (
@@ -280,6 +283,21 @@ def land_all(kind, number, parts, tiles):
     if not kind.spread.moved:
         return jax.device_put(tiles, kind.encoded)
     return land(kind.spread, tiles.shape, tiles.dtype, boxes)
+
+
+def stacks_on_a_mesh() -> list[bool]:
+    """Tell of each array of a life with stacks if it is as on one device."""
+    grid = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2)
+
+    def place(value):
+        spec = PartitionSpec("x") if value.ndim > 1 else PartitionSpec()
+        return jax.device_put(value, NamedSharding(grid, spec))
+
+    sync = SyncConfig(fragments=test_held.P, codec_up="int4", codec_down="int8")
+    (_, one), (_, four) = (
+        test_held.everything(sync, place=how) for how in (test_held.anywhere, place)
+    )
+    return [np.array_equal(a, b) for a, b in zip(one, four, strict=True)]
 
 
 def splash_on_a_mesh() -> list[float]:

@@ -11,13 +11,13 @@ import pytest
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.hosts import world as island_hosts
-from diloco_jax.island.hosts.following import Orders, OrderThread
+from diloco_jax.island.hosts.following import Moved, Orders, OrderThread
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.errors import VersionGone
+from diloco_jax.wire.errors import NO_TICKET, ConnectionLost, Refused, VersionGone
 
 PATIENCE_S = 30.0
 FIELD = "placement.compile_budget_s"
@@ -112,28 +112,30 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():
     store, mailbox, followers = Store(), Mailbox(), Mailbox()
     orders = Orders(Hosts(store, 0, 2), mailbox, PATIENCE_S)
-    fetches, resent = threading.Event(), []
+    fetches, resent, moved = threading.Event(), [], []
 
     def fetch(fetch):
         assert fetches.wait(PATIENCE_S)
         return here(fetch.fragment, fetch.want)
 
-    def resend(fragment, tick):
-        resent.append((fragment, tick))
+    def resend(request):
+        resent.append((request.fragment, request.tick))
 
     deadlines = Deadlines(PATIENCE_S)
     host = Hosts(store, 1, 2)
-    thread = OrderThread(host, followers, fetch, resend, deadlines)
+    thread = OrderThread(host, followers, fetch, resend, moved.append, deadlines)
     thread.start()
     first = orders.give(Fetch(0, Version(1, 1), None, None))
     again = [(fragment, 7) for fragment in range(100)]
     for fragment, tick in again:
         orders.give(ResendRequest(fragment=fragment, tick=tick))
+    orders.give(Moved(workers=("127.0.0.1:7", "127.0.0.1:8")))
     fetches.set()
     orders.await_answers(first, here(0, Version(1, 1)))
     last = orders.give(Fetch(1, Version(1, 2), Version(1, 1), Version(1, 1)))
     orders.await_answers(last, here(1, Version(1, 2)))
     assert resent == again
+    assert moved == [("127.0.0.1:7", "127.0.0.1:8")]
     assert followers.arrivals.pick(1, Version(1, 2)).fragment == 1
     assert store.keys() == [], "what was read is forgotten"
     thread.close(PATIENCE_S)
@@ -151,12 +153,37 @@ def test_hosts_that_got_an_anchor_and_publishes_fetch_again(other, fits):
         Mailbox(),
         lambda fetch: Arrival(fragment=0, version=want, **other),
         lambda *_: None,
+        lambda _: None,
         Deadlines(PATIENCE_S),
     )
     thread.start()
     number = orders.give(Fetch(0, want, Version(1, 1), Version(1, 1)))
     with contextlib.nullcontext() if fits else pytest.raises(VersionGone):
         orders.await_answers(number, here(0, want))
+    thread.close(PATIENCE_S)
+
+
+def test_a_host_whose_ticket_does_not_count_is_asked_again():
+    store, followers = Store(), Mailbox()
+    orders = Orders(Hosts(store, 0, 2), Mailbox(), PATIENCE_S)
+
+    def fetch(fetch):
+        if fetch.ticket == b"old":
+            raise Refused(NO_TICKET, "forged")
+        return here(0, fetch.want)
+
+    nothing = lambda _: None  # noqa: E731
+    deadlines = Deadlines(PATIENCE_S)
+    host = Hosts(store, 1, 2)
+    thread = OrderThread(host, followers, fetch, nothing, nothing, deadlines)
+    thread.start()
+    want = Version(1, 1)
+    with pytest.raises(ConnectionLost):
+        orders.await_answers(
+            orders.give(Fetch(0, want, None, None, b"old")), here(0, want)
+        )
+    orders.await_answers(orders.give(Fetch(0, want, None, None, b"new")), here(0, want))
+    assert followers.ending is None
     thread.close(PATIENCE_S)
 
 

@@ -4,11 +4,12 @@ import coordinator_says as says
 import jax
 import numpy as np
 import pytest
+from pieces import to_pieces
 
 from diloco_jax import config as configs
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragments import get_piece, plan_fragments, to_pieces
+from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
@@ -128,6 +129,7 @@ def loop(built):
         timing=Timing(0.0, network.clock),
         evaluator=Evaluator(trainer, validation, 4, 2),
         send_anchor=network.send_anchor,
+        permit=lambda *_: None,
         patience_s=config.placement.patience_s,
         clock=network.clock,
         sleep=network.sleep,

@@ -31,7 +31,7 @@ def test_a_coordinator_that_lost_its_state_begins_a_new_term(
     successor.welcome_versions, successor.term = (Version(2, 4),), 2
     server.hand_over(successor)
     successor.hellos.get(timeout=WAIT_S)
-    assert wanted.get(timeout=WAIT_S) == (0, Version(2, 4))
+    assert wanted.get(timeout=WAIT_S) == (0, Version(2, 4), b"")
     assert mailbox.decide().term == 2
     status = mailbox.status()
     assert (status.term, status.run_id) == (2, "r")
@@ -51,5 +51,5 @@ def test_an_anchor_is_sent_ahead_and_once(coordinator, sender):
     coordinator.upload_errors = [Refused("gathering", "not asked for")]
     sender.put_anchor(0, Version(1, 8), encoded(3.0)[:1])
     assert coordinator.failed.get(timeout=WAIT_S).version == Version(1, 8)
-    sender.resend(0, 4)
+    sender.resend(messages.ResendRequest(fragment=0, tick=4))
     assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4

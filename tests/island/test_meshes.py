@@ -47,6 +47,11 @@ def test_bits_do_not_depend_on_the_mesh(found, mesh, bits):
     assert found[mesh][bits] == found["1x1x1"][bits]
 
 
+def test_stacks_of_small_tensors_have_the_same_bits_on_a_mesh(found):
+    assert len(found["stacks"]) > 100
+    assert all(found["stacks"])
+
+
 @pytest.mark.parametrize("mesh", ["1x1x1", *MESHES])
 def test_nothing_compiles_after_what_is_compiled_ahead(found, mesh):
     assert found[mesh]["compiled_late"] == 0

@@ -14,9 +14,8 @@ from diloco_jax.wire.server import Server
 MODEL = ModelConfig(qk_norm=True, weights="hf:/nowhere/here")
 
 
-def of_model(model: ModelConfig) -> Config:
-    # The deadlines of a coordinator that is not there.
-    placement = Placement(time_budget_s=1.0, outage_budget_s=0.5)
+def of_model(model: ModelConfig, time_budget_s: float = 60.0) -> Config:
+    placement = Placement(time_budget_s=time_budget_s, outage_budget_s=0.5)
     return Config(run=RunConfig(model=model, seed=7), placement=placement)
 
 
@@ -27,7 +26,7 @@ def serving(config: Config, bind: str = "127.0.0.1:0"):
         bind,
         None,
         tls=None,
-        deadlines=Deadlines(10.0),
+        deadlines=Deadlines(60.0),
         max_islands=1,
         max_hosts=1,
         bulk_channels=1,
@@ -64,7 +63,7 @@ def test_who_names_weights_or_a_factory_asks_nobody(model):
 
 def test_a_coordinator_that_is_not_there_is_named_after_the_outage_budget():
     with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1"):
-        of_run.with_model_of_run(of_model(ModelConfig()), "a", "127.0.0.1:1")
+        of_run.with_model_of_run(of_model(ModelConfig(), 1.0), "a", "127.0.0.1:1")
 
 
 def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):

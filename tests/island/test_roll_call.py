@@ -5,12 +5,14 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from diloco_jax.island.hosts import roll_call
 from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.roll_call import GREETING, HERE, await_all
+from diloco_jax.wire.addresses import parse_address, reserve
 
 WAIT_S = 60.0
 
@@ -22,8 +24,10 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """None that a connection may be given before host 0 listens there."""
+    address, beside = reserve("127.0.0.1:0")
+    beside.close()
+    return parse_address(address)[1]
 
 
 @pytest.fixture
@@ -62,13 +66,23 @@ def test_hosts_begin_together_whoever_comes_first(port, pool):
         pass
 
 
-def test_host_0_names_those_that_are_missing(port, pool):
-    here = pool.submit(await_all, at(port, 2), 4, 2.0)
+def test_host_0_names_those_that_are_missing(port, pool, monkeypatch):
+    now, number = [0.0], roll_call._number
+
+    def numbered(peer):
+        now[0] = 1.0  # Time is over once host 2 is here.
+        return number(peer)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(roll_call, "time", clock)
+    monkeypatch.setattr(roll_call, "_number", numbered)
+    here = pool.submit(await_all, at(port, 2), 4, WAIT_S)
     with pytest.raises(
         TimeoutError,
         match=rf"hosts 1, 3 .* did not come at 127\.0\.0\.1:{port} within 1 s; .*log",
     ):
         await_all(at(port, 0), 4, 1.0)
+    now[0] = WAIT_S
     with pytest.raises(TimeoutError, match=r"did not let host 2 in .*hosts_budget_s"):
         here.result(WAIT_S)
 
@@ -80,7 +94,7 @@ def test_who_died_meanwhile_has_to_come_again(port, pool):
         time.sleep(0.3)
         assert not lead.done()
         await_all(at(port, 1), 3, WAIT_S)
-        lead.result(WAIT_S)
+    lead.result(WAIT_S)
 
 
 def test_what_is_no_host_is_not_counted(port, pool):

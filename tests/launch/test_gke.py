@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
+from diloco_jax.launch import manifests, tpu_vm
 from diloco_jax.launch.gke import deployment
 from diloco_jax.launch.order import make_order
 
@@ -259,6 +260,31 @@ def test_only_a_fresh_launch_begins_a_run(
     assert ("--init" in said) == begins
     assert (f"--init {source}" in said) == begins
     assert "--bind 0.0.0.0:7077 --advertise two-coordinator.default.svc:7077" in said
+
+
+@pytest.mark.parametrize(
+    ("workers", "ports"),
+    [
+        (1, {"control": 7077, "bulk": 7078}),
+        (2, {"control": 7077, "bulk": 7078, "worker-0": 7079, "worker-1": 7080}),
+    ],
+)
+def test_islands_reach_every_port_of_a_coordinator(config, workers, ports):
+    placement = dataclasses.replace(config.placement, workers=workers)
+    order = make_order(
+        dataclasses.replace(config, placement=placement), "two.py", "gke"
+    )
+    service, _, pods = manifests.coordinator(order, "address", NOW)
+    assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == ports
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    assert [p["containerPort"] for p in container["ports"]] == list(ports.values())
+    (rule,) = [
+        resource.create
+        for resource in tpu_vm.deployment(order, "", "", NOW).resources
+        if resource.what.startswith("firewall")
+    ]
+    allowed = ",".join(f"tcp:{port}" for port in ports.values())
+    assert f"--allow={allowed},tcp:8471" in " ".join(rule.arguments)
 
 
 def test_a_coordinator_that_fails_is_started_again(config, shell):

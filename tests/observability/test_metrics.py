@@ -143,6 +143,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_points_and_holds_up_nobody(
     monkeypatch.setattr(EventsWriter, "flush", full_once)
     monkeypatch.setattr(curves, "FLUSH_S", 0.0)
     monkeypatch.setattr(curves, "RETRY_S", 0.0)
+    monkeypatch.setattr(curves, "CLOSE_S", LATE_S)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
     assert failed.wait(LATE_S)
@@ -183,6 +184,7 @@ def test_a_disk_that_stays_full_is_not_filled_with_files(tmp_path, monkeypatch):
         return write(self, event)
 
     monkeypatch.setattr(EventsWriter, "write_event", full)
+    monkeypatch.setattr(curves, "RETRY_S", 3600.0)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
     assert tried.wait(LATE_S)

@@ -13,6 +13,7 @@ from diloco_jax.observability.terminal import (
     render,
 )
 
+AWAY = {"address": "", "pid": 0, "fragments": 2, "memory_bytes": 0}
 STATUS = {
     "phase": "running",
     "tokens": 250_000,
@@ -92,6 +93,14 @@ def test_only_the_latest_alerts_are_shown():
     assert "! one" not in text
 
 
+def test_workers_are_shown_with_where_they_serve_or_that_they_are_away():
+    known = {"pid": 7, "fragments": 3, "memory_bytes": 1_200_000}
+    here = {"worker": 0, "address": "127.0.0.1:7079", **known}
+    text = text_of(render({**STATUS, "workers": [here, {"worker": 1, **AWAY}]}, None))
+    assert "worker 0: 127.0.0.1:7079, 3 fragments, 1.2 MB" in text
+    assert "worker 1: away, 2 fragments, 0 B" in text
+
+
 def test_a_status_without_anything_renders():
     assert "0%" in text_of(render({}, None))
 
@@ -162,14 +171,14 @@ def test_report_tells_result_tokens_and_what_the_kill_cost_whom():
     report = closing_report(SUMMARY, {"v5p": [7.25]})
     assert "validation loss 2.0000 nats per token, 2.8854 bits per byte" in report
     assert "goodput 0.910" in report
-    assert "v5p went away 1 time(s) (for 7.2 s): it lost 100 tokens" in report
+    assert "v5p went away once (for 7.2 s): it lost 100 tokens" in report
     assert "25.0% of what it computed" in report
     assert "v6e      0.700 s = 1.4 medians of 0.500 s" in report
 
 
 def test_report_names_an_island_that_did_not_return():
     report = closing_report(SUMMARY, {"v5p": [7.25, None]})
-    assert "v5p went away 2 time(s) (for 7.2 s, to the end)" in report
+    assert "v5p went away 2 times (for 7.2 s, to the end)" in report
 
 
 def test_report_tells_what_a_stop_of_the_run_cost():
@@ -177,7 +186,7 @@ def test_report_tells_what_a_stop_of_the_run_cost():
     island = {**tokens(400, 300, 100, joins=3), "tokens_lost": lost, "resumed": 1}
     report = closing_report({"islands": {"v6e": tokens(1, 1, 0), "v5p": island}}, {})
     assert "stopping the run as a whole cost 40 tokens" in report
-    assert "v5p went away 1 time(s): it lost 60 tokens of its own, 15.0%" in report
+    assert "v5p went away once: it lost 60 tokens of its own, 15.0%" in report
 
 
 def test_an_island_is_not_said_to_go_away_when_the_run_is_stopped():
@@ -192,7 +201,7 @@ def test_what_an_island_lost_that_was_asked_to_end_is_its_own():
     island = {**tokens(400, 360, 40, joins=2), "tokens_lost": {"stopped": 40}}
     report = closing_report({"phase": "done", "islands": {"v6e": island}}, {})
     assert "as a whole" not in report
-    assert "v6e went away 1 time(s): it lost 40 tokens of its own" in report
+    assert "v6e went away once: it lost 40 tokens of its own" in report
 
 
 def test_report_without_outages_or_evaluation():

@@ -54,7 +54,7 @@ class Clocked:
         policy = policy_config(RUN, placement, "r", PLAN.sizes)
         where, of_run = epath.Path(folder / "checkpoints"), whose(RUN, "r", PLAN)
         self.states = StateSnapshots(where, placement, policy, of_run)
-        self.snapshots = FragmentSnapshots(where, placement, FRAGMENTS, of_run)
+        self.snapshots = FragmentSnapshots(where, placement, range(FRAGMENTS), of_run)
         model = build(RUN)
         self.store = Store(RUN, PLAN, model.init(jax.random.key(0)), 60.0)
         self.publishes = Publishes(folder / "publishes")

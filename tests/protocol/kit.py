@@ -220,7 +220,12 @@ class Driver:
         return self.feed(Disconnected(island=name, session=session))
 
     def arrive(
-        self, name: str, fragment: int, tick: int | None = None, refusal: Refusal = ""
+        self,
+        name: str,
+        fragment: int,
+        tick: int | None = None,
+        refusal: Refusal = "",
+        norm: float = 0.0,
     ) -> list[Effect]:
         """The bytes of the outstanding take (or that of `tick`)."""
         incarnation = self.state.islands[name].incarnation
@@ -233,6 +238,7 @@ class Driver:
                 fragment=fragment,
                 tick=tick,
                 refusal=refusal,
+                norm=norm,
             )
         )
 
@@ -276,6 +282,7 @@ class Driver:
         base: Version | None = None,
         start: int | None = None,
         arrive: bool = True,
+        norm: float = 0.0,
     ) -> list[Effect]:
         """The island takes what it was asked for, reports it and sends its bytes."""
         account = self.account(name, fragment)
@@ -293,7 +300,7 @@ class Driver:
         steps = max(step, self.state.islands[name].steps)
         effects = self.report(name, steps, record)
         if arrive:
-            effects += self.arrive(name, fragment, tick)
+            effects += self.arrive(name, fragment, tick, norm=norm)
         return effects
 
     def merge(self, fragment: int, **takes: int) -> list[Effect]:

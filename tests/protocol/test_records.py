@@ -45,7 +45,7 @@ DURABLE = [
         "version": [1, 6],
         "tick": 7,
         "final": False,
-        "contributions": [CONTRIBUTION],
+        "contributions": [CONTRIBUTION, {**CONTRIBUTION, "norm": 0.25}],
         "share": 0.5,
         "verdicts": {"a": [7, "merged", ""], "b": [7, "refused", "stale"]},
         "digest": "feed",
@@ -55,6 +55,8 @@ DURABLE = [
     {"kind": "stopping", "tokens": 800},
     {"kind": "finished"},
     {"kind": "extended", "total_tokens": 1600},
+    {"kind": "quarantined", **WHO, "refused": 8},
+    {"kind": "released", **WHO, "fit": 48},
 ]
 FACT = {
     "seq": 3,

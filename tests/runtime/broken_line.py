@@ -18,14 +18,11 @@ class Line:
         self._whole = True
         self._ends: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self.address = addresses.with_port("127.0.0.1:0")
-        self._listeners = []
-        for near, far in (
-            (self.address, to),
-            (addresses.bulk_address(self.address), addresses.bulk_address(to)),
+        self.address, bulk = addresses.reserve("127.0.0.1:0")
+        self._listeners = [addresses.listen(self.address), bulk]
+        for listener, far in zip(
+            self._listeners, (to, addresses.bulk_address(to)), strict=True
         ):
-            listener = socket.create_server(addresses.parse_address(near))
-            self._listeners.append(listener)
             forwarding = (listener, addresses.parse_address(far))
             threading.Thread(target=self._accept, args=forwarding, daemon=True).start()
 
@@ -55,14 +52,18 @@ class Line:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                with self._lock:
-                    whole = self._whole
-                if not whole:
+                try:
+                    far = socket.create_connection(to)
+                except OSError:
                     near.close()
                     continue
-                far = socket.create_connection(to)
                 with self._lock:
-                    self._ends |= {near, far}
+                    if whole := self._whole:
+                        self._ends |= {near, far}
+                if not whole:
+                    near.close()
+                    far.close()
+                    continue
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=_pump, args=ends, daemon=True).start()
 

@@ -56,7 +56,7 @@ def run_processes(config: Config, folder: Path, how: str) -> dict[str, np.ndarra
         for name, child in children.items():
             code = child.wait(TIMEOUT_S)
             assert code == 0, (folder / f"{name}.log").read_text()[-3000:]
-        return service.store.params()
+        return service.holder.store.params()
 
 
 def patient_config(text: Path, **sync: Any) -> Config:

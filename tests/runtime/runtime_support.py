@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from scripted import ScriptedDecisions
 from tiny import MODEL, SEQUENCE_LENGTH
@@ -158,8 +158,12 @@ def run_scripted(
             threading.Thread(target=live, args=pair)
             for pair in zip(config.islands, islands, strict=True)
         ]
-        for thread in threads:
+        for name, thread in zip(config.islands, threads, strict=True):
             thread.start()
+            # Data is leased in the order of hellos: two runs are to have the same.
+            await_state(
+                service, lambda s, name=name: bool(failures) or name in s.islands
+            )
         for thread in threads:
             thread.join(3 * PATIENCE_S)
         assert not failures, failures
@@ -261,7 +265,7 @@ def answer(
 ) -> None:
     """Takes all steps so far, and sends a delta of zeros."""
     stream.send(report(steps, took(take, seq=seq, steps=steps)))
-    size = service.store.layouts_up[take.fragment].total_bytes
+    size = service.holder.store.layouts_up[take.fragment].total_bytes
     start = upload_start(who, stream.welcome.run_id, take, size)
     island.transfers.upload(start, bytes(size))
 
@@ -304,8 +308,9 @@ class Stall:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._record, daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()

@@ -202,7 +202,7 @@ def test_the_anchors_of_islands_begin_a_new_term(config, tmp_path):
         (term,) = read_tape(workdir / "tape.jsonl")
         assert (term["kind"], term["term"], term["tokens"]) == ("term", 2, TOKENS)
         assert term["from"] == ["b", "a"]
-        params = service.store.params()
+        params = service.holder.store.params()
         for fragment, pieces in enumerate(plan_of(config).fragments):
             for piece in pieces:
                 np.testing.assert_array_equal(
@@ -286,7 +286,7 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
             payload = bytes(PayloadLayout.of(codec, pieces).pack(encoded))
             start = announced(a, asked, Version(1, asked + 1), len(payload))
             at_a.transfers.upload(start, payload)
-        found = made.started().store.params()
+        found = made.started().holder.store.params()
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 

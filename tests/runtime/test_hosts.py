@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_meshes_and_hosts_change_nothing_but_rounding(text, tmp_path):
     with coordinator(
         alike_config, tmp_path / "alike", init=False, killed=True
     ) as service:
-        expected = flat(service.store.params())
+        expected = flat(service.holder.store.params())
     for name, value in expected.items():
         error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
         assert error <= 1e-4, f"{name} differs by {error}"
@@ -186,7 +187,9 @@ def killed(tmp_path_factory, stall) -> support.Run:
     faults = ("pair/1@15:kill", "pair/0#2@15:kill")
     placement = Placement(faults=faults, checkpoint_every_s=1.0)
     config = Config(run=run, islands=islands, placement=placement).validate()
-    with stall:
+    with stall, pytest.MonkeyPatch.context() as patch:
+        # With nothing in it, so that only earlier attempts compile for the last one.
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
         return support.run_in(config, folder, TIMEOUT_S)
 
 
@@ -225,6 +228,17 @@ def told_by_the_survivor(tape: list[dict]) -> str:
         assert end["reason"] == "failed"
         assert "Gloo" in end["said"], "another host is gone, and nothing else"
     return end["reason"]
+
+
+def test_no_host_compiles_anything_when_the_island_is_back(killed):
+    for name in ("pair", "pair.1"):
+        log = (killed.workdir / "logs" / f"{name}.log").read_text()
+        ends = re.findall(r"ends: .*; (\d+) programs compiled, (\d+) read", log)
+        compiled, read = map(int, ends[-1])
+        assert compiled == 0 < read
+    # Checkpoints are copied to the host and back, which takes no program.
+    assert not list(killed.workdir.parent.glob("cache/*device_put*"))
+    assert list(killed.workdir.parent.glob("cache/jit_take-*"))
 
 
 @pytest.mark.timing

@@ -35,7 +35,7 @@ def service(text, tmp_path, request):
 def ends(service):
     """Lets the snapshot end that is being written."""
     event = threading.Event()
-    writer = service._holder._snapshots.writer
+    writer = service.holder._snapshots.writer
     writer.write(time.monotonic(), lambda: event.wait(PATIENCE_S) and None)
     yield event
     event.set()
@@ -72,10 +72,10 @@ def test_a_snapshot_that_does_not_end_leaves_the_run_to_be_gone_on_with(
     assert "start the coordinator again, and it writes it" in caplog.text
     assert not (tmp_path / "run" / "summary.json").exists()
     ends.set()
-    service._holder._snapshots.writer._thread.join(PATIENCE_S)
+    service.holder._snapshots.writer._thread.join(PATIENCE_S)
     assert service.conclude() == EXIT_DONE
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["parameters_digest"] == service.store.digest()
+    assert summary["parameters_digest"] == service.holder.store.digest()
 
 
 @pytest.mark.parametrize("service", [PATIENCE_S], indirect=True)

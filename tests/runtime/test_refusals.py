@@ -227,7 +227,7 @@ def test_a_record_of_no_fragment_ends_only_its_session(served):
 def start(served) -> bulk.UploadStart:
     """Start of the upload asked for. Without its record the delta is not merged."""
     run_id = served.service.policy_config.run_id
-    total = served.service.store.layouts_up[served.take.fragment].total_bytes
+    total = served.service.holder.store.layouts_up[served.take.fragment].total_bytes
     return upload_start(served.hello, run_id, served.take, total)
 
 
@@ -314,7 +314,7 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
         streams["a"].send(report(2))
         takes = {n: await_message(s, messages.TakeRequest) for n, s in streams.items()}
         run_id = streams["a"].welcome.run_id
-        total = service.store.layouts_up[takes["b"].fragment].total_bytes
+        total = service.holder.store.layouts_up[takes["b"].fragment].total_bytes
 
         streams["b"].send(report(1, took(takes["b"], seq=1, steps=1)))
         start = upload_start(hellos["b"], run_id, takes["b"], total)
@@ -334,7 +334,7 @@ def test_a_delta_that_is_not_finite_is_not_merged(text, tmp_path, caplog):
         await_message(streams["b"], messages.Progress)
     merges = [r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "merged"]
     assert [[c["island"] for c in m["contributions"]] for m in merges] == [["a"]]
-    for leaf in jax.tree.leaves(service.store.params()):
+    for leaf in jax.tree.leaves(service.holder.store.params()):
         assert np.isfinite(leaf).all()
     (warning,) = [r.getMessage() for r in caplog.records if "not finite" in r.msg]
     for shown in ("from b, incarnation 1", "all must be", "lower inner.learning_rate"):

@@ -42,22 +42,22 @@ def test_a_killed_coordinator_comes_back_at_the_versions_it_published(text, tmp_
     ):
         stream = island.open_control(own)
         run_id, begun = stream.welcome.run_id, stream.welcome.versions
-        first = anchors(service.store, begun)
+        first = anchors(service.holder.store, begun)
         stream.send(report(2))
         take = await_message(stream, messages.TakeRequest)
         stream.send(report(2, took(take, seq=1, steps=2)))
-        payload = encoded_delta(service.store, take.fragment)
+        payload = encoded_delta(service.holder.store, take.fragment)
         island.transfers.upload(upload_start(own, run_id, take, len(payload)), payload)
         published = await_message(stream, messages.Published)
         versions = [published.version, begun[1]]
-        before = anchors(service.store, versions)
+        before = anchors(service.holder.store, versions)
         assert (take.fragment, before[0] == first[0]) == (0, False)
 
     with (
         coordinator(config, tmp_path, init=False) as service,
         client(service.address) as island,
     ):
-        assert anchors(service.store, versions) == before
+        assert anchors(service.holder.store, versions) == before
         back = hello(config, run_id=run_id, phase="training", steps=2)
         stream = island.open_control(back)
         assert (stream.welcome.run_id, stream.welcome.resumed) == (run_id, True)

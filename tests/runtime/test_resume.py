@@ -115,7 +115,7 @@ def resumed(text, tmp_path_factory) -> Resumed:
     # What another coordinator makes of what is there.
     shutil.copytree(workdir, folder / "copy")
     with coordinator(config, folder / "copy", init=False, killed=True) as service:
-        digest = service.store.digest()
+        digest = service.holder.store.digest()
         reached = [list(f.version) for f in service.lead.state.fragments]
     others = {
         # About 50 steps to the end: whichever begins first, the other is in time.
@@ -258,7 +258,7 @@ def test_a_graceful_stop_and_its_resumption_have_one_digest(text, tmp_path):
         pass
     stopped = json.loads((tmp_path / "summary.json").read_bytes())
     with coordinator(config, tmp_path, init=False, killed=True) as service:
-        assert service.store.digest() == stopped["parameters_digest"]
+        assert service.holder.store.digest() == stopped["parameters_digest"]
     recovered = newest_record(tmp_path / "tape.jsonl", "recovered")
     assert recovered["parameters_digest"] == stopped["parameters_digest"]
     assert stopped["phase"] == "stopped"

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from wire_support import ISLAND, Recorder, deadlines
+from wire_support import ISLAND, Clock, Recorder, deadlines
 
 from diloco_jax.wire import threads
 from diloco_jax.wire.certificates import make_certificates
@@ -80,15 +80,6 @@ def raw_channel() -> Iterator[Callable[..., grpc.Channel]]:
             return stack.enter_context(channel)
 
         yield make
-
-
-class Clock:
-    """Goes on when it is told to."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
 
 from diloco_jax.config import ConfigError
+from diloco_jax.wire import addresses
 from diloco_jax.wire.addresses import (
     format_address,
     is_loopback,
     on_this_machine,
     parse_address,
+    require_free,
+    worker_address,
 )
 
 
@@ -48,6 +52,20 @@ def test_malformed_address_is_named(address):
 )
 def test_all_addresses_are_reached_by_loopback(bound, reached):
     assert on_this_machine(bound) == reached
+
+
+def test_workers_have_the_ports_after_the_coordinator_s_two():
+    at = [worker_address("[::1]:7077", worker) for worker in range(2)]
+    assert at == ["[::1]:7079", "[::1]:7080"]
+    assert worker_address("127.0.0.1:0", 1) == "127.0.0.1:0"
+
+
+def test_a_worker_s_port_that_is_taken_is_refused_before_a_run_is_begun():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port - 3}"
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*another process"):
+            require_free(address, 4)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +106,30 @@ def test_port_in_use(serve, bind):
     _, address = serve(bind=f"{bind}:0")
     with pytest.raises(ConfigError, match=r"Address already in use; .*another port"):
         serve(bind=address)
+
+
+def test_any_free_port_is_one_whose_next_is_free_too(monkeypatch):
+    """And no connection is given it while the coordinator is started again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        offered = [port, port - 1, *addresses.PORTS]
+        monkeypatch.setattr(addresses.secrets, "choice", lambda _: offered.pop(0))
+        found, beside = addresses.reserve("127.0.0.1:0")
+        with beside:
+            _, control = parse_address(found)
+            assert beside.getsockname()[1] == control + 1
+            assert control in addresses.PORTS
+            with pytest.raises(ConfigError, match="in use"):
+                addresses.listen(addresses.bulk_address(found))
+            addresses.listen(found).close()
+
+
+def test_a_bulk_port_in_use_is_named(serve):
+    found, beside = addresses.reserve("127.0.0.1:0")
+    named = re.escape(addresses.bulk_address(found))
+    with beside, pytest.raises(ConfigError, match=rf"{named}: Address already in use"):
+        serve(bind=found)
+    serve(bind=found)
 
 
 def test_address_of_another_machine_cannot_be_bound(serve):

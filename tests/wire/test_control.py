@@ -164,7 +164,7 @@ def test_peer_that_does_not_read_is_put_out_and_memory_stays_bounded(
     while handlers.events.empty() and time.monotonic() - began < WAIT_S:
         session.send(word)
         sent += 1
-        assert session.unread_bytes <= OUTBOX_BYTES
+        assert session._outbox.held_bytes <= OUTBOX_BYTES
     handlers.next("disconnect")  # well before all deadlines
     assert sent >= OUTBOX_BYTES >> 20
     open_end.set()

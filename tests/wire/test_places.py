@@ -16,15 +16,13 @@ from diloco_jax.wire.errors import (
 
 MIB = 1 << 20
 ONE_ATTEMPT = deadlines(retry_min_s=3 * WAIT_S)
-SHORT_WAIT = deadlines(retry_max_s=0.2)
 
 
 def test_transfers_beyond_the_places_wait_then_are_busy_and_status_gets_through(
     serve, connect, handlers, monkeypatch
 ):
-    _, address = serve(
-        max_islands=1, max_hosts=1, bulk_channels=1, deadlines=SHORT_WAIT
-    )
+    server, address = serve(max_islands=1, max_hosts=1, bulk_channels=1)
+    monkeypatch.setattr(server._bulk._places, "_wait_s", 0.2)
     entered, leave = threading.Semaphore(0), threading.Event()
     original = handlers.upload_end
 

@@ -6,17 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from wire_support import WAIT_S, hello, report
+from wire_support import WAIT_S, Clock, hello, report
 
 from diloco_jax.wire import quota, server, session
 from diloco_jax.wire.errors import Busy
-
-
-class Clock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def test_a_peer_may_send_a_burst_then_waits(monkeypatch, caplog):

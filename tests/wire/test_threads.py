@@ -146,6 +146,22 @@ def test_a_guard_that_is_over_never_expires(watch, clock):
     assert not over.is_set()
 
 
+def test_what_ends_a_guard_is_done_before_the_guard_is_over(watch):
+    """Else it would end what is guarded next, such as another transfer."""
+    ending, over, order = threading.Event(), threading.Event(), []
+
+    def end():
+        ending.set()
+        over.wait(SOON_S)
+        order.append("ended")
+
+    with watch.guard(SOON_S, end):
+        assert ending.wait(LATE_S)
+    order.append("over")
+    over.set()
+    assert order == ["ended", "over"]
+
+
 def test_a_pool_gives_results_and_errors():
     pool = DaemonPool(2, "pool")
     assert pool.submit(divmod, 7, 2).result(LATE_S) == (3, 1)
@@ -174,6 +190,21 @@ def test_no_more_tasks_run_at_a_time_than_there_are_threads():
     go.set()
     assert len({task.result(LATE_S) for task in tasks}) == 2
     pool.close(LATE_S)
+
+
+def test_a_task_whose_thread_cannot_be_started_is_refused_and_forgotten(monkeypatch):
+    pool, ran = DaemonPool(2, "pool"), []
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            pool.submit(ran.append, "refused")
+    pool.submit(ran.append, "taken").result(LATE_S)
+    pool.close(LATE_S)
+    assert ran == ["taken"]
 
 
 def test_a_cancelled_task_does_not_run():

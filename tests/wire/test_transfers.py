@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-import socket
 import threading
 import time
 
@@ -24,8 +22,7 @@ from wire_support import (
 )
 
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import addresses, frames
-from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire import frames
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -148,6 +145,37 @@ def test_an_upload_that_ends_too_soon_is_not_taken(serve, handlers, part):
     with pytest.raises(ConnectionLost, match="ended the connection"):
         answer_to(address, framed(upload_start(10)), part)
     assert handlers.events.empty()
+
+
+@pytest.mark.parametrize("size", [1000, 3 * MIB + 5])
+def test_a_stripe_that_is_not_wanted_any_more_is_answered_and_leaves_nothing(
+    serve, connect, handlers, monkeypatch, size
+):
+    """As after a lost answer; the connection serves the next transfer."""
+    _, address = serve()
+    begin, place = handlers.upload_begin, memoryview(bytearray(min(size, MIB)))
+    client = connect(address, bulk_channels=1)
+    monkeypatch.setattr(handlers, "upload_begin", lambda start: place)
+    client.transfers.upload(upload_start(size), random_bytes(size))
+    assert handlers.next("stripe") == (0, size)
+    assert handlers.stored == b""
+    with pytest.raises(ValueError, match="released"):
+        place[0]
+    monkeypatch.setattr(handlers, "upload_begin", begin)
+    client.transfers.upload(upload_start(size), random_bytes(size))
+    assert handlers.stored == random_bytes(size)
+
+
+def test_the_place_of_a_transfer_that_breaks_off_is_released(
+    serve, handlers, monkeypatch
+):
+    _, address = serve()
+    place = memoryview(bytearray(10))
+    monkeypatch.setattr(handlers, "upload_begin", lambda start: place)
+    reply = answer_to(address, framed(upload_start(10)), b"x" * frames.HEADER_BYTES)
+    assert reply.kind == "LocalProtocolError"
+    with pytest.raises(ValueError, match="released"):
+        place[0]
 
 
 def test_a_refused_upload_is_not_sent_to_its_end(serve, connect, handlers):
@@ -320,69 +348,6 @@ def test_fetch_gives_up_at_its_deadline(connect):
     assert time.monotonic() - began < WAIT_S
 
 
-@pytest.mark.parametrize(
-    ("parts", "limits"),
-    [
-        ([framed(upload_start(10))], {"idle_s": 0.1}),
-        ([framed(upload_start(10)), framed_chunk(bytes(10))[:-1]], {"idle_s": 0.1}),
-        ([framed(upload_start(10))[:5]], {"connect_s": 0.1}),
-    ],
-)
-def test_server_breaks_off_a_peer_that_stalls(
-    serve, handlers, clock, monkeypatch, parts, limits
-):
-    """It holds a place for so long, and no longer."""
-    server, address = serve(deadlines=deadlines(**limits))
-    begun = threading.Event()
-    receive = BulkConnection._receive
-
-    def receiving(connection, place):
-        if connection.peer != "me":
-            begun.set()
-        receive(connection, place)
-
-    monkeypatch.setattr(BulkConnection, "_receive", receiving)
-    host, port = addresses.parse_address(addresses.bulk_address(address))
-    with socket.create_connection((host, port), WAIT_S) as connection:
-        connection.sendall(b"".join(parts))
-        assert begun.wait(WAIT_S)
-        places = server._bulk._places
-        deadline = time.monotonic() + WAIT_S
-        while places._free._value < places.count and time.monotonic() < deadline:
-            clock.now += 0.1
-            server._bulk._watch._condition.acquire()
-            server._bulk._watch._condition.notify()
-            server._bulk._watch._condition.release()
-            time.sleep(0.001)
-        assert places._free._value == places.count
-        assert not connection.recv(1)
-
-
-def test_a_peer_that_never_shakes_hands_is_closed_and_holds_up_nobody(
-    serve, connect, handlers, tls
-):
-    limits = deadlines(connect_s=1.0)
-    _, address = serve(tls=tls["coordinator"], deadlines=limits)
-    host, port = addresses.parse_address(addresses.bulk_address(address))
-    with socket.create_connection((host, port), WAIT_S) as silent:
-        client = connect(address, tls=tls["island"])
-        client.transfers.upload(upload_start(8), b"12345678")
-        assert not silent.recv(1)
-
-
-def test_the_oldest_connection_makes_room_for_a_new_one(serve, connect, monkeypatch):
-    server, address = serve()
-    server._bulk._acceptor._most = 2
-    host, port = addresses.parse_address(addresses.bulk_address(address))
-    with contextlib.ExitStack() as stack:
-        first, *_ = (
-            stack.enter_context(socket.create_connection((host, port), WAIT_S))
-            for _ in range(3)
-        )
-        assert not first.recv(1)
-        connect(address).transfers.upload(upload_start(8), b"12345678")
-
-
 def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatch):
     _, address = serve()
     hangs = threading.Event()
@@ -429,12 +394,3 @@ def test_stripes_tile_the_payload():
         ]
         assert len(cut) == 1 or min(size for _, size in cut) >= MIB
         assert len(cut) <= 4
-
-
-def test_a_connection_given_back_after_the_end_is_closed(serve):
-    server, _ = serve()
-    server.stop(0)
-    ours, theirs = socket.socketpair()
-    with ours:
-        server._bulk._acceptor.give_back(BulkConnection(theirs, "them"))
-        assert theirs.fileno() == -1

@@ -13,7 +13,7 @@ FACTS = ("adopts_first", "keeps_pending", "loses_steps")
 
 
 def check(rule: AdoptRule) -> None:
-    """Raise an error that says what is wrong with the rule, if anything is."""
+    """Raise an error that describes the fault of the rule, if it has one."""
     for fact in FACTS:
         if not isinstance(getattr(rule, fact, None), bool):
             raise ValueError(

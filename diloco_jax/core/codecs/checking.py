@@ -12,7 +12,7 @@ TILES, ELEMENTS = 3, 40
 
 
 def check(codec: TileCodec) -> None:
-    """Raise an error that says what is wrong with the codec, if anything is."""
+    """Raise an error that describes the fault of the codec, if it has one."""
     nbytes = codec.tile_bytes(ELEMENTS)
     if not isinstance(nbytes, int) or nbytes < 1:
         raise ValueError(f"tile_bytes({ELEMENTS}) = {nbytes!r}; it must be an int > 0")

@@ -32,9 +32,13 @@ Octets = npt.NDArray[np.uint8]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """An outer step: theta' = theta - rate (g + momentum b'), b' = momentum b + g, with
+    """An outer step on tiles: theta' = theta - rate (g + momentum b'), b' = momentum b
+    + g.
+
     g = guard * factor * the sum of the deltas. "sgd" has no b, and "flush" subtracts
-    factor * the sum. "guarded_nesterov" rounds as the optimizer with a norm guard."""
+    factor * the sum. "guarded_nesterov" rounds in the order of the optimizer with a
+    norm guard.
+    """
 
     kind: StepKind
     factor: float = 1.0
@@ -83,8 +87,11 @@ class Kernels:
         factors: npt.NDArray[np.float32],
         total: Values,
     ) -> list[float]:
-        """Sum deltas, uint8[tiles, tile_bytes] each, times their factors into `total`,
-        f32[tiles, elements]; return the sum of the squares of each tile of it."""
+        """Sum deltas times their factors into `total`; return each tile's sum of
+        squares.
+
+        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
+        """
         tiles, elements = total.shape
         halved = np.empty((tiles, _odd(elements)))
         shape = tiles, tile_bytes(codec, elements)
@@ -140,7 +147,7 @@ class Kernels:
 
 
 def tile_bytes(codec: str, elements: int) -> int:
-    """Return the bytes of an encoded tile, as `codec.h` has it."""
+    """Return the bytes of an encoded tile; `codec.h` has the same formula."""
     whole = {"f32": 4 * elements, "bf16": 2 * elements}
     if codec in whole:
         return whole[codec]
@@ -160,7 +167,9 @@ def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -
 
 
 def _odd(elements: int) -> int:
-    """Return what is left when a tile is halved as often as it can be."""
+    """Return the largest odd divisor: the number of elements after all halvings of a
+    tile.
+    """
     return elements // (elements & -elements)
 
 

@@ -29,7 +29,9 @@ class Passes:
     each: Each = map
 
     def knows(self, codec: str) -> bool:
-        """Tell whether a codec, by its name in the config, is one of theirs."""
+        """Tell whether there are functions in C for this codec, by its name in the
+        config.
+        """
         return codec in CODECS
 
     def squares(self, codec: str, encoded: Octets, elements: int) -> float:
@@ -47,8 +49,11 @@ class Passes:
         factors: Sequence[float],
         total: Values,
     ) -> list[float]:
-        """Sum deltas, uint8[tiles, tile_bytes] each, times their factors into `total`,
-        f32[tiles, elements]; return the sum of the squares of each tile of it."""
+        """Sum deltas times their factors into `total`; return each tile's sum of
+        squares.
+
+        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
+        """
         given: npt.NDArray[np.float32] = np.array(factors, np.float32)
 
         def of(rows: slice) -> list[float]:

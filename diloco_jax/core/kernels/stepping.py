@@ -33,14 +33,14 @@ def piece_step(
     norm: np.float32,
     empty: Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]],
 ) -> PieceStep | None:
-    """Return the outer step of a piece; None if no function in C takes it.
+    """Return the outer step of a piece in C; None if the optimizer has none.
 
     Args:
       settings: the outer optimizer, which goes element by element.
       state: its state for the piece, in the order of the tiles.
-      factor: of the sum of the deltas.
-      norm: the length of the whole fragment's merged delta.
-      empty: makes the place of the new momentum.
+      factor: multiplies the sum of the deltas.
+      norm: length of the whole fragment's merged delta.
+      empty: makes the array of the new momentum.
     """
     kind = outer.native_step(settings.optimizer)
     if kind is None:

@@ -14,6 +14,7 @@ RULES: Family[MergeRule] = Family(
     table={
         "rda": "diloco_jax.core.merge.rda:RDA",
         "mean": "diloco_jax.core.merge.mean:MEAN",
+        "clipped_mean": "diloco_jax.core.merge.clipped_mean:CLIPPED_MEAN",
         "trimmed_mean": "diloco_jax.core.merge.trimmed_mean:TRIMMED_MEAN",
     },
     checker="diloco_jax.core.merge.checking:check",

@@ -31,7 +31,7 @@ KINDS = ("sum", "fold", "elementwise", "whole")
 
 
 def check(rule: MergeRule) -> None:
-    """Raise an error that says what is wrong with the rule, if anything is."""
+    """Raise an error that describes the fault of the rule, if it has one."""
     needs = getattr(rule, "needs", None)
     if needs not in KINDS:
         raise ValueError(
@@ -69,8 +69,11 @@ def check(rule: MergeRule) -> None:
 
 
 def merges_bands_alike(rule: MergeRule) -> bool:
-    """Tell whether the bands of a piece, merged one by one, make the whole merged
-    piece: in two merges, with a crash in between."""
+    """Tell whether merging a piece band by band gives the same result as merging it
+    whole.
+
+    It tries two merges with a crash in between.
+    """
     rng, shape = np.random.default_rng(0), SHAPES[0]
     # The ratio of the islands' lengths differs from row to row.
     lengths = 10.0 ** np.outer(np.arange(ISLANDS), np.linspace(0, 1, shape[0]))

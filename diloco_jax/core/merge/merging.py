@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.blocks import BLOCK_ELEMENTS, blocks, tile_squares
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge.deltas import Deltas, Plain
+from diloco_jax.core.merge.deltas import Deltas
 from diloco_jax.core.merge.mean import MEAN
 from diloco_jax.core.merge.rule import (
     Elementwise,
@@ -101,17 +101,6 @@ def merge_piece(
     return _by_pieces(rule, deltas, shares, share, state, out)
 
 
-def merge_deltas(
-    deltas: Sequence[ArrayLike],
-    weights: Sequence[float],
-    rule: MergeRule,
-    share: float = 1.0,
-) -> npt.NDArray[np.float32]:
-    """Merge arrays, f32[shape] each, by `merge_piece` and a rule without state."""
-    state = start(rule, tuple(deltas[0].shape)) if deltas else ()
-    return merge_piece(rule, Plain(deltas), weights, share, state).delta
-
-
 def rule_for(piece: Piece, rule: MergeRule, *, final: bool = False) -> MergeRule:
     """Return the rule for this piece, in the last merge of a run if `final`."""
     by_mean = piece.embedding and rule.embeddings_by_mean
@@ -131,7 +120,9 @@ def start(rule: MergeRule, shape: Shape) -> State:
 
 
 def recovered(rule: MergeRule, state: State, change: ArrayLike) -> State:
-    """Return the state after a merge of which only the published change is left."""
+    """Return a rule's state after a merge of which only the published change is
+    known.
+    """
     if rule.needs == "fold" or rule.needs == "whole":
         return rule.recovered(state, change)
     return state

@@ -38,8 +38,10 @@ class Rda(WeightedSum):
     def scale(
         self, weights: Sequence[float], squares: Sequence[float], square: float
     ) -> float | None:
-        """Return the mean length over the length of the sum; None where the deltas
-        cancel or are zero."""
+        """Return the mean length of the deltas over the length of the sum.
+
+        None if all deltas are zero, or if their directions cancel.
+        """
         pairs = list(zip(weights, squares, strict=True))
         directed = math.fsum(w for w, own in pairs if own > 0)
         if math.sqrt(square) <= CANCELLED * directed:
@@ -47,7 +49,7 @@ class Rda(WeightedSum):
         return math.fsum(w * math.sqrt(own) for w, own in pairs) / math.sqrt(square)
 
     def direction_square(self, square: float) -> float:
-        """Return it: the sum is that of w unit(d)."""
+        """Return `square`: the factors w / |d| make the sum one of unit deltas."""
         return square
 
 

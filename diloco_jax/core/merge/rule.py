@@ -48,8 +48,10 @@ class Described(Protocol):
 
 
 class WeightedSum(Described, Protocol):
-    """Merges deltas d into scale * sum(factor d); keeps no state. `squares` are |d|^2,
-    one for each delta."""
+    """A rule that merges deltas d into scale * sum(factor d), and keeps no state.
+
+    `squares` are |d|^2, one per delta.
+    """
 
     needs: Literal["sum"] = "sum"
 
@@ -61,12 +63,17 @@ class WeightedSum(Described, Protocol):
     def scale(
         self, weights: Sequence[float], squares: Sequence[float], square: float
     ) -> float | None:
-        """Return the factor of the sum, given the sum of its squares; None if the mean
-        must be taken instead."""
+        """Return the factor of the sum; None if the weighted mean is to be taken
+        instead.
+
+        square: |sum(factor d)|^2.
+        """
         return 1.0
 
     def direction_square(self, square: float) -> float | None:
-        """Return |sum of w unit(d)|^2, if the sum of the sum's squares is that."""
+        """Return |sum of w unit(d)|^2 if it follows from `square`, |sum(factor d)|^2;
+        else None.
+        """
         return None
 
 
@@ -76,12 +83,13 @@ class Fold(Described, Protocol):
     needs: Literal["fold"] = "fold"
 
     def start(self, shape: Shape) -> State:
-        """The state before the first merge, also of a new term."""
+        """Return the state before the first merge of a run or a term."""
         return ()
 
     def recovered(self, state: State, change: ArrayLike) -> State:
-        """The state after a merge that is known by its published change alone: those
-        between the last snapshot and a crash."""
+        """Return the state after a merge of which only the published change is known,
+        as after a crash.
+        """
         return state
 
     def init(self, shape: Shape) -> Any:
@@ -114,12 +122,13 @@ class Whole(Described, Protocol):
     needs: Literal["whole"] = "whole"
 
     def start(self, shape: Shape) -> State:
-        """The state before the first merge, also of a new term."""
+        """Return the state before the first merge of a run or a term."""
         return ()
 
     def recovered(self, state: State, change: ArrayLike) -> State:
-        """The state after a merge that is known by its published change alone: those
-        between the last snapshot and a crash."""
+        """Return the state after a merge of which only the published change is known,
+        as after a crash.
+        """
         return state
 
     def merge(

@@ -1,9 +1,10 @@
 """The merge rule "trimmed_mean": a weighted mean without the outermost deltas.
 
-For each element the largest and smallest eighth of the deltas are left out, with 3 to 7
-deltas one at each end (Yin et al., arXiv 1803.01498, here with weights).
+For each element the largest and smallest quarter of the deltas are left out, with 3 to
+7 deltas one at each end (Yin et al., arXiv 1803.01498, here with weights).
 
-It tolerates an island whose deltas are wrong; a mean and RDA do not.
+It tolerates islands whose deltas are wrong, up to as many as are left out at an end, in
+all pieces and to the last merge; a mean and RDA do not.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import jax.numpy as jnp
 
 from diloco_jax.core.merge.rule import Elementwise
 
-TRIMMED = 8
+TRIMMED = 4
 """Number of deltas per delta left out at each end."""
 FEWEST = 3
 
 
 class TrimmedMean(Elementwise):
     """See `Elementwise`."""
+
+    embeddings_by_mean = False
+    flush_by_mean = False
 
     def merge(
         self, deltas: jax.Array, weights: jax.Array, share: jax.Array

@@ -20,7 +20,7 @@ STEPS = 2
 
 
 def check(optimizer: OuterOptimizer) -> None:
-    """Raise an error that says what is wrong with the optimizer, if anything is."""
+    """Raise an error that describes the fault of the optimizer, if it has one."""
     tx = optimizer(MOMENTUM)
     if not isinstance(tx, optax.GradientTransformation):
         raise ValueError(
@@ -55,8 +55,12 @@ def check(optimizer: OuterOptimizer) -> None:
 
 
 def steps_tiles_alike(optimizer: OuterOptimizer) -> bool:
-    """Tell whether the tiles of a fragment, updated one by one, make the whole updated
-    fragment; so, too, the deltas that the optimizer finds for these updates."""
+    """Tell whether stepping a fragment tile by tile gives the same result as stepping
+    it whole.
+
+    It compares the new parameters and, if the optimizer has `delta_of`, the deltas that
+    it finds.
+    """
     rng = np.random.default_rng(0)
     # Tiles differ in length, so that what is scaled by a length differs.
     lengths = np.logspace(0, 1, SHAPES[0][0])[:, None], np.ones(())

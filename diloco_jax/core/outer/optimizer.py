@@ -128,8 +128,11 @@ def step_scalars(settings: OuterSettings, state: Any, norm: np.float32) -> StepS
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scalars(settings: OuterSettings, state: Any, norm: jax.Array) -> Any:
-    """Give the number one to guard and learning rate: what they make of it is their
-    factor."""
+    """Return the factors that guard and learning rate apply to an update, and their
+    next state.
+
+    It finds the factors by passing the number one through both.
+    """
     one = jnp.ones((), jnp.float32)
     rate, after = _rate(settings).update(one, state["rate"])
     found = {"rate": after}
@@ -211,8 +214,9 @@ def is_elementwise(optimizer: str) -> bool:
 
 
 def native_step(optimizer: str) -> StepKind | None:
-    """Return the step of `core/kernels/` that is the named optimizer's; None if there
-    is none."""
+    """Return the kind of step in `core/kernels/` that computes the named optimizer;
+    None if there is none.
+    """
     kind: StepKind | None = getattr(OPTIMIZERS.find(optimizer), "native_step", None)
     return kind
 

@@ -12,14 +12,14 @@ Arrays = tuple[jax.Array, ...]
 
 
 class OuterOptimizer(Protocol):
-    """A maker of an optax optimizer that takes merged deltas as gradients.
+    """A function, or a callable object, that makes an optax optimizer of merged deltas.
 
-    A function will do. Where it has `elementwise = True`, it treats each element by
-    itself and a fragment is updated a few tiles at a time; otherwise it is given the
-    whole fragment, each piece in its own shape, which takes more time and memory. An
-    optimizer with `delta_of` keeps its state up to the last merge through a crash of
-    the coordinator. Optimizers of the package may name in `native_step` the step of
-    `core/kernels/` that is theirs.
+    With `elementwise = True` it treats each element by itself, and a fragment is
+    updated a few tiles at a time. Otherwise it is given the whole fragment, each piece
+    in its own shape, which takes more time and memory. An optimizer with `delta_of`
+    keeps its state through a crash of the coordinator up to the last merge.
+    `native_step` names the step of `core/kernels/` that computes an optimizer of the
+    package.
     """
 
     def __call__(self, momentum: float) -> optax.GradientTransformation:

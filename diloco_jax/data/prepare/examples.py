@@ -18,15 +18,18 @@ ASSISTANT = "assistant"
 
 
 class Passage(NamedTuple):
-    """A part of a document. `learned`: the prediction of its tokens counts."""
+    """A part of a document. `learned`: predictions of its tokens count in the loss."""
 
     text: str
     learned: bool
 
 
 class Example(NamedTuple):
-    """A document. `ends`: it is followed by the token that ends documents; the last
-    turn of a chat has an end of its own."""
+    """A document.
+
+    `ends`: the token that ends documents follows it. A chat has none, since its last
+    turn has an end of its own.
+    """
 
     spans: list[Passage]
     ends: bool = True
@@ -34,10 +37,11 @@ class Example(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Turns objects into documents.
+    """Turn JSON objects and table rows into documents.
 
-    An object has a text, or a prompt and a completion, or messages, each with a role
-    and a content. Of the latter two, what is answered alone is learned.
+    An object has a text, or a prompt with a completion, or a list of messages, each
+    with a role and a content. Every token of a text counts in the loss; otherwise only
+    completions and the assistant's messages do.
     """
 
     text_field: str = "text"
@@ -58,12 +62,14 @@ class Reader:
         return TURNS.get(self.turn, self.turn)
 
     def columns(self, known: list[str]) -> list[str]:
-        """Return those of a table's columns that are read."""
+        """Return the columns of a table that `read` needs."""
         wanted = (self.text_field, "prompt", "completion", "messages")
         return [name for name in known if name in wanted]
 
     def read(self, found: Mapping[str, Any]) -> Example:
-        """Return the document of an object; raise ValueError if it is none of these."""
+        """Return the document of one object; raise ValueError if it has none of the
+        forms.
+        """
         if isinstance(text := found.get(self.text_field), str):
             return Example([Passage(text, True)])
         prompt, completion = found.get("prompt"), found.get("completion")

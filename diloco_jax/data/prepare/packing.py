@@ -1,7 +1,8 @@
-"""Documents become rows: long ones are cut, and the rest of them fills rows together.
+"""Pack documents into rows of equal length.
 
-`T` tokens predicted of a row, which has T + 1. A cut document goes on with the token
-that ended the row before, so that every token but a document's first is predicted once.
+`T` tokens are predicted of each row, which has T + 1. A long document is cut into
+pieces; each begins with the last token of the piece before, so that every token but the
+document's first is predicted once. Short pieces share rows.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class Tokenised(NamedTuple):
 
 
 def pieces(document: Tokenised, sequence_length: int) -> Iterator[Tokenised]:
-    """Yield pieces of at most T + 1 tokens, without those of which no prediction
-    counts."""
+    """Yield the pieces of a document, at most T + 1 tokens each. Leave out a piece of
+    which no prediction counts.
+    """
     tokens, learned = document
     for start in range(0, max(len(tokens) - 1, 0), sequence_length):
         part = slice(start, start + sequence_length + 1)
@@ -34,8 +36,11 @@ def pieces(document: Tokenised, sequence_length: int) -> Iterator[Tokenised]:
 def pack(
     documents: Iterable[Tokenised], sequence_length: int
 ) -> Iterator[Sequence[Tokenised]]:
-    """Yield the pieces of each row: first those that fill one, as they come; at the
-    end, from the longest on, each in the fullest row that has room for it."""
+    """Yield the pieces of one row after the other.
+
+    A piece that fills a row comes at once. All others come at the end: from the longest
+    on, each is put into the fullest row with room for it.
+    """
     size, left = sequence_length + 1, list[Tokenised]()
     for document in documents:
         for piece in pieces(document, sequence_length):

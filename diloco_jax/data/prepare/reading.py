@@ -24,8 +24,11 @@ SEARCHED = 1 << 16
 
 
 class Document(NamedTuple):
-    """A document. `key` decides whether it is held out for validation: a text file's
-    name; elsewhere a digest of what it says, so that copies are on one side."""
+    """A document of a source.
+
+    `key` decides whether it is held out for validation. It is the name of a text file,
+    and otherwise a digest of the text, so that copies are on one side.
+    """
 
     key: str
     example: Example
@@ -36,7 +39,8 @@ class Document(NamedTuple):
 def read(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
     """Yield the documents that begin in a slice.
 
-    Raises ConfigError, naming file and place, for what is not as its name says.
+    Raises ConfigError, naming file and place, for content that does not fit the file's
+    kind.
     """
     if source.kind is SourceKind.TEXT:
         yield from _texts(source, part)

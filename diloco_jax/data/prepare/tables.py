@@ -13,7 +13,9 @@ ROWS_AT_ONCE = 256
 
 @contextlib.contextmanager
 def open_table(path: str) -> Iterator[Any]:
-    """Open a file of Parquet; raise ConfigError, naming it, if it is none."""
+    """Open a Parquet file; raise ConfigError, naming the file, if it cannot be read as
+    one.
+    """
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

@@ -40,7 +40,7 @@ from diloco_jax.data.prepared.contents import (
 from diloco_jax.data.tokenizers.opening import kept_name
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import naming
-from diloco_jax.sealed import sync_folder
+from diloco_jax.sealed import sync_path
 
 PLAN = "plan.json"
 LOCK = "lock"
@@ -49,7 +49,7 @@ Report = Callable[[float], None]
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything on which the bytes of the result depend."""
+    """Every setting and source on which the bytes of the result depend."""
 
     format: int
     tokenizer: Tokens
@@ -229,9 +229,9 @@ def _finish(
     shutil.rmtree(scratch / "parts")
     for path in scratch.glob("*.tmp"):  # Of a command that was killed.
         path.unlink(missing_ok=True)
-    sync_folder(scratch)
+    sync_path(scratch)
     scratch.rename(out)
-    sync_folder(out.parent)
+    sync_path(out.parent)
     return prepared
 
 

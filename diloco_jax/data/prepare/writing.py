@@ -65,7 +65,7 @@ class Recipe:
 
 
 def done_path(folder: Path, number: int) -> Path:
-    """Return the place of what became of a part."""
+    """Return the path of the file that says that a part is done."""
     return folder / "parts" / f"{number:05}.json"
 
 

@@ -1,7 +1,7 @@
-"""The manifest of a prepared folder: what its files hold, and digests of them.
+"""The manifest of a prepared folder: its files, their contents and digests.
 
-Nobody reads the files for their digest: a start compares names and sizes, and a few
-chunks that are drawn anew.
+A start does not read the files to compute their digests. It compares names and sizes,
+and a few chunks that it draws at random.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def open_folders(run: RunConfig) -> Folders:
 
 
 def tokenizer_of(data: DataConfig) -> str | None:
-    """Return the path of the data's tokenizer: `data.tokenizer`, or the file in a
-    prepared folder, "" where that one has bytes. None: nobody says.
+    """Return the path of the data's tokenizer; "" for bytes, None if it is not known.
 
-    Raises ConfigError, with both digests, if `data.tokenizer` is not that of a folder.
+    The path is `data.tokenizer`, or that of the file in the prepared folder. Raises
+    ConfigError, with both digests, if `data.tokenizer` is not the folder's.
     """
     if not data.paths or not is_prepared(data.paths[0]):
         return data.tokenizer or None

@@ -1,13 +1,13 @@
-"""The record of a packed row: as few bytes as it takes to have its arrays back.
+"""The record of a packed row, as it is stored.
 
-`T` tokens predicted. A record has, in this order and little-endian:
+`T` tokens are predicted of each row. A record has, in this order and little-endian:
 
-- the number of tokens without the padding, uint32;
+- the number of tokens without padding, uint32;
 - the tokens [T + 1], uint16 if the vocabulary fits, else uint32;
 - a bit for each token, set where a document begins [T + 1];
 - a bit for each prediction, set where it counts [T].
 
-Every record of a folder has the same length.
+All records of a folder have the same length.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ READER = "readahead_buffer_size:0"
 
 
 class PreparedRows:
-    """The rows of one split; a `source.Source`. Several threads read at a time."""
+    """The rows of one split; a `source.Source`. Several threads may read at once."""
 
     fields = FIELDS
 
@@ -58,8 +58,11 @@ class PreparedRows:
             ) from error
 
     def _reader(self, number: int) -> Any:
-        """Return the open file of a shard. One that is closed for want of room is, at
-        the end of its last read, since nothing holds it any more."""
+        """Return the open file of a shard; open it if need be.
+
+        Beyond `MOST_OPEN` files the one unused for longest is dropped; it closes once
+        its last read ends.
+        """
         with self._lock:
             found = self._open.get(number)
             if found is None:

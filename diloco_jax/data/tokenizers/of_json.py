@@ -19,11 +19,15 @@ PROBE = "a"
 
 
 class JsonTokenizer:
-    """See `tokenizer.Tokenizer`. Cutting and padding that the file may ask for are
-    left out: a document is never cut by its tokenizer."""
+    """A tokenizer in a file tokenizer.json; see `tokenizer.Tokenizer`.
+
+    It never cuts or pads a document, even if the file asks for that.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raise ConfigError if the file is none, or the library is not installed."""
+        """Raise ConfigError if the file is no tokenizer, or the library is not
+        installed.
+        """
         try:
             from tokenizers import Tokenizer
         except ImportError as error:

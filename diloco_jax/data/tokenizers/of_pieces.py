@@ -16,10 +16,12 @@ SUFFIX = ".model"
 
 
 class PiecesTokenizer:
-    """See `tokenizer.Tokenizer`."""
+    """A tokenizer of SentencePiece; see `tokenizer.Tokenizer`."""
 
     def __init__(self, path: Path) -> None:
-        """Raise ConfigError if the file is none, or the library is not installed."""
+        """Raise ConfigError if the file is no tokenizer, or the library is not
+        installed.
+        """
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError as error:

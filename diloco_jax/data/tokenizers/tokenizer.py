@@ -10,19 +10,21 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. Frozen: two of one digest give the same tokens."""
+    """Turns text into tokens and back. Two tokenizers of one digest give the same
+    tokens.
+    """
 
     @property
     def name(self) -> str:
-        """The file, or "bytes", for messages."""
+        """The path of the file, or "bytes"; for messages."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the file's contents; "bytes" where there is none."""
+        """16 hex digits over the file's contents; "bytes" if there is no file."""
 
     @property
     def vocab_size(self) -> int:
-        """The highest token and one."""
+        """The highest token plus one."""
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -30,16 +32,21 @@ class Tokenizer(Protocol):
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document; None if the files name none."""
+        """The token that ends a document; None if the tokenizer's files name none."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that make another one like it."""
+        """The files from which `opening.open_tokenizer` makes the same tokenizer
+        again.
+        """
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, int32 [n], without start and end. A word of
-        the text that is written like a special token becomes that token."""
+        """Return the tokens of each text, int32 [n], without start and end tokens.
+
+        A text that spells a special token becomes that token.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out; broken characters become
-        replacement marks."""
+        """Return the text of tokens, without special ones. Broken characters become
+        replacement marks.
+        """

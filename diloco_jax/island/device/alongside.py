@@ -1,8 +1,8 @@
-"""Trees beside the parameters of a loop that joined: an average, a copy in bf16.
+"""Trees beside the parameters of a loop that joined: an average, or a copy in bf16.
 
-An adoption moves the parameters in one step. A tree that follows them, and is not told,
-would drag behind for as long as its memory lasts. So each piece of it is moved by the
-same change, and stays as far from the local values as it was.
+An adoption moves the parameters in one step, which an average would follow only slowly.
+So each piece of such a tree is moved by the same change, and keeps its distance from
+the local values.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 
 from diloco_jax.core.adopt.rule import moved
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import Leaves, Listed, leaf_of, with_leaves
-from diloco_jax.island.device.lies import Lies
+from diloco_jax.island.device.leaves import Leaves, Listed, with_leaves
+from diloco_jax.island.device.piece_layout import PieceLayout, donated
 from diloco_jax.island.device.replica import LentParams
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
 
 
 class LentBeside(LentParams[Listed]):
-    """Parameters and the trees beside them, which change alike."""
+    """Parameters and the trees beside them; an adoption changes all alike."""
 
     def __init__(self, exchange: Exchange, params: Listed) -> None:
         super().__init__(exchange, params)
@@ -62,9 +62,9 @@ class LentBeside(LentParams[Listed]):
             self._follow(fragment, before)
 
     def _before(self, fragment: int) -> list[jax.Array]:
-        """Return the fragment's local values, by piece."""
+        """Return the fragment's local values, as its anchor is held."""
         return [
-            _read(held.kind.lies)(leaf_of(self.params, held.piece.path), held.index)
+            _read(held.kind.layout)(held.leaf(self.params), held.index)
             for held in self._exchange.held(fragment)
         ]
 
@@ -74,11 +74,9 @@ class LentBeside(LentParams[Listed]):
         for number, tree in enumerate(self.beside):
             written: Leaves = {}
             for held, old in zip(pieces, before, strict=True):
-                path = held.piece.path
-                leaf = written.get(path)
-                leaf = leaf_of(tree, path) if leaf is None else leaf
-                local = leaf_of(self.params, path)
-                written[path] = _move(held.kind.lies)(leaf, held.index, old, local)
+                leaf, local = held.leaf(tree, written), held.leaf(self.params)
+                leaf = _move(held.kind.layout)(leaf, held.index, old, local)
+                held.write(leaf, written)
             self.beside[number] = with_leaves(tree, written)
 
 
@@ -86,19 +84,20 @@ _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _read(lies: Lies) -> Any:
+def _read(layout: PieceLayout) -> Any:
     def read(leaf: Any, index: Any) -> jax.Array:
-        return jnp.copy(lies.read(leaf, index))  # The leaf itself is donated.
+        return jnp.copy(layout.read(leaf, index))  # The leaf itself is donated.
 
-    return jax.jit(read, out_shardings=lies.at_work)
+    return jax.jit(read, out_shardings=layout.at_work)
 
 
 @_kept
-def _move(lies: Lies) -> Any:
-    def move(leaf: Any, index: Any, before: Any, local: Any) -> jax.Array:
-        own, new = lies.read(leaf, index).astype(jnp.float32), lies.read(local, index)
+def _move(layout: PieceLayout) -> Any:
+    def move(leaf: Any, index: Any, before: Any, local: Any) -> Any:
+        beside, new = layout.read(leaf, index), layout.read(local, index)
+        own = beside.astype(jnp.float32)
         # From local values that are not finite, no way leads to those of a reset.
         value = jnp.where(jnp.isfinite(before), moved(new, before, own), new)
-        return lies.write(leaf, index, value.astype(leaf.dtype))
+        return layout.write(leaf, index, value.astype(beside.dtype))
 
-    return jax.jit(move, donate_argnums=0, out_shardings=lies.leaf)
+    return jax.jit(move, donate_argnums=donated(layout), out_shardings=layout.leaf)

@@ -27,8 +27,8 @@ def build_trainer(
 ) -> tuple[Model, Trainer]:
     """Build the run's model and inner optimizer on the island's mesh.
 
-    devices: of the mesh; devices of a topology that this machine lacks will do to
-    compile.
+    devices: those of the mesh. To compile, devices of a topology suffice that this
+    machine does not have.
     """
     mesh = make_mesh(island, devices)
     model = build(run, island, layout(mesh))

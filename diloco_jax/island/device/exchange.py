@@ -9,9 +9,8 @@ changes them in place.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,48 +20,14 @@ from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragments import FragmentPlan, Params, Piece
+from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
-from diloco_jax.island.device.kinds import (
-    Index,
-    Kind,
-    alike,
-    bits_shape,
-    index_of,
-    kind_of,
-    number,
-)
-from diloco_jax.island.device.leaves import Leaves, Lent, Listed, leaf_of, with_leaves
+from diloco_jax.island.device.held import Held, held_of
+from diloco_jax.island.device.kinds import alike, bits_shape, number
+from diloco_jax.island.device.leaves import Leaves, Lent, Listed, with_leaves
 from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
-
-
-@dataclasses.dataclass(slots=True)
-class Held:
-    """One piece on the island: its arrays, and what its programs are called with."""
-
-    fragment: int
-    piece: Piece
-    kind: Kind
-    index: Index
-    anchor: Any = None
-    base: Any = None
-    """None: the anchor."""
-    residual: Any = None
-    """None without error feedback."""
-    before: Any = None
-    """Residual before the outstanding take."""
-
-    @property
-    def settled(self) -> Any:
-        """Residual as if no take were outstanding."""
-        return self.residual if self.before is None else self.before
-
-    def drop(self) -> None:
-        """Return to the residual before the outstanding take, if there is one."""
-        if self.before is not None:
-            self.residual, self.before = self.before, None
 
 
 class Exchange:
@@ -84,19 +49,11 @@ class Exchange:
         self.layouts_up = _layouts(plan, sync.codec_up)
         self.layouts_down = _layouts(plan, sync.codec_down)
         self.layouts_whole = _layouts(plan, "f32")
-
-        def hold(fragment: int, piece: Piece) -> Held:
-            kind = kind_of(sync, piece, leaf_of(params, piece.path), memory)
-            return Held(fragment, piece, kind, index_of(piece, kind))
-
-        self._held = [
-            [hold(fragment, piece) for piece in pieces]
-            for fragment, pieces in enumerate(plan.fragments)
-        ]
+        self._held = held_of(plan, sync, params, memory)
         self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
         if self.feeds_back:
             for held in self._all():
-                held.residual = zeros(held.piece.shape, np.float32, held.kind.piece)
+                held.residual = held.zeros()
 
     # ---- the path of the data ---------------------------------------------------
 
@@ -105,14 +62,14 @@ class Exchange:
 
         Only one take of a fragment may be without `settle`, `reopen` or `drop`.
         """
-        encoded = []
+        encoded = self._by_piece(fragment)
         for held in self._held[fragment]:
-            leaf, before = leaf_of(params, held.piece.path), held.residual
+            before = held.residual
             sent, held.residual, held.base = in_turn(
-                held.kind.take(leaf, held.index, held.anchor, before)
+                held.kind.take(held.leaf(params), held.index, held.anchor, before)
             )
             held.before = before
-            encoded.append(sent)
+            held.give(sent, encoded)
         return tuple(encoded)
 
     def part_down(self, fragment: int) -> Part:
@@ -123,7 +80,11 @@ class Exchange:
 
     def spreads(self, fragment: int) -> Spreads:
         """Return how the fragment's pieces are spread over the island's hosts."""
-        return [(held.kind.spread, held.piece.shape) for held in self._held[fragment]]
+        spreads = self._by_piece(fragment)
+        for held in self._held[fragment]:
+            kind = held.kind
+            held.give(kind.layout.together((kind.spread, kind.layout.shape)), spreads)
+        return spreads
 
     def put_publish(self, fragment: int, octets: Buffer) -> tuple[jax.Array, ...]:
         """Put this host's part of one encoded publish on its devices, by piece. Any
@@ -184,27 +145,22 @@ class Exchange:
         """
         in_turn(params)
         written: Leaves = {}
-        for i, held in enumerate(self._held[arrival.fragment]):
-            before, base, path = held.anchor, held.base, held.piece.path
-            publishes = [publish[i] for publish in arrival.publishes]
-            whole = None if arrival.anchor is None else arrival.anchor[i]
-            leaf = written.get(path)
-            leaf = leaf_of(params, path) if leaf is None else leaf
+        for held in self._held[arrival.fragment]:
+            before, base = held.anchor, held.base
+            publishes = [held.pick(publish) for publish in arrival.publishes]
+            whole = None if arrival.anchor is None else held.pick(arrival.anchor)
             old = before if keep or base is None else base
-            written[path], held.anchor = self._arrive(held, leaf, old, whole, publishes)
+            leaf = held.leaf(params, written)
+            leaf, held.anchor = self._arrive(held, leaf, old, whole, publishes)
+            held.write(leaf, written)
             held.base = None
             if keep and base is not None:
                 held.base = held.kind.move(base, before, held.anchor)
         return with_leaves(params, written)
 
     def _arrive(
-        self,
-        held: Held,
-        leaf: jax.Array,
-        base: jax.Array,
-        whole: jax.Array | None,
-        publishes: Sequence[jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
+        self, held: Held, leaf: Any, base: jax.Array, whole: Any, publishes: list[Any]
+    ) -> tuple[Any, jax.Array]:
         """Return a leaf, which is donated, with one piece adopted, and its anchor."""
         kind, anchor = held.kind, held.anchor
         if whole is not None:
@@ -213,9 +169,9 @@ class Exchange:
             return kind.adopt(leaf, held.index, base, anchor, self._alpha), anchor
         *earlier, last = publishes
         for publish in earlier:
-            anchor = in_turn(kind.advance(anchor, in_turn(kind.gathered(publish))))
-        encoded = in_turn(kind.gathered(last))
-        arrived: tuple[jax.Array, jax.Array] = in_turn(
+            anchor = in_turn(kind.advance(anchor, kind.gathered(publish)))
+        encoded = kind.gathered(last)
+        arrived: tuple[Any, jax.Array] = in_turn(
             kind.arrive(leaf, held.index, base, anchor, encoded, self._alpha)
         )
         return arrived
@@ -228,13 +184,12 @@ class Exchange:
             held.before = None
 
     def drop(self, fragment: int) -> None:
-        """Drop a lost take: the residual is what it was before."""
+        """Drop a lost take: the residual is again the one from before the take."""
         for held in self._held[fragment]:
             held.drop()
 
     def reopen(self, fragment: int) -> None:
-        """Reopen the fragment as if the take had not been: the base is the old anchor
-        again."""
+        """Undo a take: the fragment's base is the old anchor again."""
         for held in self._held[fragment]:
             held.drop()
             held.base = None
@@ -254,20 +209,21 @@ class Exchange:
 
     def anchor(self, fragment: int) -> tuple[jax.Array, ...]:
         """Return the fragment's anchor by piece, in f32 tiles."""
-        return tuple(
-            in_turn(held.kind.whole(held.anchor)) for held in self._held[fragment]
-        )
+        tiles = self._by_piece(fragment)
+        for held in self._held[fragment]:
+            held.give(in_turn(held.kind.whole(held.anchor)), tiles)
+        return tuple(tiles)
 
     # ---- joining ----------------------------------------------------------------
 
     def gather(
         self, fragment: int, anchor: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Return an anchor of `put_anchor` as it lies, by piece. All hosts call it, for
+        """Return an anchor of `put_anchor` as it is held. All hosts call it, for
         fragment after fragment in one order."""
         return tuple(
-            in_turn(held.kind.gather_anchor(landed))
-            for held, landed in zip(self._held[fragment], anchor, strict=True)
+            in_turn(held.kind.gather_anchor(held.pick(anchor)))
+            for held in self._held[fragment]
         )
 
     def start(
@@ -276,7 +232,7 @@ class Exchange:
         residuals: Mapping[int, tuple[jax.Array, ...]] | None = None,
     ) -> None:
         """Start with these anchors of `put_anchor`, by fragment, and with residuals by
-        fragment and piece where these are not zero.
+        fragment, as they are held, where these are not zero.
 
         All hosts call it. `anchors` is emptied, so that no anchor is there twice.
         """
@@ -292,17 +248,26 @@ class Exchange:
         """Start with anchors of these values, which are copied: the run's first ones.
         All hosts call it."""
         for held in self._all():
-            piece = held.kind.read(leaf_of(params, held.piece.path), held.index)
-            held.anchor = in_turn(piece)
+            held.anchor = in_turn(held.kind.read(held.leaf(params), held.index))
 
     # ---- checkpoints ------------------------------------------------------------
 
     def trees(self) -> dict[str, list[tuple[jax.Array, ...]]]:
         """Return the anchors, and with error feedback the residuals as if no take were
         outstanding, by fragment and piece; not to be donated."""
-        trees = {"anchors": [tuple(held.anchor for held in f) for f in self._held]}
+        trees = {"anchors": self._pieces(lambda held: held.apart(held.anchor))}
         if self.feeds_back:
-            trees["residuals"] = [tuple(h.settled for h in f) for f in self._held]
+            trees["residuals"] = self._pieces(lambda held: held.apart(held.settled))
+        return trees
+
+    def _pieces(self, by_piece: Callable[[Held], Any]) -> list[tuple[Any, ...]]:
+        """Return what the function has by piece, fragment by fragment."""
+        trees = []
+        for fragment, held_here in enumerate(self._held):
+            pieces = self._by_piece(fragment)
+            for held in held_here:
+                held.give(by_piece(held), pieces)
+            trees.append(tuple(pieces))
         return trees
 
     @property
@@ -311,20 +276,25 @@ class Exchange:
         return self._sync.error_feedback
 
     def residuals(self, params: Lent) -> Lent:
-        """Return the residuals of `trees` where the parameters have their pieces;
-        `params`, which lie alike, are donated."""
+        """Return the residuals of `trees`, laid out and arranged as the parameters are;
+        `params`, laid out alike, are donated.
+        """
         return _written(params, ((held, held.settled) for held in self._all()))
 
     def like_residuals(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-        """Return abstract arrays that lie as all residuals do."""
-        return [
-            tuple(abstract(h.piece.shape, np.float32, h.kind.piece) for h in f)
-            for f in self._held
-        ]
+        """Return abstract arrays like the residuals of `trees`."""
+        return self._pieces(Held.like)
+
+    def together(
+        self, fragment: int, pieces: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """Return arrays of `like_residuals` as they are held. All hosts call it."""
+        return tuple(held.together(held.pick(pieces)) for held in self._held[fragment])
 
     def anchors(self) -> dict[str, jax.Array]:
         """Return the anchors by piece name; not to be donated."""
-        return {held.piece.name: held.anchor for held in self._all()}
+        pieces = itertools.chain.from_iterable(self.trees()["anchors"])
+        return {p.name: a for p, a in zip(self._plan.pieces, pieces, strict=True)}
 
     def warm(self, params: Lent) -> Lent:
         """Compile everything on `params`, which is donated and comes back unchanged.
@@ -333,50 +303,55 @@ class Exchange:
         """
         codec = get_codec(self._sync.codec_down)
         for held in self.one_of_each(params):
-            kind, index, piece = held.kind, held.index, held.piece
-            leaf = leaf_of(params, piece.path)
-            anchor = zeros(piece.shape, np.float32, kind.piece)
-            shape = codec.encoded_shape(piece.shape)
-            published = zeros(shape, np.uint8, kind.encoded)
+            kind, index, layout = held.kind, held.index, held.kind.layout
+            leaf, anchor = held.leaf(params), held.zeros()
+            shape = codec.encoded_shape(layout.shape)
+            published = layout.together(zeros(shape, np.uint8, kind.encoded))
             _, _, local = in_turn(kind.take(leaf, index, anchor, held.residual))
             in_turn(kind.advance(anchor, published))
             in_turn(kind.whole(anchor))
             landing, landed = kind.spread.landing, kind.spread.landed_shape
-            in_turn(kind.gathered(zeros(landed(shape), np.uint8, landing)))
-            bits = zeros(landed(bits_shape(piece.shape)), np.uint32, landing)
-            in_turn(kind.gather_anchor(bits))
+            kind.gathered(layout.together(zeros(landed(shape), np.uint8, landing)))
+            bits = zeros(landed(bits_shape(layout.shape)), np.uint32, landing)
+            in_turn(kind.gather_anchor(layout.together(bits)))
             kind.move(anchor, anchor, anchor)
             leaf, _ = in_turn(
                 kind.arrive(leaf, index, anchor, anchor, published, self._alpha)
             )
             leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
-            leaf = kind.reset(leaf, index, local)
+            leaf = kind.put(leaf, index, local)
             jax.block_until_ready(leaf)  # type: ignore[no-untyped-call]
-            params = with_leaves(params, {piece.path: leaf})
+            written: Leaves = {}
+            held.write(leaf, written)
+            params = with_leaves(params, written)
         return params
 
     def lower_all(self, params: Params | Listed) -> list[jax.stages.Lowered]:
         """Lower what `warm` executes, without arrays, to be compiled; `params` stay."""
         lowered: list[jax.stages.Lowered] = []
         for held in self.one_of_each(params):
-            leaf = leaf_of(params, held.piece.path)
+            leaf, piece = held.first(params), held.pieces[0]
             assert isinstance(leaf.sharding, NamedSharding)
             like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
-            lowered += held.kind.lower(self._sync, held.piece, like).values()
-            lowered += held.kind.lower_whole(held.piece).values()
+            lowered += held.kind.lower(self._sync, piece, like).values()
+            lowered += held.kind.lower_whole(piece).values()
         return lowered
 
     def held(self, fragment: int) -> Sequence[Held]:
-        """Return the fragment's pieces, to be looked at."""
+        """Return what is held of the fragment; the caller changes nothing in it."""
         return self._held[fragment]
 
     def one_of_each(self, params: Params | Listed) -> list[Held]:
-        """Return one piece of each kind of tensor."""
+        """Return one of each kind of piece or stack."""
         found: dict[tuple[Any, ...], Held] = {}
         for held in self._all():
-            leaf = leaf_of(params, held.piece.path)
-            found.setdefault((leaf.shape, leaf.sharding, *alike(held.piece)), held)
+            leaf, rows = held.first(params), held.kind.layout.rows
+            key = (leaf.shape, leaf.sharding, rows, *alike(held.pieces[0]))
+            found.setdefault(key, held)
         return list(found.values())
+
+    def _by_piece(self, fragment: int) -> list[Any]:
+        return [None] * len(self._plan.fragments[fragment])
 
     def _all(self) -> Iterator[Held]:
         return itertools.chain.from_iterable(self._held)
@@ -386,10 +361,8 @@ def _written(params: Lent, values: Iterable[tuple[Held, Any]]) -> Lent:
     """Return the parameters, which are donated, with pieces set to these values."""
     written: Leaves = {}
     for held, value in values:
-        path = held.piece.path
-        leaf = written.get(path)
-        leaf = leaf_of(params, path) if leaf is None else leaf
-        written[path] = held.kind.reset(leaf, held.index, value)
+        leaf = held.leaf(params, written)
+        held.write(held.kind.put(leaf, held.index, value), written)
     return with_leaves(params, written)
 
 

@@ -1,8 +1,9 @@
 """The functions of takes and adoptions, compiled once per kind of tensor.
 
 They are the functions of `core/`, one piece at a time, with the indices of a stacked
-layer and of a band traced. They work where the data lies: a shard of a piece makes its
-tiles, and tiles make their shard.
+layer and of a band traced; or a stack of small pieces at a time (`held.py`): arguments
+and results that are marked "by piece" are then tuples. They work where the data lies: a
+shard of a piece makes its tiles, and tiles make their shard.
 
 A mesh axis may cut a piece inside its tiles (`mesh.py`). Then a take first gathers the
 delta along that axis, and an adoption the anchor. All devices along it make the same
@@ -27,9 +28,9 @@ from diloco_jax.core.changes import delta
 from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device.lies import Lies, barrier, on
 from diloco_jax.island.device.mesh import tile_spec
-from diloco_jax.island.device.placing import abstract, place
+from diloco_jax.island.device.piece_layout import PieceLayout, barrier, donated, on
+from diloco_jax.island.device.placing import abstract, in_turn, place
 from diloco_jax.island.device.spread import Spread, spread_of
 
 Index = tuple[Any, Any]
@@ -39,56 +40,72 @@ all devices of the mesh."""
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Functions from `jax.jit`; `index` is that of `index_of`."""
+    """The compiled functions of one kind of piece, from `jax.jit`, and its shardings.
 
-    lies: Lies
+    `index` is what `index_of` returns: the layer and the band of a piece.
+    """
+
+    layout: PieceLayout
     piece: NamedSharding
-    """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter."""
+    """Sharding of anchors, bases and residuals, f32[shape]: that of the parameter. Of a
+    stack, f32[rows, *shape]."""
     encoded: NamedSharding
-    """Sharding of bytes, uint8[*grid, tile_bytes]."""
+    """Sharding of a piece's bytes, uint8[*grid, tile_bytes]."""
     spread: Spread
-    """Where fetched tiles land: bytes of a publish, or bits of an anchor."""
+    """Where a piece's fetched tiles land: bytes of a publish, or bits of an anchor."""
     take: Any
-    """(leaf, index, anchor, residual or None) -> (encoded, residual, base)."""
+    """(leaf, index, anchor, residual or None) -> (encoded by piece, residual, base).
+    The leaf is by piece, here and below."""
     gather: Any
-    """(landed publish) -> encoded publish, if the spread is to be moved."""
+    """(landed publish) -> encoded publish, of a piece, if the spread is to be moved."""
     gather_anchor: Any
-    """(landed anchor) -> anchor."""
+    """(landed anchor by piece) -> anchor."""
     arrive: Any
-    """(leaf, index, base, anchor, encoded publish, alpha) -> (leaf, anchor): `advance`
-    and `adopt` in one. The leaf is donated."""
+    """(leaf, index, base, anchor, encoded publish by piece, alpha) -> (leaf, anchor):
+    `advance` and `adopt` in one. The leaf is donated, but not those of a stack."""
     advance: Any
-    """(anchor, encoded publish) -> anchor; of a chain, all but the last one."""
+    """(anchor, encoded publish by piece) -> anchor; of a chain, all but the last."""
     adopt: Any
-    """(leaf, index, base, anchor, alpha) -> leaf, which is donated; of an anchor that
-    came in full."""
+    """(leaf, index, base, anchor, alpha) -> leaf, donated as by `arrive`; of an anchor
+    that came in full."""
     move: Any
     """(base, anchor before, anchor) -> base."""
     reset: Any
-    """(leaf, index, value) -> leaf, which is donated; in the leaf's dtype."""
+    """(leaf, index, value) -> leaf, which is donated; in the leaf's dtype. Of a stack,
+    (value, dtype) -> leaves."""
     whole: Any
-    """(anchor) -> the anchor in f32 tiles."""
+    """(anchor) -> the anchor in f32 tiles, by piece."""
     read: Any
-    """(leaf, index) -> the piece, a copy that lies as an anchor."""
+    """(leaf, index) -> the piece, a copy laid out as an anchor."""
 
-    def gathered(self, landed: jax.Array) -> jax.Array:
-        """Return the encoded publish that has landed."""
-        encoded: jax.Array = self.gather(landed) if self.spread.moved else landed
-        return encoded
+    def gathered(self, landed: Any) -> Any:
+        """Return the encoded publish that has landed, by piece."""
+        if not self.spread.moved:
+            return landed
+        if self.layout.rows == 1:
+            return in_turn(self.gather(landed))
+        return tuple([in_turn(self.gather(piece)) for piece in landed])
+
+    def put(self, leaf: Any, index: Index, value: Any) -> Any:
+        """Return the leaf, which may be donated, with this value in it."""
+        if self.layout.rows == 1:
+            return self.reset(leaf, index, value)
+        return self.reset(value, leaf[0].dtype)
 
     def lower(
         self, sync: SyncConfig, piece: Piece, leaf: jax.ShapeDtypeStruct
     ) -> dict[str, jax.stages.Lowered]:
         """Lower what a cycle executes, by name, without arrays, as `Trainer.lower`
-        does."""
+        does. leaf: of one piece."""
         everywhere = _everywhere(self.piece)
         index = tuple(
             None if n < 0 else abstract((), np.int32, everywhere)
             for n in (piece.layer, piece.band)
         )
-        value = abstract(piece.shape, np.float32, self.piece)
+        layout = self.layout
+        value = abstract(layout.values_shape, np.float32, self.piece)
         shape = get_codec(sync.codec_down).encoded_shape(piece.shape)
-        octets = abstract(shape, np.uint8, self.encoded)
+        octets = layout.together(abstract(shape, np.uint8, self.encoded))
         residual = value if sync.error_feedback else None
         alpha = abstract((), np.float32, everywhere)
         moved = {}
@@ -96,24 +113,32 @@ class Kind:
             landed = self.spread.landed_shape(shape)
             there = abstract(landed, np.uint8, self.spread.landing)
             moved["gather"] = self.gather.lower(there)
+        leaves = layout.together(leaf)
         return {
             **moved,
-            "take": self.take.lower(leaf, index, value, residual),
-            "arrive": self.arrive.lower(leaf, index, value, value, octets, alpha),
+            "take": self.take.lower(leaves, index, value, residual),
+            "arrive": self.arrive.lower(leaves, index, value, value, octets, alpha),
             "advance": self.advance.lower(value, octets),
-            "adopt": self.adopt.lower(leaf, index, value, value, alpha),
+            "adopt": self.adopt.lower(leaves, index, value, value, alpha),
             "move": self.move.lower(value, value, value),
-            "reset": self.reset.lower(leaf, index, value),
+            "reset": self.lower_reset(leaf, index),
         }
+
+    def lower_reset(self, leaf: jax.ShapeDtypeStruct, index: Any) -> jax.stages.Lowered:
+        """Lower what `put` executes, for leaves like this one."""
+        value = abstract(self.layout.values_shape, np.float32, self.piece)
+        given = (leaf, index, value) if self.layout.rows == 1 else (value, leaf.dtype)
+        lowered: jax.stages.Lowered = self.reset.lower(*given)
+        return lowered
 
     def lower_whole(self, piece: Piece) -> dict[str, jax.stages.Lowered]:
         """Lower what moves whole anchors, in the same way."""
-        anchor = abstract(piece.shape, np.float32, self.piece)
+        anchor = abstract(self.layout.values_shape, np.float32, self.piece)
         landed = self.spread.landed_shape(bits_shape(piece.shape))
         bits = abstract(landed, np.uint32, self.spread.landing)
         return {
             "whole": self.whole.lower(anchor),
-            "gather_anchor": self.gather_anchor.lower(bits),
+            "gather_anchor": self.gather_anchor.lower(self.layout.together(bits)),
         }
 
 
@@ -129,11 +154,13 @@ def kind_of(
     piece: Piece,
     leaf: jax.Array | jax.ShapeDtypeStruct,
     memory: AnchorMemory,
+    rows: int = 1,
 ) -> Kind:
-    """Return the kind of a piece of this leaf, which need not have values.
+    """Return the kind of a piece of this leaf, which need not have values; or of stacks
+    of so many such pieces, which are whole leaves.
 
-    Kinds that do the same share the compiled function, whatever else of `sync` differs:
-    runs of one process compile only what they differ in.
+    Kinds that compute the same share their compiled functions. So runs in one process
+    compile only the functions that their settings make different.
     """
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
@@ -142,28 +169,31 @@ def kind_of(
     at_work = tile_spec(spec, mesh, piece.shape)  # A band may not divide as the whole.
     grid = TileGrid.of(piece.shape)
     tiles = tile_spec(tuple(at_work), mesh, grid.grid)
-    lies = Lies(sharding, at_work, tiles, memory, piece.bands, piece.shape)
-    spread = spread_of(lies.on_tiles, grid.grid)
+    layout = PieceLayout(
+        sharding, at_work, tiles, memory, piece.bands, piece.shape, rows
+    )
+    encoded = layout.one.on_tiles
+    spread = spread_of(encoded, grid.grid)
     return Kind(
-        lies=lies,
-        piece=lies.at_rest,
-        encoded=lies.on_tiles,
+        layout=layout,
+        piece=layout.at_rest,
+        encoded=encoded,
         spread=spread,
-        gather=_gather(lies.on_tiles),
-        gather_anchor=_gather_anchor(lies, grid, spread.moved),
-        take=_take(lies, sync.codec_up),
-        arrive=_arrive(lies, sync.codec_down, sync.adopt),
-        advance=_advance(lies, sync.codec_down),
-        adopt=_adopt(lies, sync.adopt),
-        move=_move(lies),
-        reset=_reset(lies),
-        whole=_whole(lies),
-        read=_read(lies),
+        gather=_gather(encoded),
+        gather_anchor=_gather_anchor(layout, grid, spread.moved),
+        take=_take(layout, sync.codec_up),
+        arrive=_arrive(layout, sync.codec_down, sync.adopt),
+        advance=_advance(layout, sync.codec_down),
+        adopt=_adopt(layout, sync.adopt),
+        move=_move(layout),
+        reset=_reset(layout),
+        whole=_whole(layout),
+        read=_read(layout),
     )
 
 
 def index_of(piece: Piece, kind: Kind) -> Index:
-    """Return the argument `index`."""
+    """Return the layer and the band of a piece as arguments of its kind's functions."""
     layer, band = (
         None if n < 0 else number(np.int32(n), kind) for n in (piece.layer, piece.band)
     )
@@ -171,8 +201,9 @@ def index_of(piece: Piece, kind: Kind) -> Index:
 
 
 def number(value: np.int32 | np.float32, kind: Kind) -> jax.Array:
-    """Return a number that is an argument of the kind's functions, on all devices: a
-    host's number would be sent to them at each call."""
+    """Put a number on all devices of the kind, as an argument of its functions. A
+    number on the host would be transferred at every call.
+    """
     return _placed(value, _everywhere(kind.piece))
 
 
@@ -187,7 +218,7 @@ def _placed(value: np.int32 | np.float32, sharding: NamedSharding) -> jax.Array:
 
 
 def alike(piece: Piece) -> tuple[Any, ...]:
-    """Return a key: pieces of equal leaves with equal keys are of one kind."""
+    """Return a key: pieces of one tensor with equal keys share compiled functions."""
     return piece.layer < 0, piece.bands, piece.shape
 
 
@@ -196,24 +227,24 @@ _kept = functools.lru_cache(maxsize=256)
 
 
 @_kept
-def _take(lies: Lies, codec: str) -> Any:
-    up, at_rest, on_tiles = get_codec(codec), lies.at_rest, lies.on_tiles
+def _take(layout: PieceLayout, codec: str) -> Any:
+    up, at_rest, on_tiles = get_codec(codec), layout.at_rest, layout.on_tiles
 
     def take(stacked: Any, index: Any, anchor: Any, residual: Any) -> Any:
-        anchor, residual = lies.fetch(anchor, residual)
-        local = lies.read(stacked, index)
+        anchor, residual = layout.fetch(anchor, residual)
+        local = layout.read(stacked, index)
         change = on(delta(anchor, local), on_tiles)
         if residual is None:
-            encoded = up.encode(change)
+            encoded = layout.each(up.encode)(change)
         else:
-            residual = on(residual, on_tiles)
-            encoded, residual = encode_with_feedback(up, change, residual)
+            encode = layout.each(functools.partial(encode_with_feedback, up))
+            encoded, residual = encode(change, on(residual, on_tiles))
             residual = on(residual, on_tiles)
         # A copy, whatever jit does with outputs that are inputs: the next step donates
         # the parameter's buffer.
-        return encoded, residual, jnp.copy(local)
+        return layout.apart(encoded), residual, jnp.copy(local)
 
-    return jax.jit(take, out_shardings=(on_tiles, at_rest, at_rest))
+    return jax.jit(take, out_shardings=(layout.one.on_tiles, at_rest, at_rest))
 
 
 @_kept
@@ -222,14 +253,15 @@ def _gather(on_tiles: NamedSharding) -> Any:
 
 
 @_kept
-def _gather_anchor(lies: Lies, grid: TileGrid, moved: bool) -> Any:
+def _gather_anchor(layout: PieceLayout, grid: TileGrid, moved: bool) -> Any:
     def gather_anchor(bits: Any) -> jax.Array:
+        bits = layout.stack(bits)
         if moved:
-            bits = on(_sum_rows(bits), lies.on_tiles)
+            bits = on(layout.each(_sum_rows)(bits), layout.on_tiles)
         tiles = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return on(grid.join(tiles), lies.on_tiles)
+        return on(layout.each(grid.join)(tiles), layout.on_tiles)
 
-    return jax.jit(gather_anchor, out_shardings=lies.at_rest)
+    return jax.jit(gather_anchor, out_shardings=layout.at_rest)
 
 
 def _sum_rows(landed: jax.Array) -> jax.Array:
@@ -238,73 +270,82 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 
 
 @_kept
-def _arrive(lies: Lies, codec: str, name: str) -> Any:
+def _arrive(layout: PieceLayout, codec: str, name: str) -> Any:
     down, rule = get_codec(codec), RULES.find(name)
 
     def arrive(
         stacked: Any, index: Any, base: Any, anchor: Any, encoded: Any, alpha: Any
     ) -> tuple[jax.Array, jax.Array]:
-        base, anchor = lies.fetch(base, anchor)
-        anchor = barrier(on(lies.advance(down, anchor, encoded), lies.at_work))
-        return lies.adopt(rule, stacked, index, (base, anchor), alpha), anchor
+        base, anchor = layout.fetch(base, anchor)
+        anchor = barrier(on(layout.advance(down, anchor, encoded), layout.at_work))
+        return layout.adopt(rule, stacked, index, (base, anchor), alpha), anchor
 
-    return jax.jit(arrive, donate_argnums=0, out_shardings=(lies.leaf, lies.at_rest))
+    return jax.jit(
+        arrive,
+        donate_argnums=donated(layout),
+        out_shardings=(layout.leaf, layout.at_rest),
+    )
 
 
 @_kept
-def _advance(lies: Lies, codec: str) -> Any:
+def _advance(layout: PieceLayout, codec: str) -> Any:
     down = get_codec(codec)
 
     def advance(anchor: Any, encoded: Any) -> jax.Array:
-        (anchor,) = lies.fetch(anchor)
-        return lies.advance(down, anchor, encoded)
+        (anchor,) = layout.fetch(anchor)
+        return layout.advance(down, anchor, encoded)
 
-    return jax.jit(advance, out_shardings=lies.at_rest)
+    return jax.jit(advance, out_shardings=layout.at_rest)
 
 
 @_kept
-def _adopt(lies: Lies, name: str) -> Any:
+def _adopt(layout: PieceLayout, name: str) -> Any:
     rule = RULES.find(name)
 
-    def take_over(
-        stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any
-    ) -> jax.Array:
-        return lies.adopt(rule, stacked, index, lies.fetch(base, anchor), alpha)
+    def take_over(stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any) -> Any:
+        return layout.adopt(rule, stacked, index, layout.fetch(base, anchor), alpha)
 
-    return jax.jit(take_over, donate_argnums=0, out_shardings=lies.leaf)
+    return jax.jit(take_over, donate_argnums=donated(layout), out_shardings=layout.leaf)
 
 
 @_kept
-def _move(lies: Lies) -> Any:
+def _move(layout: PieceLayout) -> Any:
     def move(base: Any, before: Any, anchor: Any) -> jax.Array:
-        return moved(*lies.fetch(base, before, anchor))
+        return moved(*layout.fetch(base, before, anchor))
 
-    return jax.jit(move, out_shardings=lies.at_rest)
-
-
-@_kept
-def _reset(lies: Lies) -> Any:
-    def reset(stacked: Any, index: Any, value: Any) -> jax.Array:
-        (value,) = lies.fetch(value)
-        return lies.write(stacked, index, value.astype(stacked.dtype))
-
-    return jax.jit(reset, donate_argnums=0, out_shardings=lies.leaf)
+    return jax.jit(move, out_shardings=layout.at_rest)
 
 
 @_kept
-def _read(lies: Lies) -> Any:
+def _reset(layout: PieceLayout) -> Any:
+    def apart(values: Any, dtype: Any) -> Any:
+        (values,) = layout.fetch(values)
+        return layout.apart(values.astype(dtype))
+
+    if layout.rows > 1:
+        return jax.jit(apart, static_argnums=1, out_shardings=layout.leaf)
+
+    def reset(stacked: Any, index: Any, value: Any) -> Any:
+        (value,) = layout.fetch(value)
+        return layout.write(stacked, index, value.astype(stacked.dtype))
+
+    return jax.jit(reset, donate_argnums=0, out_shardings=layout.leaf)
+
+
+@_kept
+def _read(layout: PieceLayout) -> Any:
     def read(stacked: Any, index: Any) -> jax.Array:
-        return jnp.copy(lies.read(stacked, index))
+        return jnp.copy(layout.read(stacked, index))
 
-    return jax.jit(read, out_shardings=lies.at_rest)
+    return jax.jit(read, out_shardings=layout.at_rest)
 
 
 @_kept
-def _whole(lies: Lies) -> Any:
-    f32, on_tiles = get_codec("f32"), lies.on_tiles
+def _whole(layout: PieceLayout) -> Any:
+    f32, on_tiles = get_codec("f32"), layout.on_tiles
 
-    def whole(anchor: Any) -> jax.Array:
-        (anchor,) = lies.fetch(anchor)
-        return f32.encode(on(anchor, on_tiles))
+    def whole(anchor: Any) -> Any:
+        (anchor,) = layout.fetch(anchor)
+        return layout.apart(layout.each(f32.encode)(on(anchor, on_tiles)))
 
-    return jax.jit(whole, out_shardings=on_tiles)
+    return jax.jit(whole, out_shardings=layout.one.on_tiles)

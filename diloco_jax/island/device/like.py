@@ -1,11 +1,12 @@
-"""The parameters of a train loop that joins, between its own structure and names.
+"""Translate the parameters of a joined train loop between its own tree and names.
 
-The loop's tree is any pytree; a run goes by names in a nested dict. Which leaf has
-which name is found once: a boundary flattens the tree and unflattens it again.
+The loop's tree is any pytree; a run has a nested dict of names. The name of each leaf
+is found once. At a boundary the tree is only flattened and unflattened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -46,11 +47,11 @@ class LikeLeaves:
         self._abstract = [leaf_of(self.like, path) for path in self._paths]
         sizes = [leaf.size for leaf in self._abstract]
         self._smallest = sizes.index(min(sizes))
-        self._seen: list[Any] = [None] * 2 * len(leaves)
+        self._seen: tuple[list[Any], list[Any]] | None = None
         """Abstract values and shardings of leaves that were found to be right."""
 
     def zeros(self) -> Listed:
-        """Return parameters of zeros that lie as `like` does."""
+        """Return parameters of zeros, laid out as `like` is."""
         made = [zeros(x.shape, np.float32, x.sharding) for x in self._abstract]
         return Listed(made, self._places)
 
@@ -63,37 +64,37 @@ class LikeLeaves:
         return jax.tree.unflatten(self._structure, leaves)
 
     def as_listed(self, tree: Any) -> Listed:
-        """Return a step's result as a boundary takes it.
+        """Return a step's result in the form that a boundary takes.
 
-        Raises ValueError if it differs from `like` in structure, shape or dtype, or
-        lies elsewhere.
+        Raises ValueError if it differs from `like` in structure, shape, dtype or
+        sharding.
         """
-        # One program's results have the very same facts at each call.
-        try:
+        seen = None  # Of another structure; or the host's arrays, which have none.
+        # One program's results have the very same facts at each call, and lists are
+        # compared by identity first.
+        with contextlib.suppress(ValueError, AttributeError):
             # It looks at structure and leaves in one pass, and sorts no keys.
             leaves = self._structure.flatten_up_to(tree)
-            seen = [*map(_AVAL, leaves), *map(_SHARDING, leaves)]
-        except (ValueError, AttributeError):
-            seen = []  # Of another structure; or the host's arrays, which have none.
-        if not seen or not all(map(operator.is_, seen, self._seen)):
+            seen = [*map(_AVAL, leaves)], [*map(_SHARDING, leaves)]
+        if seen is None or seen != self._seen:
             leaves = self._flat(tree, "boundary")
             self._check(leaves)
             self._seen = seen or self._seen
         return Listed(leaves, self._places)
 
     def as_beside(self, tree: Any) -> Listed:
-        """Return a tree beside the parameters as a boundary takes it.
+        """Return a tree beside the parameters in the form that a boundary takes.
 
-        Raises ValueError if it differs from `like` in structure or shape, lies
-        elsewhere, or has arrays that are not of a floating dtype.
+        Raises ValueError if it differs from `like` in structure, shape or sharding, or
+        has arrays that are not of a floating dtype.
         """
         leaves = self._flat(tree, "alongside")
         self._check(leaves, beside=True)
         return Listed(leaves, self._places)
 
     def placed(self, params: Params) -> Listed:
-        """Return arrays by name, of the host or a device, as `like` lies; nothing of
-        them is donated.
+        """Return arrays by name, from the host or a device, laid out as `like` is.
+        Nothing is donated.
 
         Raises ValueError if they differ from `like` in names or shapes.
         """
@@ -108,9 +109,9 @@ class LikeLeaves:
         return Listed(lie, self._places)
 
     def first(self, like: Any) -> Listed:
-        """Return the values of `like` itself, as it lies; nothing is donated.
+        """Return the values of `like` itself, laid out as it is. Nothing is donated.
 
-        Raises ConfigError if it has shapes alone.
+        Raises ConfigError if `like` has shapes alone.
         """
         leaves = jax.tree.leaves(like)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -129,8 +130,7 @@ class LikeLeaves:
         return first
 
     def _lie(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return arrays that lie as `like` does: those that do, and copies of the
-        others."""
+        """Return the arrays laid out as `like` is; those that are not are copied."""
         return [
             leaf
             if isinstance(leaf, jax.Array)

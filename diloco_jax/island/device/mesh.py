@@ -116,7 +116,7 @@ def param_spec(
 def tile_spec(
     spec: Sequence[str | None], mesh: Mapping[str, int], grid: tuple[int, ...]
 ) -> PartitionSpec:
-    """Return the cuts of a piece whose shards end on tiles, and drop the others.
+    """Return the part of a spec whose shards end on tiles; other axes stay uncut.
 
     spec: a mesh axis or None for each axis of the piece. grid: of its tiles.
     """

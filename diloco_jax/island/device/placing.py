@@ -22,9 +22,12 @@ T = TypeVar("T")
 
 
 def place(value: npt.NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
-    """Place an array cut by `sharding`. Every host calls it with the same value, of
-    which only its devices' shards are read. The values are copied, since an array on a
-    device may be donated."""
+    """Place an array, cut by `sharding`. The values are copied, as an array on a device
+    may be donated.
+
+    Every host calls it with the same value, and reads only the shards of its own
+    devices.
+    """
     placed: jax.Array
     if sharding.is_fully_addressable:
         placed = jax.device_put(value, sharding, may_alias=False)
@@ -69,11 +72,12 @@ def land(
 
 
 def in_turn(arrays: T) -> T:
-    """Return the arrays; on CPUs of several hosts, once they are there.
+    """Return the arrays; on a CPU island of several hosts, wait until they are
+    computed.
 
-    An accelerator runs programs in the order in which they were dispatched, and so do
-    its collectives. CPUs run independent programs side by side, and hosts would match
-    the collective of one with that of another.
+    An accelerator runs programs, and so their collectives, in the order of their
+    dispatch. A CPU runs independent programs side by side, so hosts could pair
+    different collectives with each other.
     """
     if _side_by_side():
         jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
@@ -96,15 +100,16 @@ def zeros(
 def abstract(
     shape: tuple[int, ...], dtype: npt.DTypeLike, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
-    """Return an array without values, to compile for devices that this machine may
-    lack."""
+    """Return an array without values, to compile for devices that this machine may not
+    have.
+    """
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
 def held(arrays: Sequence[jax.Array]) -> list[tuple[Box, jax.Array]]:
-    """Return the tiles of encoded pieces that this host is to send: the first copy of
-    every shard, where that is on a device of this host.
+    """Return the tiles of encoded pieces that this host is to send.
 
+    Of every shard one copy is sent: the first, if it is on a device of this host.
     arrays: uint8[*grid, tile_bytes], by piece of a fragment.
     """
     return [

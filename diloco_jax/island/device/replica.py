@@ -1,8 +1,8 @@
-"""An island's model copy: parameters and moments, with the anchors they go by.
+"""An island's model copy: parameters and moments, with their anchors.
 
 A replica is the only holder of its train state: a step and an adoption donate its
-arrays. Where the train loop is the user's, the loop holds its own moments, and lends
-the parameters for the time of a boundary.
+arrays. If the train loop is the user's, that loop holds its own moments and lends the
+parameters for the time of a boundary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco_jax.protocol.island.books import Outcome
 
 
 class LentParams(Generic[Lent]):
-    """`boundary.Arrays` with real arrays: parameters, and the anchors they go by."""
+    """`boundary.Arrays` with real arrays: parameters and their anchors."""
 
     def __init__(self, exchange: Exchange, params: Lent) -> None:
         self._exchange = exchange
@@ -83,4 +83,4 @@ class Restored(NamedTuple):
     moments: Any
     """State of the inner optimizer."""
     residuals: dict[int, tuple[jax.Array, ...]]
-    """Residuals by fragment and piece."""
+    """Residuals by fragment, as they are held."""

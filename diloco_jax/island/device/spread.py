@@ -48,8 +48,7 @@ class Spread:
         return self.rows > 0
 
     def row_of(self, host: int, tiles: Tiles) -> int:
-        """Return the row that the bytes of these tiles have if this host fetches
-        them."""
+        """Return the row into which this host puts the bytes of these tiles."""
         return self.hosts[tiles].index(host)
 
     def landed_shape(self, encoded: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import leaf_of, with_leaves
-from diloco_jax.island.device.placing import abstract, in_turn, zeros
+from diloco_jax.island.device.leaves import Leaves, with_leaves
+from diloco_jax.island.device.placing import in_turn, zeros
 from diloco_jax.models.model import Params
 
 
 class WatchedModel:
-    """Parameters that lie as the local ones, and belong to nobody else."""
+    """A copy of the anchors of one cycle, laid out as the local parameters are."""
 
     def __init__(self, exchange: Exchange, like: Params, dtype: str) -> None:
         """like: the local parameters, or arrays that lie alike. dtype: the compute
@@ -25,23 +24,22 @@ class WatchedModel:
         )
 
     def copy(self, fragment: int) -> None:
-        """Copy the fragment's anchor, in the place of an earlier one. All hosts of the
-        island call it."""
+        """Copy the fragment's anchor into the parameters. All hosts of the island call
+        it.
+        """
         self.params = self._exchange.at_anchor(fragment, in_turn(self.params))
 
     def lower_all(self) -> list[jax.stages.Lowered]:
         """Lower what `copy` executes, to be compiled."""
         lowered = []
         for held in self._exchange.one_of_each(self.params):
-            leaf, kind = leaf_of(self.params, held.piece.path), held.kind
-            value = abstract(held.piece.shape, np.float32, kind.piece)
-            lowered.append(kind.reset.lower(leaf, held.index, value))
+            leaf = held.first(self.params)
+            lowered.append(held.kind.lower_reset(leaf, held.index))
         return lowered
 
     def warm(self) -> None:
         """Compile what `copy` executes. It leaves zeros."""
         for held in self._exchange.one_of_each(self.params):
-            path, kind = held.piece.path, held.kind
-            value = zeros(held.piece.shape, np.float32, kind.piece)
-            leaf = kind.reset(leaf_of(self.params, path), held.index, value)
-            self.params = with_leaves(self.params, {path: in_turn(leaf)})
+            leaf, written = held.leaf(self.params), Leaves()
+            held.write(in_turn(held.kind.put(leaf, held.index, held.zeros())), written)
+            self.params = with_leaves(self.params, written)

@@ -53,6 +53,7 @@ class Follower(Generic[L]):
         begin = msgspec.msgpack.decode(told, type=HostsBegin)
         self._check(begin)
         host.gives = begin.gives
+        host.lanes.use(begin.workers)
         host.build(
             Identity(
                 run_id=begin.run_id,
@@ -67,6 +68,7 @@ class Follower(Generic[L]):
             self.mailbox,
             host.fetcher.fetch,
             host.sender.resend,
+            host.lanes.use,
             deadlines,
         )
         self._orders.start()

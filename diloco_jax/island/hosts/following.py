@@ -26,7 +26,13 @@ from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
 from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
 from diloco_jax.protocol.messages import ResendRequest
-from diloco_jax.wire.errors import ConnectionLost, Refused, VersionGone, WireError
+from diloco_jax.wire.errors import (
+    NO_TICKET,
+    ConnectionLost,
+    Refused,
+    VersionGone,
+    WireError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +62,29 @@ class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):
     """Boundaries between the publication of a decision and its time."""
     gives: bool = False
     """The island gives the run's first parameters."""
+    workers: tuple[str, ...] = ()
+    """`Welcome.workers`."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason why the island is not let in, in place of a Begin, which is empty then."""
+    """The coordinator's reason for refusing the island, which host 0 tells the
+    others.
+    """
 
     code: str
     message: str
 
 
-Order = Fetch | ResendRequest
-"""Bulk work for every host: its part of a version, or of a delta once more."""
+class Moved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Workers serve at other addresses from now on."""
+
+    workers: tuple[str, ...]
+    """`Welcome.workers`."""
+
+
+Order = Fetch | ResendRequest | Moved
+"""Bulk work for every host: its part of a version, or of a delta once more, and with
+whom it is done."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +172,7 @@ class FollowDecisions:
         return self._decode(told)
 
     def wait(self, timeout_s: float) -> None:
-        """See decisions.Decisions; `at` waits."""
+        """Return at once: `at` waits for host 0."""
 
 
 class Orders:
@@ -223,11 +241,12 @@ class OrderThread:
         hosts: Hosts,
         mailbox: Mailbox,
         fetch: Callable[[Fetch], Arrival],
-        resend: Callable[[int, int], None],
+        resend: Callable[[ResendRequest], None],
+        moved: Callable[[tuple[str, ...]], None],
         deadlines: Deadlines,
     ) -> None:
         self._hosts, self._mailbox, self._deadlines = hosts, mailbox, deadlines
-        self._fetch, self._resend = fetch, resend
+        self._fetch, self._resend, self._moved = fetch, resend, moved
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
@@ -257,14 +276,19 @@ class OrderThread:
 
     def _do(self, number: int, order: Order) -> None:
         if isinstance(order, ResendRequest):
-            self._resend(order.fragment, order.tick)
+            self._resend(order)
+            return
+        if isinstance(order, Moved):
+            self._moved(order.workers)
             return
         try:
             arrival = self._fetch(order)
         except VersionGone:
             part = Part(outcome="gone")
-        except Refused:
-            raise
+        except Refused as refused:
+            if refused.code != NO_TICKET:  # A newer one comes.
+                raise
+            part = Part(outcome="lost")
         except WireError as error:
             logger.debug("fragment %d not fetched: %s", order.fragment, error)
             part = Part(outcome="lost")

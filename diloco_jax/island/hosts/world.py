@@ -35,10 +35,10 @@ class HostsError(Exception):
 
 
 class Hosts:
-    """The key-value store of an island's hosts, as one of them uses it. Values are
-    bytes; a key is set once.
+    """One host's view of the key-value store that the hosts of an island share.
 
-    folder: begins every key, where the world is not the island's alone.
+    Values are bytes, and a key is set once. folder: prefix of every key, needed if the
+    world serves others too.
     """
 
     def __init__(self, client: Any, index: int, count: int, folder: str = "") -> None:
@@ -69,13 +69,15 @@ class Hosts:
     def meet(
         self, what: str, timeout_s: float, given_up: Callable[[], bool], field: str
     ) -> None:
-        """Return once every host of the island has come here. A collective waits for
-        the others only as long as its transport allows, which no setting changes.
+        """Wait until every host of the island has called this.
+
+        A collective would not do: it waits for a late host only as long as its
+        transport allows, and no setting changes that.
 
         Args:
-          what: unique; a part of the key.
-          given_up: asked now and then whether to wait no longer.
-          field: the setting from which `timeout_s` follows.
+          what: a part of the key; each meeting needs its own.
+          given_up: asked now and then whether to stop waiting.
+          field: the setting from which `timeout_s` follows, for the message.
 
         Raises:
           HostsError: names the host that did not come in time.

@@ -53,8 +53,9 @@ class Connects(Protocol):
 
 
 def ending_of(refused: Refused) -> Ending:
-    """Return how an island ends that is not let in. An island that comes too late has
-    not failed."""
+    """Return the ending of an island that is refused. If the run is over already, it
+    has not failed.
+    """
     if refused.code == "finished":
         return Ending(EXIT_DONE, f"it came too late: {refused.message}", "finished")
     return Ending(EXIT_REFUSED, f"{refused.message} ({refused.code})", "refused")
@@ -64,8 +65,8 @@ def ending_of(refused: Refused) -> Ending:
 class Targets:
     """Destination of bulk work: methods of the receiver and the sender."""
 
-    want: Callable[[int, Version], None]
-    resend: Callable[[int, int], None]
+    want: Callable[[int, Version, bytes], None]
+    resend: Callable[[ResendRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,11 @@ class _Connection:
 
 
 class Link:
-    """Call `connect`, then `start`, and `close` at the end.
+    """Keep the island's control stream up, with one thread that receives and one that
+    reports.
 
-    make_hello: the Hello of this process, given the island's state.
+    Call `connect`, then `start`, and `close` at the end. make_hello: returns the hello
+    of this process for the island's status.
     """
 
     def __init__(
@@ -109,9 +112,13 @@ class Link:
         ]
 
     def connect(self, patience_s: float, busy_s: float = 0.0) -> Welcome:
-        """Connect for the first time. Raises Refused, or the last error after
-        `patience_s`, of a coordinator that says "come again" after `busy_s`, if that is
-        longer; SecurityError the second time: the first may be a coordinator's end."""
+        """Connect for the first time, and try again for `patience_s`.
+
+        A coordinator that says "come again" is tried for `busy_s`, if that is longer.
+        Raises Refused at once. Raises SecurityError the second time, since the first
+        may be due to a coordinator that was just ending; otherwise the last error, once
+        the time is over.
+        """
         began = time.monotonic()
         suspicious = told = False
         while True:
@@ -251,10 +258,10 @@ class Link:
             return
         for errand in errands:
             match errand:
-                case Wanted(fragment, version):
-                    self._targets.want(fragment, version)
-                case ResendRequest(fragment=fragment, tick=tick):
-                    self._targets.resend(fragment, tick)
+                case Wanted():
+                    self._targets.want(*errand)
+                case ResendRequest():
+                    self._targets.resend(errand)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))

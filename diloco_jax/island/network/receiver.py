@@ -14,18 +14,21 @@ from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.following import Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox
+from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.protocol.island.conversation import MAX_CHAIN
 from diloco_jax.protocol.island.fetching import JOIN_FETCHES, Fetch, Fetching
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Identity
-from diloco_jax.wire.errors import Refused, VersionGone, WireError
+from diloco_jax.wire.errors import NO_TICKET, Refused, VersionGone, WireError
 from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 
 class Receiver:
-    """One thread after `start`. `want` never waits for it."""
+    """Threads that fetch published fragments, one for each lane, after `start`. `want`
+    never waits for them.
+    """
 
     def __init__(
         self,
@@ -35,9 +38,12 @@ class Receiver:
         versions: Sequence[Version],
         orders: Orders | None,
         join_s: float,
+        lanes: Sequence[int] = (),
     ) -> None:
         """orders: for the other hosts of the island, if there are any. join_s: time
-        within which each fragment of a join must come."""
+        within which each fragment of a join must come. lanes: the worker of each
+        fragment; each worker has a thread, so that none waits for another. Empty:
+        there are no workers."""
         self._fetcher = fetcher
         self._orders, self._join_s = orders, join_s
         self._mailbox = mailbox
@@ -47,12 +53,22 @@ class Receiver:
         """Guarded by `_changed`."""
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="receiver", daemon=True)
+        fragments = range(len(versions))
+        others = [
+            frozenset(f for f in fragments if lanes and lanes[f] != lane)
+            for lane in range(max(lanes, default=0) + 1)
+        ]
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(of_others,), name="receiver", daemon=True
+            )
+            for of_others in others
+        ]
 
-    def want(self, fragment: int, version: Version) -> None:
+    def want(self, fragment: int, version: Version, ticket: bytes = b"") -> None:
         """Note a published version. Versions older than known ones are ignored."""
         with self._changed:
-            self._fetching.want(fragment, version)
+            self._fetching.want(fragment, version, ticket)
             self._changed.notify_all()
 
     def fetch_all(self) -> list[Version]:
@@ -70,28 +86,31 @@ class Receiver:
         return [a.version for a in sorted(arrivals, key=lambda a: a.fragment)]
 
     def have_all(self, versions: Sequence[Version]) -> None:
-        """Note versions that the island has without a fetch; in place of
-        `fetch_all`."""
+        """Note the versions that the island begins with, if it need not fetch them."""
         with self._changed:
             for fragment, version in enumerate(versions):
                 self._fetching.got(fragment, version)
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def close(self, timeout_s: float) -> None:
         """End the thread; a fetch may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self) -> None:
+    def _run(self, others: frozenset[int]) -> None:
+        """Fetch until `close`. others: the fragments of other lanes."""
         backoff = Backoff(self._deadlines)
         try:
-            while (fetch := self._next()) is not None:
+            while (fetch := self._next(others)) is not None:
                 try:
                     arrival = self._fetch(fetch)
                 except VersionGone:
@@ -110,11 +129,11 @@ class Receiver:
             logger.exception("the receiver failed")
             self._mailbox.end(EXIT_FAILED, f"the receiver failed: {error!r}")
 
-    def _next(self) -> Fetch | None:
+    def _next(self, others: frozenset[int]) -> Fetch | None:
         """Wait for something to fetch; None when closing."""
         with self._changed:
             while not self._closing:
-                if (fetch := self._fetching.next()) is not None:
+                if (fetch := self._fetching.next(others)) is not None:
                     return fetch
                 self._changed.wait(self._deadlines.budget_s)
             return None
@@ -133,7 +152,9 @@ class Receiver:
             try:
                 return self._fetch(fetch)
             except WireError as error:
-                if isinstance(error, Refused) or self._mailbox.ending is not None:
+                if self._mailbox.ending is not None or (
+                    isinstance(error, Refused) and error.code != NO_TICKET
+                ):
                     raise
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
@@ -180,7 +201,7 @@ class Fetcher:
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: Transfers | Lanes,
         identity: Identity,
         exchange: Exchange,
         mailbox: Mailbox,
@@ -204,6 +225,7 @@ class Fetcher:
                 want=fetch.want,
                 have=fetch.have,
                 part=part,
+                ticket=fetch.ticket,
             ),
             max_bytes=max(exchange.anchor_bytes(fragment), MAX_CHAIN * size),
         )

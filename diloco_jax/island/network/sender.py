@@ -11,16 +11,20 @@ import dataclasses
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.device.placing import held
 from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.network.lanes import Lanes
+from diloco_jax.protocol.messages import ResendRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity, UploadStart
 from diloco_jax.wire.errors import Refused, WireError
@@ -51,17 +55,22 @@ class _Parcel:
 
 
 class Sender:
-    """One thread. `put`, `resend` and `forget` never wait for it."""
+    """Threads that send deltas, one for each lane. `put`, `resend` and `forget` never
+    wait for them.
+    """
 
     def __init__(
         self,
-        transfers: Transfers,
+        transfers: Transfers | Lanes,
         identity: Identity,
         layouts: Sequence[PayloadLayout],
         layouts_whole: Sequence[PayloadLayout],
         mailbox: Mailbox,
         deadlines: Deadlines,
+        lanes: Sequence[int] = (),
     ) -> None:
+        """lanes: the worker of each fragment; each worker has a thread, so that none
+        waits for another. Empty: there are no workers."""
         self._transfers = transfers
         self._identity = identity
         self._layouts = {False: layouts, True: layouts_whole}
@@ -70,13 +79,20 @@ class Sender:
         self._deadlines = deadlines
         self._parcels: dict[tuple[int, bool], _Parcel] = {}
         """Parcels by fragment, and by whether they are anchors."""
+        self._tickets: dict[int, tuple[int, bytes]] = {}
+        """Tick and ticket by fragment."""
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self._lanes = lanes
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), name="sender", daemon=True)
+            for lane in range(max(lanes, default=0) + 1)
+        ]
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def put(self, fragment: int, tick: int, encoded: tuple[Any, ...]) -> None:
         """Send a delta: its encoded pieces, uint8[*grid, tile_bytes] each."""
@@ -85,14 +101,22 @@ class Sender:
     def put_anchor(
         self, fragment: int, version: Version, encoded: tuple[Any, ...]
     ) -> None:
-        """Send an anchor once, ahead of deltas: encoded as these are, in f32."""
+        """Send an anchor once, before any delta. It is encoded as a delta is, in
+        f32.
+        """
         self._put(_Parcel(fragment, -1, version, encoded))
 
-    def resend(self, fragment: int, tick: int) -> None:
-        """Send the delta of this take once more, if the sender still has it."""
+    def permit(self, fragment: int, tick: int, ticket: bytes) -> None:
+        """Note a worker's ticket for the newest take of a fragment."""
         with self._changed:
-            parcel = self._parcels.get((fragment, False))
-            if parcel is not None and parcel.tick == tick:
+            self._tickets[fragment] = tick, ticket
+
+    def resend(self, request: ResendRequest) -> None:
+        """Send the delta of this take again, if the sender still has it."""
+        with self._changed:
+            parcel = self._parcels.get((request.fragment, False))
+            if parcel is not None and parcel.tick == request.tick:
+                self._tickets[request.fragment] = request.tick, request.ticket
                 parcel.due = True
                 self._changed.notify_all()
 
@@ -104,20 +128,22 @@ class Sender:
                 del self._parcels[fragment, False]
 
     def close(self, timeout_s: float) -> None:
-        """End the thread; a transfer may go on until the process ends."""
+        """End the threads; a transfer may go on until the process ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _put(self, parcel: _Parcel) -> None:
         with self._changed:
             self._parcels[_key(parcel)] = parcel
             self._changed.notify_all()
 
-    def _run(self) -> None:
+    def _run(self, lane: int) -> None:
         try:
-            while (parcel := self._next()) is not None:
+            while (parcel := self._next(lane)) is not None:
                 self._send(parcel)
                 if parcel.version is not None:
                     with self._changed:
@@ -127,11 +153,13 @@ class Sender:
             logger.exception("the sender failed")
             self._mailbox.end(EXIT_FAILED, f"the sender failed: {error!r}")
 
-    def _next(self) -> _Parcel | None:
-        """Return the oldest delta to be sent; None when closing."""
+    def _next(self, lane: int) -> _Parcel | None:
+        """Return the oldest delta of a lane to be sent; None when closing."""
+        lanes = self._lanes
 
         def due() -> list[_Parcel]:
-            return [p for p in self._parcels.values() if p.due]
+            due = [p for p in self._parcels.values() if p.due]
+            return [p for p in due if not lanes or lanes[p.fragment] == lane]
 
         with self._changed:
             while not self._closing:
@@ -161,6 +189,9 @@ class Sender:
         )
         backoff = Backoff(self._deadlines)
         for attempt in itertools.count(1):
+            tick, ticket = self._tickets.get(parcel.fragment, (-1, b""))
+            if tick == parcel.tick:
+                start = replace(start, ticket=ticket)
             try:
                 nbytes = self._transfers.upload(start, parcel.payload)
             except Refused as refused:

@@ -113,6 +113,14 @@ def at_end(config: PolicyConfig, state: State) -> list[Effect]:
 
     To be called at the end of the flush, before open steps are booked as lost.
     """
+    raised: list[Effect] = []
+    away = [fragment.index for fragment in state.fragments if fragment.away]
+    if away:
+        text = (
+            f"the run ended without a last merge of fragments {away}: their worker was "
+            f"away when {config.flush_s:g} s had passed; look at its log"
+        )
+        raised.append(Alert(text=text))
     open_steps = {
         name
         for name, island in sorted(state.islands.items())
@@ -121,10 +129,10 @@ def at_end(config: PolicyConfig, state: State) -> list[Effect]:
         if fragment.accounts[name].start < island.steps
     }
     if not open_steps:
-        return []
+        return raised
     text = (
         f"the run ended without all that {', '.join(sorted(open_steps))} computed: for "
         f"{config.flush_s:g} s no delta came, and the open steps are lost (finished); "
         f"look at their logs and links; a longer placement.time_budget_s waits longer"
     )
-    return [Alert(text=text)]
+    return [*raised, Alert(text=text)]

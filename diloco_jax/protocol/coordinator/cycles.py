@@ -31,7 +31,7 @@ def present(config: PolicyConfig, state: State) -> int:
 
 
 def ask(config: PolicyConfig, state: State) -> State:
-    """Keep the present cycle, unless one is being kept."""
+    """Begin to keep the present cycle, unless another one is being kept."""
     return state if state.keeping else _begin(config, state)
 
 
@@ -71,8 +71,9 @@ def advance(config: PolicyConfig, before: State, state: State) -> Step:
 
 
 def forgotten(state: State) -> State:
-    """Return the state after a crash: what was kept of an unfinished cycle is gone, and
-    what an island was told of one that it watches."""
+    """Return the state after a crash: an unfinished cycle is kept no further, and no
+    island watches one.
+    """
     return replace(state, keeping=False, unkept=(), unwatched=())
 
 

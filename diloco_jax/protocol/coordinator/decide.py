@@ -26,9 +26,11 @@ from diloco_jax.protocol.coordinator import (
     leaving,
     ledger,
     members,
+    quarantine,
     schedule,
     takes,
     watching,
+    workers,
 )
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
@@ -42,6 +44,8 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
     Tell,
     Timer,
+    WorkerAway,
+    WorkerBack,
 )
 from diloco_jax.protocol.coordinator.machines import RUN, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -50,6 +54,9 @@ from diloco_jax.protocol.coordinator.state import (
     Island,
     PolicyConfig,
     State,
+    counted_islands,
+    live_islands,
+    same_live_islands,
     with_fragment,
 )
 from diloco_jax.protocol.holding import Commit, CycleKept, DeltaArrived, MergePrepared
@@ -94,14 +101,20 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
             state, effects = _prepared(config, state, event, now)
+        case WorkerAway():
+            state, effects = workers.away(config, state, event)
+        case WorkerBack():
+            state, effects = workers.back(config, state, event)
         case Timer():
             effects = []
     state, expired = members.expire(state, now)
-    effects += expired
+    state, turned = quarantine.turn_away(config, state)
+    effects += expired + turned
     state, moved = _advance(config, before, state, now)
+    state, judged = quarantine.advance(config, state, effects + moved)
     state, keeps = cycles.advance(config, before, state)
     state, watches = watching.advance(config, before, state)
-    return state, effects + moved + keeps + watches
+    return state, effects + moved + judged + keeps + watches
 
 
 def next_deadline(state: State, now: float) -> float | None:
@@ -225,9 +238,9 @@ def _arrived(
         )
         return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]
-    fragment, effects = takes.arrived(
-        before, event.island, event.tick, event.refusal, now
-    )
+    if before.away:
+        return state, [ignored("fragment", "away", "bytes")]
+    fragment, effects = takes.arrived(before, event, now)
     if state.phase == "flushing" and fragment is not before:
         # Every delta that arrives renews the wait for the next one.
         state = replace(state, deadline=now + config.flush_s)
@@ -244,7 +257,7 @@ def _prepared(
     contributions, tick = fragment.merging, fragment.tick
     share = fragment.merging_share
     fragment, verdicts, effects = fragments.computed(
-        config, fragment, _counted(state), now
+        config, fragment, counted_islands(state), now
     )
     state = with_fragment(state, fragment)
     record = records.Merged(
@@ -263,7 +276,7 @@ def _prepared(
         Commit(fragment=event.fragment, version=event.version),
         *_publish(state, fragment, verdicts),
     ]
-    raised = alerts.after_merge(fragment, contributions, _counted(state))
+    raised = alerts.after_merge(fragment, contributions, counted_islands(state))
     raised += alerts.in_turns(config, state, fragment)
     return state, visible + effects + raised
 
@@ -295,7 +308,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     tick due. Fragments that it did not touch are left alone, unless time alone moves
     them or the set of live islands changed.
     """
-    same_live = _same_live(before, state)
+    same_live = same_live_islands(before, state)
     effects: list[Effect] = []
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
         state, effects = ending.stop(config, state, now)
@@ -334,8 +347,11 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
-        tick, counted, fleet = state.tick, _counted(state), Fleet(config, state)
-        if fragment.phase == "idle":
+        tick, counted, fleet = state.tick, counted_islands(state), Fleet(config, state)
+        found: list[Effect]
+        if fragment.away:
+            found = [fragments.skipped(fragment, tick, "its worker is away")]
+        elif fragment.phase == "idle":
             fragment, found = fragments.open_tick(
                 config, fragment, fleet, tick, counted, now
             )
@@ -353,7 +369,7 @@ def _settle(
     the flush the last takes."""
     effects: list[Effect] = []
     fleet = Fleet(config, state)
-    live = () if state.phase == "running" else _live(state)
+    live = () if state.phase == "running" else live_islands(state)
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
         was_open = fragment.phase == "open"
@@ -377,23 +393,3 @@ def _is_welcome(effects: list[Effect]) -> bool:
 def _closes(fragment: Fragment, now: float) -> bool:
     at = fragment.closes_at
     return at is not None and now >= at
-
-
-def _counted(state: State) -> tuple[str, ...]:
-    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
-
-
-def _live(state: State) -> tuple[str, ...]:
-    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
-
-
-def _same_live(a: State, b: State) -> bool:
-    """Tell whether the same islands are live in both; members keep their order."""
-    if a.islands is b.islands:
-        return True
-    if len(a.islands) != len(b.islands):
-        return False
-    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
-        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
-            return False
-    return True

@@ -75,7 +75,7 @@ def flush(
     islands than a quorum have such takes, those deltas enter the flush, and the later
     steps enter a second merge of it.
     """
-    if fragment.phase != "idle":
+    if fragment.phase != "idle" or (fragment.away and not hurry):
         return state, []
     islands, accounts = state.islands, fragment.accounts
     unsettled = tuple(n for n in live if accounts[n].start < islands[n].steps)

@@ -62,8 +62,21 @@ class RunExtended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeepAsked(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody wants the parameters of one cycle: the one that is being kept, or that
-    in which the run is."""
+    """An operator wants the parameters of one cycle: of the one that is being kept or,
+    if none is, of the run's present cycle.
+    """
+
+
+class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
+    """The connection of a worker broke: what it had not committed is gone."""
+
+    worker: int
+
+
+class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has brought its fragments to what is committed."""
+
+    worker: int
 
 
 Event = (
@@ -76,6 +89,8 @@ Event = (
     | RunExtended
     | KeepAsked
     | CycleKept
+    | WorkerAway
+    | WorkerBack
     | Timer
 )
 

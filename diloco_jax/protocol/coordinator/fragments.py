@@ -15,7 +15,7 @@ import math
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import ledger, takes
+from diloco_jax.protocol.coordinator import bounds, ledger, takes
 from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.machines import FRAGMENT
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -60,7 +60,7 @@ def open_tick(
     if fragment.final:
         enough = bool(counting or fragment.left_behind)
     if not enough:
-        return fragment, [_skipped(fragment, tick, "too few islands can be asked")]
+        return fragment, [skipped(fragment, tick, "too few islands can be asked")]
     fragment = replace(
         fragment,
         phase=FRAGMENT.move(fragment.phase, "tick"),
@@ -87,7 +87,7 @@ def busy_tick(
     """Handle a tick whose fragment is busy. If the fragment has been open for a cycle,
     ask the islands without an outstanding take too, and count the deltas that became
     ready meanwhile: one live island that does not deliver must not block the merge."""
-    note = _skipped(fragment, tick, fragment.phase)
+    note = skipped(fragment, tick, fragment.phase)
     if fragment.phase != "open":
         return fragment, [note]
     takes_of = {name: fragment.accounts[name].take for name in live}
@@ -121,7 +121,7 @@ def settle(
     patient = not hurry and _window_is_open(fragment, now)
     for name in fragment.asked:
         take = fragment.accounts[name].take
-        if take is None or take.refused:
+        if take is None or take.refused or fleet.is_quarantined(name):
             continue
         if take.ready:
             ready += 1
@@ -140,6 +140,11 @@ def settle(
         fragment = _open_window(config, fragment, fleet, others, now)
         if others and not hurry and _window_is_open(fragment, now):
             return fragment, []
+    fragment, refusals = bounds.refuse(config, fragment, fleet)
+    if refusals:
+        # Without these deltas, there may be no quorum.
+        fragment, found = settle(config, fragment, fleet, now, hurry=hurry)
+        return fragment, refusals + found
     return _close(config, fragment, fleet, now)
 
 
@@ -263,7 +268,7 @@ def _extend(
         if fleet.is_live(name) and name not in fragment.asked and account.take is None
     )
     if hurry or fragment.final or in_sight + len(fresh) < config.quorum:
-        note = _skipped(fragment, fragment.tick, "quorum is out of reach")
+        note = skipped(fragment, fragment.tick, "quorum is out of reach")
         phase = FRAGMENT.move(fragment.phase, "give up")
         return replace(fragment, phase=phase, asked=()), [note]
     fragment = replace(fragment, asked=(*fragment.asked, *fresh))
@@ -321,6 +326,7 @@ def _share(
         if name not in present
         and account.missed_merges < MISSED_MERGES
         and fleet.is_live(name)
+        and not fleet.is_quarantined(name)
     )
     known = [rate for rate in map(fleet.token_rate, present) if rate]
     if not known:
@@ -354,5 +360,6 @@ def request(fragment: Fragment, fleet: Fleet, name: str, tick: int) -> Tell:
     )
 
 
-def _skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:
+def skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:
+    """Note that a tick asks no island, or that its request is given up."""
     return Note(record=records.Skipped(tick=tick, fragment=fragment.index, why=why))

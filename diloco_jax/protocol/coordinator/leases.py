@@ -35,10 +35,11 @@ UNKNOWN_STEP_S = 0.01
 def top_up(
     config: PolicyConfig, state: State, name: str, now: float
 ) -> tuple[State, list[Effect]]:
-    """Grant until the island holds data for at least `outage_budget_s` at its speed.
+    """Grant data until the island holds enough for `outage_budget_s` at its speed.
 
-    An island that uses data much faster than its step time allows waits for more: the
-    steps that it claims are bounded by what it holds."""
+    An island that uses data much faster than its step time allows gets it later. The
+    data that it holds thus bounds the steps that it can claim.
+    """
     island = state.islands[name]
     # One durable record serves an outage budget's worth of steps.
     most = largest_grant(config, island.step_seconds, island.sequences_per_step)

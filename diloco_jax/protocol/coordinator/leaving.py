@@ -23,8 +23,10 @@ Step = tuple[State, list[Effect]]
 
 
 def stopped(config: PolicyConfig, state: State, name: str) -> Step:
-    """Ask a stopped island for its open steps, or let it leave if none remain; called
-    after each of its reports and deltas."""
+    """Ask a stopped island for its open steps; if it has none, let it leave.
+
+    Called after each of its reports and deltas.
+    """
     island = state.islands[name]
     if island.phase != "stopped" or state.phase != "running":
         return state, []

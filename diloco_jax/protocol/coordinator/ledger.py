@@ -21,7 +21,7 @@ from diloco_jax.protocol.coordinator.state import (
     Told,
     with_account,
 )
-from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.reasons import EndReason, LossReason
 from diloco_jax.protocol.values import Contribution
 
 
@@ -50,6 +50,8 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
             "merged_end": contribution.end,
             "take": None,
             "told": Told(tick=contribution.tick, verdict="merged", reason=""),
+            "norm": contribution.norm,
+            "norm_steps": contribution.steps,
         }
     account = replace(
         account,
@@ -292,3 +294,18 @@ def _is_of(contribution: Contribution, account: Account, name: str) -> bool:
         name,
         account.incarnation,
     )
+
+
+def lose_missing(state: State, fragment: Fragment, reason: LossReason) -> Fragment:
+    """Book what ended incarnations lose in merges that never became durable, and in
+    deltas that they left behind: nobody holds them any more. The fragment has neither
+    any more."""
+    for name, account in fragment.accounts.items():
+        settled = account.start * account.tokens_per_step
+        settled += state.islands[name].tokens_before
+        missing = settled - account.merged_tokens - account.carried_tokens
+        missing -= sum(account.lost_tokens.values())
+        if missing > 0:
+            account = account.lose_tokens(missing, reason)
+            fragment = with_account(fragment, name, account)
+    return fragment

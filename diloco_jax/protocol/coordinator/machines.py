@@ -75,8 +75,13 @@ TAKE: StateMachine[TakeState] = StateMachine(
         "none": {"ask": "asked", "record": "taken"},
         "asked": {"record": "taken", "bytes": "arrived", "refuse": "refused"},
         "taken": {"bytes": "ready", "refuse": "refused", "give up": "none"},
-        "arrived": {"record": "ready", "refuse": "refused"},
-        "ready": {"merge": "none", "refuse": "refused", "give up": "none"},
+        "arrived": {"record": "ready", "refuse": "refused", "lose": "asked"},
+        "ready": {
+            "merge": "none",
+            "refuse": "refused",
+            "give up": "none",
+            "lose": "taken",
+        },
         "refused": {"record": "refused", "bytes": "refused", "give up": "none"},
     },
 )
@@ -107,6 +112,7 @@ RUN: StateMachine[RunState] = StateMachine(
 MACHINES: tuple[StateMachine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type: ignore[assignment]
 
 EXPECTED: Mapping[tuple[str, str, str], str] = {
+    ("fragment", "away", "bytes"): "its worker died after it had told of them",
     ("take", "none", "bytes"): "the verdict was sent while the bytes were on their way",
     ("take", "none", "give up"): "it was booked before a crash, or at a goodbye",
     ("take", "asked", "give up"): "it belongs to an earlier take",

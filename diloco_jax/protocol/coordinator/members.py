@@ -200,7 +200,10 @@ def joined(state: State, island: Island, *, carrying: bool) -> State:
     before = state.islands.get(island.name)
     if before is not None:
         island = replace(
-            island, tokens_before=before.computed_tokens, joins=before.joins + 1
+            island,
+            tokens_before=before.computed_tokens,
+            joins=before.joins + 1,
+            quarantined=before.quarantined,
         )
     state = with_island(state, island)
     for fragment in state.fragments:

@@ -12,6 +12,7 @@ from diloco_jax.protocol.coordinator import (
     leases,
     ledger,
     members,
+    quarantine,
     schedule,
 )
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
@@ -33,6 +34,8 @@ from diloco_jax.protocol.records import (
     Joined,
     Left,
     Merged,
+    Quarantined,
+    Released,
     Stopping,
     Ticks,
 )
@@ -58,6 +61,7 @@ def recover(
             asked=(),
             merging=(),
             left_behind=(),
+            away=False,
             accounts={
                 name: replace(account, take=None)
                 for name, account in fragment.accounts.items()
@@ -75,20 +79,14 @@ def recover(
             steps=steps,
             steps_at_tick=steps,
             records_through=0,
+            streak=0,
             granted_at=now,
             grants_left=GRANTS_AT_ONCE,
         )
         state = with_island(state, island)
-        # An ended incarnation loses its steps in a merge that never became durable,
-        # and in deltas that it left behind.
-        for fragment in state.fragments:
-            account = fragment.accounts[island.name]
-            settled = island.tokens_before + account.start * account.tokens_per_step
-            missing = settled - account.merged_tokens - account.carried_tokens
-            missing -= sum(account.lost_tokens.values())
-            account = account.lose_tokens(missing, "coordinator")
-            fragment = with_account(fragment, island.name, account)
-            state = with_fragment(state, fragment)
+    for fragment in state.fragments:
+        fragment = ledger.lose_missing(state, fragment, "coordinator")
+        state = with_fragment(state, fragment)
     state = cycles.forgotten(replace(state, reunion_until=now))
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
@@ -136,6 +134,9 @@ def _replayed(state: State, record: Durable) -> State:
                 record.settled_steps_by_fragment,
                 record.merged_steps,
             )
+        case Quarantined() | Released():
+            quarantined = isinstance(record, Quarantined)
+            return quarantine.moved(state, record.island, quarantined=quarantined)
         case Merged():
             return _replayed_merge(state, record)
         case Ticks(through=through):

@@ -132,6 +132,10 @@ class Fleet:
         island = self._state.islands[name]
         return island.counted if self._running else island.answers
 
+    def is_quarantined(self, name: str) -> bool:
+        """Tell whether none of the island's deltas may be merged."""
+        return self._state.islands[name].quarantined
+
     def token_rate(self, name: str) -> float:
         """Return the island's tokens per second; 0 while its speed is unknown."""
         return self._state.islands[name].tokens_per_second

@@ -60,6 +60,11 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     compile_budget_s: float
     outage_budget_s: float
     flush_s: float
+    delta_bound: float = 0.0
+    quarantine_after: int = 0
+    release_cycles: int = 1
+    workers: int = 1
+    """Holders of fragments, see `workers.deal`."""
     export_every: int = 0
     """Cycles between two that are kept; 0 = none is, unless it is asked for."""
     watch_every: int = 0
@@ -94,6 +99,8 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     base: Version = FIRST_VERSION
     taken_at: float = 0.0
     arrived: bool = False
+    norm: float = 0.0
+    """Length of the delta; 0: unknown."""
     refused: Refusal = ""
 
     @property
@@ -103,7 +110,9 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Last final verdict on an island's take, to be repeated if it got lost."""
+    """The last final verdict on an island's takes. It is sent again if it may be
+    lost.
+    """
 
     tick: int
     verdict: Verdict
@@ -132,6 +141,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     merges_alive: int = 0
     missed_merges: int = 0
     """Consecutive merges that a live island was not in."""
+    norm: float = 0.0
+    """Length of the incarnation's last merged delta, of `norm_steps` steps; 0: none."""
+    norm_steps: int = 0
 
     def lose(self, steps: int, reason: LossReason) -> Account:
         """Return the account with `steps` more steps lost."""
@@ -154,6 +166,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     tick: int = 0
     asked: tuple[str, ...] = ()
     """Islands whose deltas count towards the quorum."""
+    away: bool = False
+    """True while its worker is away."""
     final: bool = False
     opened_at: float = 0.0
     quorum_at: float | None = None
@@ -201,6 +215,10 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
     """Boundaries from a request to its take."""
     records_through: int = 0
+    quarantined: bool = False
+    """True if none of its deltas may be merged."""
+    streak: int = 0
+    """Deltas in a row that were unfit; while it is quarantined, those that were fit."""
     watches: bool = False
     """True if it can evaluate the merged model, and is not at it."""
     tokens_before: int = 0
@@ -311,3 +329,25 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
 def averaged(average: float, value: float) -> float:
     """Return a running average with one more value; the first value starts it."""
     return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value
+
+
+def counted_islands(state: State) -> tuple[str, ...]:
+    """Return the names of the islands that fragments wait for."""
+    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
+
+
+def live_islands(state: State) -> tuple[str, ...]:
+    """Return the names of the islands that answer."""
+    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
+
+
+def same_live_islands(a: State, b: State) -> bool:
+    """Tell whether the same islands are live in both; members keep their order."""
+    if a.islands is b.islands:
+        return True
+    if len(a.islands) != len(b.islands):
+        return False
+    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
+        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
+            return False
+    return True

@@ -21,13 +21,12 @@ from diloco_jax.protocol.coordinator.state import (
     averaged,
     with_account,
 )
-from diloco_jax.protocol.holding import Drop
+from diloco_jax.protocol.holding import DeltaArrived, Drop
 from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
 from diloco_jax.protocol.reasons import (
     NON_FINITE,
     OVERLAP,
     STALE,
-    Refusal,
     RefusalReason,
 )
 from diloco_jax.protocol.values import (
@@ -69,7 +68,7 @@ def took(
 def known(
     config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
 ) -> Step:
-    """Note the steps of a take; if they are known already, nothing changes."""
+    """Note the steps of a take; does nothing if they are known already."""
     account = fragment.accounts[name]
     asked = account.take
     if _known_as(account, held.tick):
@@ -103,8 +102,10 @@ def _known_as(account: Account, tick: int) -> str:
 
 
 def is_awaited(fragment: Fragment, name: str, incarnation: int, tick: int) -> bool:
-    """Tell whether the bytes of this take are wanted from the island. A delta from
-    before a crash becomes known by a hello or a record, and is asked for then."""
+    """Tell whether the coordinator waits for the bytes of this take.
+
+    After a crash it does so only once a hello or a record has told of the take.
+    """
     account = fragment.accounts.get(name)
     if account is None or account.incarnation != incarnation:
         return False
@@ -121,10 +122,9 @@ def pending(fragment: Fragment, name: str) -> list[Effect]:
     return [verdict_on(fragment, name, take.tick, "pending", "")]
 
 
-def arrived(
-    fragment: Fragment, name: str, tick: int, refusal: Refusal, now: float
-) -> Step:
+def arrived(fragment: Fragment, event: DeltaArrived, now: float) -> Step:
     """Note that a delta's bytes have arrived, or proved unfit."""
+    name, tick, refusal = event.island, event.tick, event.refusal
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:
@@ -135,7 +135,7 @@ def arrived(
     transfer_seconds = fragment.transfer_seconds
     if take.taken_at and not refusal and not take.refused:
         transfer_seconds = averaged(transfer_seconds, now - take.taken_at)
-    here = replace(take, arrived=True)
+    here = replace(take, arrived=True, norm=event.norm)
     TAKE.check(take_state(take), "bytes", take_state(here))
     take = here
     account = replace(account, take=take)
@@ -152,8 +152,11 @@ def arrived(
 
 
 def gave_up(fragment: Fragment, name: str, tick: int, *, kept: bool) -> Step:
-    """Note that the island knows of a refusal. kept: the delta's steps are still in its
-    parameters, and will be in its next delta; otherwise they are lost."""
+    """Note that the island has heard of a refusal, which ends the take.
+
+    kept: the island's parameters still have the delta's steps, and its next delta will
+    have them; otherwise they are lost.
+    """
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:
@@ -176,7 +179,7 @@ def leave_behind(fragment: Fragment, name: str) -> Fragment:
     take = account.take
     if take is None or not take.ready or fragment.phase == "done":
         return fragment
-    if _is_merging(fragment, name, take.tick):
+    if is_merging(fragment, name, take.tick):
         return fragment
     if any(kept.island == name for kept in fragment.left_behind):
         return fragment
@@ -191,16 +194,23 @@ def expire_left_behind(config: PolicyConfig, fragment: Fragment) -> Step:
     if not fragment.left_behind:
         return fragment, []
     effects: list[Effect] = []
-    kept = []
     for old in fragment.left_behind:
-        if _is_in_time(config, old.base, fragment.version):
-            kept.append(old)
-            continue
-        account = fragment.accounts[old.island].lose_tokens(old.tokens, STALE)
-        fragment = with_account(fragment, old.island, account)
-        key = (fragment.index, old.island, old.incarnation, old.tick)
-        effects += [_refusal(*key, STALE), _drop(*key)]
-    return replace(fragment, left_behind=tuple(kept)), effects
+        if not _is_in_time(config, old.base, fragment.version):
+            fragment, found = refuse_left_behind(fragment, old, STALE)
+            effects += found
+    return fragment, effects
+
+
+def refuse_left_behind(
+    fragment: Fragment, old: Contribution, reason: RefusalReason, most: float = 0.0
+) -> Step:
+    """Drop a delta that was left behind; its steps are lost. most: as in `refuse`."""
+    account = fragment.accounts[old.island].lose_tokens(old.tokens, reason)
+    fragment = with_account(fragment, old.island, account)
+    kept = tuple(c for c in fragment.left_behind if c is not old)
+    key = (fragment.index, old.island, old.incarnation, old.tick)
+    note = _refusal(*key, reason, old.norm, most)
+    return replace(fragment, left_behind=kept), [note, _drop(*key)]
 
 
 def contribution(name: str, account: Account, take: Take) -> Contribution:
@@ -214,11 +224,15 @@ def contribution(name: str, account: Account, take: Take) -> Contribution:
         end=take.end,
         tokens=(take.end - take.start) * account.tokens_per_step,
         base=take.base,
+        norm=take.norm,
     )
 
 
-def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
-    """Refuse an outstanding take; it stays outstanding until the island knows."""
+def refuse(
+    fragment: Fragment, name: str, reason: RefusalReason, most: float = 0.0
+) -> Step:
+    """Refuse an outstanding take; it stays outstanding until the island knows. most:
+    the length that was allowed, if that is the reason."""
     account = fragment.accounts[name]
     if account.take is None or account.take.refused:
         return fragment, []
@@ -231,7 +245,15 @@ def refuse(fragment: Fragment, name: str, reason: RefusalReason) -> Step:
         raised = alerts.after_unfit(fragment, name)
     return fragment, [
         *raised,
-        _refusal(fragment.index, name, account.incarnation, take.tick, reason),
+        _refusal(
+            fragment.index,
+            name,
+            account.incarnation,
+            take.tick,
+            reason,
+            take.norm,
+            most,
+        ),
         verdict_on(fragment, name, take.tick, "refused", reason),
         drop(fragment, name),
     ]
@@ -268,14 +290,15 @@ def verdict_on(
 
 
 def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
-    """Ask an island to send a delta that it still holds once more."""
+    """Ask an island to send again a delta that it still holds."""
     return Tell(
         session=fragment.accounts[name].session,
         message=ResendRequest(fragment=fragment.index, tick=tick),
     )
 
 
-def _is_merging(fragment: Fragment, name: str, tick: int) -> bool:
+def is_merging(fragment: Fragment, name: str, tick: int) -> bool:
+    """Tell whether the take is in a merge under way."""
     return any(c.island == name and c.tick == tick for c in fragment.merging)
 
 
@@ -303,7 +326,13 @@ def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
 
 
 def _refusal(
-    fragment: int, name: str, incarnation: int, tick: int, reason: RefusalReason
+    fragment: int,
+    name: str,
+    incarnation: int,
+    tick: int,
+    reason: RefusalReason,
+    norm: float = 0.0,
+    most: float = 0.0,
 ) -> Note:
     return Note(
         record=records.DeltaRefused(
@@ -312,6 +341,8 @@ def _refusal(
             fragment=fragment,
             tick=tick,
             reason=reason,
+            norm=norm,
+            most=most,
         )
     )
 

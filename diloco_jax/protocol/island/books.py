@@ -18,7 +18,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-from diloco_jax.protocol.reasons import NON_FINITE, OVERLAP, STALE
+from diloco_jax.protocol.reasons import (
+    NON_FINITE,
+    OUT_OF_BOUNDS,
+    OVERLAP,
+    QUARANTINED,
+    STALE,
+)
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
     Outstanding,
@@ -28,6 +34,9 @@ from diloco_jax.protocol.values import (
     Verdict,
     Version,
 )
+
+RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, QUARANTINED)
+"""Reasons of a refusal after which the fragment restarts from the anchor."""
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]
 """The consequence of a verdict for the arrays of the fragment.
@@ -172,7 +181,7 @@ class Books:
         account.take = None
         if verdict == "merged":
             return "settled"
-        if reason == NON_FINITE or (reason == OVERLAP and account.unsettled):
+        if reason in RESTARTS or (reason == OVERLAP and account.unsettled):
             account.start, account.unsettled = step, False
             self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"

@@ -127,7 +127,9 @@ class Incoming(Protocol):
     """Published fragments that wait for a decision to adopt them."""
 
     def pick(self, fragment: int, version: Version) -> Any:
-        """Remove and return all that leads to this version, for `Arrays.adopt`."""
+        """Remove and return the arrivals that lead to this version, for
+        `Arrays.adopt`.
+        """
 
 
 class Outgoing(Protocol):
@@ -179,7 +181,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Boundary:
-    """Acts on decisions, for one incarnation."""
+    """The acts of one incarnation at its boundaries, as decisions say."""
 
     def __init__(
         self,

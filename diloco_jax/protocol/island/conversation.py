@@ -40,6 +40,8 @@ class Wanted(NamedTuple):
 
     fragment: int
     version: Version
+    ticket: bytes = b""
+    """For a worker; see `protocol/tickets.py`."""
 
 
 Errand = Wanted | ResendRequest
@@ -47,10 +49,11 @@ Errand = Wanted | ResendRequest
 
 
 class Conversation:
-    """The state of one incarnation's conversation. Not thread-safe.
+    """The state of one incarnation's conversation with the coordinator. Not
+    thread-safe.
 
-    awaits_last: the island is to have the run's result. The run is over for it once all
-    that was published before the run's end has come, or `give_up` was called.
+    awaits_last: the island needs the run's result. For such an island the run is over
+    only once all publishes from before the end have arrived, or `give_up` was called.
     """
 
     def __init__(self, *, awaits_last: bool = False) -> None:
@@ -105,10 +108,10 @@ class Conversation:
                             version=version,
                         )
                     )
-                return (self._want(fragment, version),)
+                return (self._want(fragment, version, message.ticket),)
             case TakeVerdict():
                 self._judge(message)
-                return (self._want(message.fragment, message.version),)
+                return (self._want(message.fragment, message.version, message.ticket),)
             case Granted():
                 self._grant(message.offset, message.span)
             case Progress():
@@ -237,11 +240,13 @@ class Conversation:
             self._takes, self._verdicts = {}, []
             self.stop, self.has_news = False, True
         self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
-        return tuple(self._want(f, v) for f, v in enumerate(welcome.versions))
+        tickets = welcome.tickets or (b"",) * len(welcome.versions)
+        wanted = zip(welcome.versions, tickets, strict=True)
+        return tuple(self._want(f, *each) for f, each in enumerate(wanted))
 
-    def _want(self, fragment: int, version: Version) -> Wanted:
+    def _want(self, fragment: int, version: Version, ticket: bytes) -> Wanted:
         self._published[fragment] = max(version, self._published.get(fragment, version))
-        return Wanted(fragment, version)
+        return Wanted(fragment, version, ticket)
 
     def _request(self, request: TakeRequest) -> None:
         """Note a take request unless a newer one for its fragment came before: requests

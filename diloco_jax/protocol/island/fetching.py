@@ -8,7 +8,7 @@ host fetches its part; `agreed` tells what became of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -29,6 +29,8 @@ class Fetch(NamedTuple):
     """The version to continue from; None: in full."""
     accepted: Version | None
     """The newest version that all hosts have; publishes after it must not be used."""
+    ticket: bytes = b""
+    """For the worker; empty: there are none."""
 
 
 Outcome = Literal["done", "gone", "lost"]
@@ -64,6 +66,7 @@ class Fetching:
     def __init__(self, versions: Sequence[Version]) -> None:
         """versions: the versions to join with, or newer ones."""
         self._wanted = list(versions)
+        self._tickets = [b""] * len(versions)
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
         self._under_way: set[int] = set()
@@ -73,16 +76,21 @@ class Fetching:
         """True once every fragment was received."""
         return len(self._accepted) == len(self._wanted)
 
-    def want(self, fragment: int, version: Version) -> None:
-        """Note a published version; versions older than a known one are ignored."""
-        self._wanted[fragment] = max(self._wanted[fragment], version)
+    def want(self, fragment: int, version: Version, ticket: bytes = b"") -> None:
+        """Note a published version, and the ticket for it; versions older than a known
+        one are ignored."""
+        if version >= self._wanted[fragment]:
+            self._wanted[fragment], self._tickets[fragment] = version, ticket
 
-    def next(self) -> Fetch | None:
+    def next(self, away: Set[int] = frozenset()) -> Fetch | None:
         """Begin the next fetch; None if nothing lags or no more fetches may run at a
-        time. Each fetch ends with `got`, `failed` or `gone`."""
+        time. Each fetch ends with `got`, `failed` or `gone`. away: fragments that
+        cannot be fetched now, or belong to another lane, whose fetches do not count."""
         limit = 1 if self.joined else JOIN_FETCHES
-        lagging = [f for f in range(len(self._wanted)) if self._lags(f)]
-        if not lagging or len(self._under_way) >= limit:
+        lagging = [
+            f for f in range(len(self._wanted)) if f not in away and self._lags(f)
+        ]
+        if not lagging or len(self._under_way - away) >= limit:
             return None
         return self._begin(min(lagging, key=self.order))
 
@@ -120,6 +128,7 @@ class Fetching:
             want=self._wanted[fragment],
             have=self._have[fragment],
             accepted=self._accepted.get(fragment),
+            ticket=self._tickets[fragment],
         )
 
     def _lags(self, fragment: int) -> bool:

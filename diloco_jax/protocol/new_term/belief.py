@@ -1,7 +1,8 @@
-"""Beliefs about a lost state: an island that claims far more than most others is not
-believed, for its anchors and its news would become the run's.
+"""Disbelieve an island that claims far more than most others.
 
-Two islands that differ cannot be told apart, so it takes three to disbelieve one.
+After the state is lost, anchors and news of the islands become the run's, so a wrong
+claim would spoil it. If two islands differ, nobody can tell which is wrong: it takes
+three to disbelieve one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ small."""
 
 
 class Known(NamedTuple):
-    """The highest values that an island heard of."""
+    """The highest values of the run that an island knows."""
 
     term: int = 0
     tokens: int = 0
@@ -40,7 +41,7 @@ class Known(NamedTuple):
 
 
 def of_offer(offer: Hello) -> Known:
-    """Return what an island says that it heard of."""
+    """Return the values that an island claims to know."""
     return Known(
         term=max([offer.term, *(version.term for version in offer.versions)]),
         tokens=offer.tokens,
@@ -50,8 +51,10 @@ def of_offer(offer: Hello) -> Known:
 
 
 def limits(claims: Collection[Known], total_tokens: int) -> Known | None:
-    """Return the highest values that are believed; None if there are too few claims, of
-    islands with anchors, to compare."""
+    """Return the highest values that are believed; None if too few islands claim any.
+
+    claims: those of the islands that offer anchors.
+    """
     if len(claims) < FEWEST:
         return None
     medians = map(statistics.median_low, zip(*claims, strict=True))
@@ -78,7 +81,9 @@ def too_high(known: Known, most: Known | None) -> str:
 
 
 def may_have_become(offered: Version, arrived: Version) -> bool:
-    """Tell whether an anchor that was offered at one version may arrive at another: the
-    island may have adopted what was on its way."""
+    """Tell whether an anchor that was offered at one version may arrive at another.
+
+    The island may have adopted a publish that was on its way.
+    """
     ahead = arrived.number - offered.number
     return arrived.term == offered.term and 0 <= ahead <= MERGES_AHEAD

@@ -38,7 +38,7 @@ from diloco_jax.protocol.values import FIRST_VERSION
 
 
 def begin(config: PolicyConfig, names: frozenset[str], now: float) -> Gathering:
-    """Return the state that waits for the one island."""
+    """Return the state that waits for the island that gives the parameters."""
     return Gathering(names=names, deadline=now + config.compile_budget_s)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
@@ -80,11 +78,21 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     measured = against.summary if against is not None else None
     with bar("calibrate") as progress:
         rows = predict(calibration, config, options.seeds, measured, progress)
-    fitted = {what: dataclasses.asdict(one) for what, one in calibration.fitted()}
-    predicted = [{**dataclasses.asdict(row), "error": row.error} for row in rows]
-    values = {"fitted": fitted, "predicted": predicted}
-    tables = (_fitted_table(calibration), _prediction_table(rows))
-    show(options.json, values, *tables)
+    values = {
+        "fitted": {w: dataclasses.asdict(one) for w, one in calibration.fitted()},
+        "predicted": [{**dataclasses.asdict(r), "error": r.error} for r in rows],
+    }
+    fitted = table("fitted, seconds", "value", "from", "to", "observed")
+    for what, one in calibration.fitted():
+        seen = str(one.observed or "0: a guess")
+        seconds = (one.value, one.low, one.high)
+        fitted.add_row(what, *(f"{s:.4f}" for s in seconds), seen)
+    predicted = table("predicted", "value", "from", "to", "measured", "error")
+    for row in rows:
+        numbers = [f"{n:.4g}" for n in (row.predicted, row.low, row.high)]
+        compared = or_dash(row.measured, ".4g"), or_dash(row.error, "+.1%")
+        predicted.add_row(row.what, *numbers, *compared)
+    show(options.json, values, fitted, predicted)
     return 0
 
 
@@ -98,16 +106,16 @@ def predict(
     """Predict a run of `config`, beside the summary of such a run.
 
     seeds: number of draws of the step times. Raises ConfigError if the run cannot be
-    predicted, or not soon.
+    predicted, or only in hours.
     """
     # This module imports jax.
     from diloco_jax.simulation.calibration.prediction import predict_summary
 
-    played = []
-    for seed in range(seeds):
-        told = part(progress, seed, seeds)
-        played.append(dict(_numbers(predict_summary(calibration, config, seed, told))))
-    known = dict(_numbers(measured)) if measured else {}
+    known = _numbers(measured) if measured else {}
+    played = [
+        _numbers(predict_summary(calibration, config, n, part(progress, n, seeds)))
+        for n in range(seeds)
+    ]
     return [
         Row(what, statistics.fmean(own), min(own), max(own), known.get(what))
         for what in played[0]
@@ -115,54 +123,31 @@ def predict(
     ]
 
 
-def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a summary that are predicted, by name."""
     try:
-        for field in RUN_FIELDS:
-            yield field, float(summary[field])
+        own = {field: float(summary[field]) for field in RUN_FIELDS}
         for name, island in summary["islands"].items():
-            for field in ISLAND_FIELDS:
-                yield f"{name}: {field}", float(island[field])
+            own |= {f"{name}: {field}": float(island[field]) for field in ISLAND_FIELDS}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"summary.json is not what a run leaves ({error!r}); restore it from a copy"
         ) from error
+    return own
 
 
 def _config(
-    options: CalibrateOptions,
-    overrides: Sequence[str],
-    against: Calibration | None,
+    options: CalibrateOptions, overrides: Sequence[str], against: Calibration | None
 ) -> Config:
-    """Return the config of the run to predict.
-
-    It is that of --config or of --against, or else the recorded run's own, changed by
-    the overrides.
-    """
-    if against is not None:
-        if options.config or overrides:
-            more = ["--config", options.config] if options.config else overrides
-            raise ConfigError(
-                f"--against {options.against} brings its own config; leave out "
-                f"{' '.join(more)}"
-            )
-        return against.config
-    config = read_config(options.config or options.workdir / run_files.CONFIG)
-    prog = f"diloco simulate calibrate {options.workdir}"
-    return parse_with_config(config, overrides, NoOptions(), prog)[0]
-
-
-def _fitted_table(calibration: Calibration) -> Table:
-    shown = table("fitted, seconds", "value", "from", "to", "observed")
-    for what, one in calibration.fitted():
-        seen = str(one.observed) if one.observed else "0: a guess"
-        shown.add_row(what, *(f"{s:.4f}" for s in (one.value, one.low, one.high)), seen)
-    return shown
-
-
-def _prediction_table(rows: Sequence[Row]) -> Table:
-    shown = table("predicted", "value", "from", "to", "measured", "error")
-    for row in rows:
-        numbers = (row.predicted, row.low, row.high)
-        measured, error = or_dash(row.measured, ".4g"), or_dash(row.error, "+.1%")
-        shown.add_row(row.what, *(f"{n:.4g}" for n in numbers), measured, error)
-    return shown
+    """Return the config of the run to predict."""
+    if against is None:
+        config = read_config(options.config or options.workdir / run_files.CONFIG)
+        prog = f"diloco simulate calibrate {options.workdir}"
+        return parse_with_config(config, overrides, NoOptions(), prog)[0]
+    if options.config or overrides:
+        more = ["--config", options.config] if options.config else overrides
+        raise ConfigError(
+            f"--against {options.against} brings its own config; leave out "
+            f"{' '.join(more)}"
+        )
+    return against.config

@@ -117,14 +117,14 @@ class Calibration:
         Raises ConfigError if the recorded run does not tell.
         """
         known, was = self.steps.get(name), self.config.islands.get(name)
-        recorded = self.config.run
-        alike = (
-            (run.model, run.sequence_length)
-            == (recorded.model, recorded.sequence_length)
-            and was is not None
-            and _work_of_a_sequence(island) == _work_of_a_sequence(was)
-        )
-        if known and was and alike and not _emulated(known, was):
+        # Seconds that emulated steps took on top: in the median, and the tail.
+        emulated = {
+            n: (steps.median - self.config.islands[n].step_seconds, steps.tail)
+            for n, steps in self.steps.items()
+            if steps.median < EMULATED_WITHIN * self.config.islands[n].step_seconds
+        }
+        alike = was and _work(run, island) == _work(self.config.run, was)
+        if known and was and alike and name not in emulated:
             share = island.batch_size / was.batch_size
             median = max(known.median * share, island.step_seconds)
             return Steps(median, known.tail * share)
@@ -135,24 +135,17 @@ class Calibration:
                 f"their models and meshes, and emulated ones hide the compute; give "
                 f"the seconds, as in --islands.{name}.step-seconds 0.5"
             )
-        # Time that emulated steps took on top.
-        over = [
-            (steps.median - self.config.islands[n].step_seconds, steps.tail)
-            for n, steps in ({name: known} if known else self.steps).items()
-            if _emulated(steps, self.config.islands[n])
-        ]
-        more, tails = zip(*over, strict=True) if over else ((0.0,), (0.0,))
-        median = island.step_seconds + statistics.fmean(more)
-        return Steps(median, statistics.fmean(tails))
+        over = [emulated[n] for n in ([name] if known else emulated) if n in emulated]
+        more, tail = map(statistics.fmean, zip(*(over or [(0.0, 0.0)]), strict=True))
+        return Steps(island.step_seconds + more, tail)
 
 
-def _emulated(steps: Steps, island: IslandConfig) -> bool:
-    return steps.median < EMULATED_WITHIN * island.step_seconds
-
-
-def _work_of_a_sequence(island: IslandConfig) -> IslandConfig:
-    plain = dataclasses.replace(island, batch_size=1, step_seconds=0.0)
-    return dataclasses.replace(plain, stands_for="", topology="")
+def _work(run: RunConfig, island: IslandConfig) -> tuple[Any, ...]:
+    """Return the settings on which the seconds of one sequence depend."""
+    alike = dataclasses.replace(
+        island, batch_size=1, step_seconds=0.0, stands_for="", topology=""
+    )
+    return run.model, run.sequence_length, alike
 
 
 def calibrate(workdir: Path) -> Calibration:
@@ -163,7 +156,6 @@ def calibrate(workdir: Path) -> Calibration:
     """
     # Only its numbers are used.
     config = read_config(workdir, trust_code=True)
-    path = workdir / run_files.ROSTER
     for name in (run_files.TAPE, run_files.FACTS, run_files.ROSTER):
         if not (workdir / name).is_file():
             raise ConfigError(f"{workdir} has no {name}; give the workdir of a run")
@@ -174,7 +166,7 @@ def calibrate(workdir: Path) -> Calibration:
             f"{workdir / run_files.TAPE} lacks the end of the run ('finished'), "
             f"or there is no summary.json beside it; calibrate on a run that has ended"
         )
-    roster = Roster(path)
+    roster = Roster(workdir / run_files.ROSTER)
     members = {
         name: member
         for name, member in roster.members.items()
@@ -182,8 +174,9 @@ def calibrate(workdir: Path) -> Calibration:
     }
     if not members:
         raise ConfigError(
-            f"{path} tells of no step of {', '.join(config.islands)}; calibrate on a "
-            f"run whose islands made many, with the config.json that it left"
+            f"{workdir / run_files.ROSTER} tells of no step of "
+            f"{', '.join(config.islands)}; calibrate on a run whose islands made "
+            f"many, with the config.json that it left"
         )
     active = {n: roster.measure(n, 0, 0, tape.finished_at).active for n in members}
     delay_s = config.placement.restart_delay_s
@@ -197,15 +190,14 @@ def calibrate(workdir: Path) -> Calibration:
     }
     # If the run was stopped, an outage may be the time until it went on.
     outages = [] if facts.stopped_seconds else tape.outages
+    compiles = {n: [m.first_compile_seconds] for n, m in members.items()}
     return Calibration(
         config=config,
         summary=summary,
         steps={name: _steps(roster, name) for name in members},
         start_s=_by_island(starts),
         join_s=_by_island(joins),
-        compile_s=_by_island(
-            {n: [m.first_compile_seconds] for n, m in members.items()}
-        ),
+        compile_s=_by_island(compiles),
         transfer_s=_by_island(tape.transfers, least=OWN_TRANSFERS),
         away_s=fit(_pooled(away), again_s),
         outage_s=fit([max(s - delay_s, 0.0) for s in outages], again_s),
@@ -236,32 +228,40 @@ def _by_island(
 
 
 class _Tape:
-    """Seconds between lines of the coordinator, which only the tape tells."""
+    """Times that only the tape has, in seconds.
+
+    outages: from the coordinator's last line until it had compiled its merges again.
+    transfers: by island, from the last take that a merge waited for to the merge.
+    """
 
     def __init__(self, path: Path, config: Config) -> None:
         """Raise ConfigError if the tape cannot be read."""
         self.finished_at = 0.0
         self.outages: list[float] = []
-        """Seconds from the coordinator's last line until it had compiled its merges
-        again.
-        """
         self.transfers: dict[str, list[float]] = {}
-        """Seconds from the last take that a merge waited for to the merge, by island.
-        """
-        self._path, self._config = path, config
         self._asked: dict[int, tuple[str, ...]] = {}
         self._took_at: dict[tuple[str, int, int], float] = {}
         """Times of takes by island, fragment and tick."""
-        self._last_at = 0.0
-        self._down_at: float | None = None
-        line = 0
+        line, at = 0, 0.0
+        down_at: float | None = None
         try:
             for line, record in enumerate(read_tape(path), start=1):
-                if (line == 1) != (record["kind"] == "begun"):
+                kind, last_at = record["kind"], at
+                if (line == 1) != (kind == "begun"):
                     raise TypeError("'begun' is the first record and no other")
+                refuse_term(path, record)
                 at = msgspec.convert(record["time"], float)
-                self._read(record, at)
-                self._last_at = at
+                match kind:
+                    case "begun":
+                        read_begun(path, record, config)
+                    case "recovered":
+                        down_at = last_at
+                    case "compiled" if down_at is not None:
+                        self.outages.append(at - down_at)
+                    case "finished":
+                        self.finished_at = at
+                    case _:
+                        self._read(record, at)
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             raise ConfigError(
                 f"{path}, line {line}: not a record ({brief(error)}); {AS_WRITTEN}"
@@ -270,33 +270,23 @@ class _Tape:
             raise ConfigError(f"{error}; {AS_WRITTEN}") from error
 
     def _read(self, record: Mapping[str, Any], at: float) -> None:
-        refuse_term(self._path, record)
         match record["kind"]:
-            case "begun":
-                read_begun(self._path, record, self._config)
-            case "recovered":
-                self._down_at = self._last_at
-            case "compiled" if self._down_at is not None:
-                self.outages.append(at - self._down_at)
             case "tick":
                 tick = records.from_tape(record, records.Tick)
                 self._asked[tick.tick] = tick.asked
             case "island":
-                told = records.from_tape(record, records.Fact)
-                if told.record.kind == "took":
-                    key = told.island, told.record.fragment, told.record.tick
+                fact = records.from_tape(record, records.Fact)
+                if fact.record.kind == "took":
+                    key = fact.island, fact.record.fragment, fact.record.tick
                     self._took_at.setdefault(key, at)
             case "merged":
-                self._merged(records.from_tape(record, records.Merged), at)
-            case "finished":
-                self.finished_at = at
-
-    def _merged(self, merged: records.Merged, at: float) -> None:
-        answered = {c.island for c in merged.contributions if c.tick == merged.tick}
-        if not answered.issuperset(self._asked.get(merged.tick, ("",))):
-            return  # Its grace window closed it.
-        last_at, island = max(
-            (self._took_at.get((c.island, merged.fragment, c.tick), 0.0), c.island)
-            for c in merged.contributions
-        )
-        self.transfers.setdefault(island, []).append(at - last_at)
+                merged = records.from_tape(record, records.Merged)
+                own = [(c.island, c.tick) for c in merged.contributions]
+                answered = {island for island, tick in own if tick == merged.tick}
+                if not answered.issuperset(self._asked.get(merged.tick, ("",))):
+                    return  # Its grace window closed it.
+                last_at, island = max(
+                    (self._took_at.get((island, merged.fragment, tick), 0.0), island)
+                    for island, tick in own
+                )
+                self.transfers.setdefault(island, []).append(at - last_at)

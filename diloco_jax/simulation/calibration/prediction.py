@@ -181,14 +181,12 @@ class _Attendance(Attendance):
         return self._steps[name].draw(chance)
 
     def join_seconds(self, name: str, incarnation: int) -> float:
-        first = incarnation == 1
-        return self._calibration.of("join_s", name) if first else self._rejoin_s
+        join_s = self._calibration.of("join_s", name)
+        return join_s if incarnation == 1 else self._rejoin_s
 
     def compile_seconds(self, name: str, incarnation: int) -> float:
-        return min(
-            self._calibration.of("compile_s", name),
-            self.join_seconds(name, incarnation),
-        )
+        compile_s = self._calibration.of("compile_s", name)
+        return min(compile_s, self.join_seconds(name, incarnation))
 
     @property
     def down_seconds(self) -> float:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from diloco_jax.config import DataConfig, IslandConfig, RunConfig
 from diloco_jax.coordinator.store import ComputedMerge, Store
-from diloco_jax.core.fragment_merge import Squares, is_fit
+from diloco_jax.core.fragment_merge import Squares, is_fit, length
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
@@ -29,19 +29,18 @@ from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
-from diloco_jax.protocol.reasons import Refusal
+from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.history import Diary
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
 from diloco_jax.wire.bulk_server import FetchSource
 
 
 class EncodedDelta(NamedTuple):
-    """A delta on its way, by piece.
-
-    It is packed when it arrives, so that nothing waits for the device before.
+    """A delta on its way, by piece. It is packed only when it arrives, so that the take
+    does not wait for the device.
     """
 
     layout: PayloadLayout
@@ -181,11 +180,13 @@ class StoreMerging:
         """Fetches of the current version, by fragment and by the version held already.
         """
 
-    def receive(self, key: DeltaKey, encoded: EncodedDelta) -> tuple[Packed, Refusal]:
+    def receive(self, key: DeltaKey, encoded: EncodedDelta) -> Received:
         self._tell_arrived(key)
         payload = np.frombuffer(encoded.layout.pack(encoded.pieces), np.uint8)
         squares = self._store.squares(key.fragment, payload)
-        return (payload, squares), "" if is_fit(squares) else "non_finite"
+        if not is_fit(squares):
+            return Received((payload, squares), NON_FINITE)
+        return Received((payload, squares), norm=length(squares))
 
     def compute(self, merge: Merge, deltas: Sequence[Packed]) -> Prepared:
         payloads, squares = zip(*deltas, strict=True)

@@ -20,9 +20,9 @@ from diloco_jax.coordinator.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import AdoptTraits, Outcome
-from diloco_jax.protocol.reasons import NON_FINITE, Refusal
+from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Prepared, Version
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
 
 FIRST_ANCHOR = b"first"
 
@@ -39,6 +39,7 @@ class Delta(NamedTuple):
     stop: int
     base: Version
     finite: bool
+    norm: float
 
 
 class Anchor(NamedTuple):
@@ -62,8 +63,8 @@ class Anchors:
         ]
         self._computed: dict[int, bytes] = {}
 
-    def receive(self, key: DeltaKey, encoded: Delta) -> tuple[Delta, Refusal]:
-        return encoded, "" if encoded.finite else NON_FINITE
+    def receive(self, key: DeltaKey, encoded: Delta) -> Received:
+        return Received(encoded, "" if encoded.finite else NON_FINITE, encoded.norm)
 
     def compute(self, merge: Merge, deltas: Sequence[Delta]) -> Prepared:
         publish = digest(
@@ -82,6 +83,12 @@ class Anchors:
 
     def commit(self, fragment: int, version: Version) -> None:
         self.replay(fragment, version, self._computed.pop(fragment))
+
+    def load(self, fragment: int, anchor: Anchor) -> None:
+        """Take over a snapshot of a fragment."""
+        self.anchors[fragment] = anchor
+        self._publishes[fragment].clear()
+        self._computed.pop(fragment, None)
 
     def replay(self, fragment: int, version: Version, publish: bytes) -> None:
         """Apply a committed publish."""
@@ -128,6 +135,9 @@ class DigestBody:
     ) -> None:
         self.finite = True
         """True if the next delta will be finite."""
+        self.lie = 1.0
+        """Factor of the length of the next deltas; an honest delta is as long as the
+        number of its steps."""
         self._rule, self._adopted, self._trained = rule, adopted, trained
         self._locals: dict[int, _Local] = {}
         self._steps = 0
@@ -159,7 +169,8 @@ class DigestBody:
     def take(self, fragment: int) -> Delta:
         local = self._locals[fragment]
         finite, self.finite = self.finite, True
-        delta = Delta(local.start, self._steps, local.anchor.version, finite)
+        norm = self.lie * (self._steps - local.start)
+        delta = Delta(local.start, self._steps, local.anchor.version, finite, norm)
         local.start_before, local.start = local.start, self._steps
         return delta
 

@@ -16,7 +16,7 @@ import msgspec
 from diloco_jax.coordinator import log as durable
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.faults.arrays import Anchor, Anchors
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 
 SNAPSHOTS_KEPT = 2
 
@@ -185,26 +185,35 @@ class Disk:
 
         Raises DurableError if a committed publish is missing.
         """
-        self.discard(committed)
-        begins = [max(filter(None, saved.values())) for saved in self._anchors]
-        anchors = Anchors(tuple(begins))
+        anchors = Anchors(first_anchors(len(committed)))
         for fragment, through in enumerate(committed):
-            version = begins[fragment].version
-            while version < through:
-                version = version.next()
-                publish = self._publishes[fragment].get(version)
-                if publish is None:
-                    raise durable.DurableError(
-                        f"the publish of fragment {fragment}, {version}, is missing"
-                    )
-                anchors.replay(fragment, version, publish)
+            self.restore_fragment(anchors, fragment, through)
         return anchors
 
-    def discard(self, committed: list[Version]) -> None:
-        """Delete the publishes above these versions, by fragment."""
-        for publishes, version in zip(self._publishes, committed, strict=True):
-            for prepared in [v for v in publishes if v > version]:
-                del publishes[prepared]
+    def restore_fragment(
+        self, anchors: Anchors, fragment: int, through: Version
+    ) -> None:
+        """Bring one of the anchors to this version; see `restore`."""
+        self.discard(fragment, through)
+        saved = self._anchors[fragment]
+        _remove_torn(saved)
+        begin = max(filter(None, saved.values()))
+        anchors.load(fragment, begin)
+        version = begin.version
+        while version < through:
+            version = version.next()
+            publish = self._publishes[fragment].get(version)
+            if publish is None:
+                raise durable.DurableError(
+                    f"the publish of fragment {fragment}, {version}, is missing"
+                )
+            anchors.replay(fragment, version, publish)
+
+    def discard(self, fragment: int, committed: Version) -> None:
+        """Delete the publishes of a fragment above this version."""
+        publishes = self._publishes[fragment]
+        for prepared in [v for v in publishes if v > committed]:
+            del publishes[prepared]
 
     def _format(self, fragments: int) -> None:
         self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}

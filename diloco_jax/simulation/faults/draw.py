@@ -15,6 +15,7 @@ from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrash
 
 DrawValue = Callable[[random.Random], Any]
 
@@ -24,8 +25,12 @@ JOIN_S = 2.0
 """Longest join in seconds, about the time until the first step."""
 CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
 """Crashes of a coordinator whose disk stays; half of them come with a power cut."""
+WORKERS_SHARE = 0.5
+"""Share of the schedules in which workers die."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
+LIAR_SHARE = 0.3
+"""Share of the schedules in which an island lies for a while."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -90,6 +95,15 @@ def draw(seed: int) -> Schedule:
     full = random.Random(f"full {seed}")
     if full.random() < FULL_SHARE:
         faults.append(_full_disk(full, storm_s))
+    liar = random.Random(f"liar {seed}")
+    if liar.random() < LIAR_SHARE:
+        faults.append(_lies(liar, names, storm_s))
+    workers = random.Random(f"workers {seed}")
+    if workers.random() < WORKERS_SHARE:
+        schedule = msgspec.structs.replace(schedule, workers=workers.choice([1, 2, 3]))
+        faults += [
+            _worker_crash(workers, storm_s) for _ in range(workers.choice([1, 2, 3]))
+        ]
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -154,6 +168,25 @@ def _uniform(low: float, high: float, digits: int = 2) -> DrawValue:
 def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
     at_s = round(rng.uniform(0, latest_s), 2)
     return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng), brimful=_coin(rng))
+
+
+def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
+    return kinds.LongDeltas(
+        at_s=round(rng.uniform(0, latest_s), 2),
+        island=rng.choice(names),
+        for_s=round(rng.uniform(0.2, 1) * latest_s, 2),
+        factor=rng.choice([2.0, 8.0, 100.0]),
+    )
+
+
+def _worker_crash(rng: random.Random, latest_s: float) -> AnyFault:
+    return WorkerCrash(
+        at_s=round(rng.uniform(0, latest_s), 2),
+        worker=rng.randrange(3),
+        down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
+        noticed_s=rng.choice([0.0, 0.0, 0.05, 0.3]),
+        effects=rng.randrange(12),
+    )
 
 
 CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}

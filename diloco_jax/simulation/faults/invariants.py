@@ -15,6 +15,7 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
     safe_books,
+    safe_bounds,
     safe_disk,
     safe_merges,
     safe_versions,
@@ -35,6 +36,9 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.RecordedFirst,
     safe_merges.FencedOut,
     safe_merges.StaleOut,
+    safe_bounds.BoundsKept,
+    safe_bounds.QuarantineKept,
+    safe_merges.HeldOnly,
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,
@@ -51,10 +55,10 @@ OBSERVATIONS = tuple(
 
 
 class Names(Invariant):
-    """Processes by name: a second process of a name is turned away.
+    """Which process owns a name: the coordinator turns a second one of that name away.
 
-    The acts of the second process until it hears of that are no part of the run. After
-    a disk was lost, the process that was there first may be turned away.
+    Until the second process hears of that, its acts are ignored. After a disk was lost,
+    it may be the first process that is turned away.
     """
 
     def __init__(self, config: PolicyConfig) -> None:

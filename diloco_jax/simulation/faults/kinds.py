@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrash
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld
@@ -138,6 +139,25 @@ class Unfit(DrawnFault, frozen=True):
             return False
         island.body.finite = False
         return world.begun(self, 0.0)
+
+
+class LongDeltas(DrawnFault, frozen=True):
+    """An island's deltas are `factor` times too long, for a while or until its process
+    ends.
+    """
+
+    island: str
+    for_s: float
+    factor: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        island = world.islands[self.island]
+        if island.ended is not None:
+            return False
+        body = island.body
+        body.lie = self.factor
+        world.clock.after(self.for_s, lambda: setattr(body, "lie", 1.0))
+        return world.begun(self, self.for_s)
 
 
 # ---- the coordinator and its disk ---------------------------------------------------
@@ -355,7 +375,9 @@ AnyFault = (
     | Impostor
     | StepJump
     | Unfit
+    | LongDeltas
     | CoordinatorCrash
+    | WorkerCrash
     | DiskFailure
     | TornWrite
     | SnapshotFailure

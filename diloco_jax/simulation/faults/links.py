@@ -50,7 +50,7 @@ class Links:
         return True
 
     def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
-        """Let nothing through in these directions for `for_s` seconds.
+        """Hold all messages in these directions back for `for_s` seconds.
 
         After a lease of silence both ends give the connection up.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
-from diloco_jax.protocol.values import Outstanding, Version
+from diloco_jax.protocol.values import DeltaKey, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 
@@ -65,6 +65,18 @@ class Invariant:
 
     def restored(self, fragment: int, anchor: Anchor) -> None:
         """Observe that a coordinator comes up with this anchor, after `recovered`."""
+
+    def arrived(self, key: DeltaKey) -> None:
+        """Observe that a delta has arrived at the worker of its fragment."""
+
+    def worker_died(self, fragments: Sequence[int]) -> None:
+        """Observe that the worker of these fragments died."""
+
+    def worker_away(self, fragments: Sequence[int]) -> None:
+        """Observe that the lead is about to hear of that."""
+
+    def worker_back(self, fragments: Sequence[int]) -> None:
+        """Observe that the lead is about to hear that it is back."""
 
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""

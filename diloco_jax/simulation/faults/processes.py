@@ -13,6 +13,7 @@ from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol.coordinator.events import Event, Persist
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import Commit
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
@@ -91,12 +92,19 @@ class FaultyCoordinator(VirtualCoordinator):
         came = self.clock.now + self.clock_offset
         self._later.append(lambda: self.step(event, came))
 
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """See VirtualCoordinator."""
+        if key.fragment not in self.dead_fragments:
+            self._world.monitor.arrived(key)
+        super().arrived(key, encoded)
+
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         effects = super().decide(event, now)
         self._world.monitor.decided(self.state, effects)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
+        self._world.worker_crashes.strike_if_due()
         if not self._world.survives():
             return
         self._world.monitor.carrying_out(effect)
@@ -104,7 +112,7 @@ class FaultyCoordinator(VirtualCoordinator):
             super().carry_out(effect)
         except DiskError:
             self._world.disk_failed()
-        if isinstance(effect, Commit):
+        if isinstance(effect, Commit) and effect.fragment not in self.dead_fragments:
             anchor = self.anchors.anchors[effect.fragment]
             self._world.monitor.published(effect.fragment, anchor)
 

@@ -18,8 +18,9 @@ from diloco_jax.protocol.records import (
     Merged,
     Skipped,
     Stopping,
+    Tick,
 )
-from diloco_jax.protocol.values import Contribution, Outstanding, Version
+from diloco_jax.protocol.values import Contribution, DeltaKey, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
@@ -286,6 +287,53 @@ class FencedOut(Invariant):
                     f"incarnation {self._current[c.island]} of {c.island} is current:",
                     c,
                 )
+
+
+class HeldOnly(Invariant):
+    """A merge has only deltas that arrived in the present life of their fragment's
+    worker. While the lead knows that it is away, no tick asks for its fragments and no
+    merge of them is ordered. An island that leaves is asked for all it has: the worker
+    may be back in time.
+    """
+
+    name = "held"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._held: set[DeltaKey] = set()
+        self._dead: set[int] = set()
+        self._away: set[int] = set()
+        """Those of the dead that the lead has heard of."""
+
+    def arrived(self, key: DeltaKey) -> None:
+        self._held.add(key)
+
+    def worker_died(self, fragments: Sequence[int]) -> None:
+        self._held = {key for key in self._held if key.fragment not in fragments}
+        self._dead |= set(fragments)
+
+    def worker_away(self, fragments: Sequence[int]) -> None:
+        self._away |= set(fragments)
+
+    def worker_back(self, fragments: Sequence[int]) -> None:
+        self._dead -= set(fragments)
+        self._away -= set(fragments)
+
+    def recovered(self, state: State) -> None:
+        self._held, self._dead, self._away = set(), set(), set()
+
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Note(record=Tick(fragment=fragment)) | Merge(fragment=fragment):
+                    here = fragment not in self._away
+                    self.hold(here, "its worker is away:", effect)
+
+    def carrying_out(self, effect: AnyEffect) -> None:
+        # Until the lead hears of it, a worker that is dead gets orders all the same.
+        if isinstance(effect, Merge) and effect.fragment not in self._dead:
+            lost = [key for key in effect.deltas if key not in self._held]
+            self.hold(not lost, "its worker does not have", *lost)
 
 
 class StaleOut(Invariant):

@@ -171,7 +171,7 @@ class TicksOnce(Invariant):
 class CyclesWhole(Invariant):
     """A kept cycle has, of each fragment, the version of the last merge up to its turn.
 
-    That is so whatever is merged after it was kept, and in every life of a coordinator.
+    It has this version whatever is merged later, and in every life of a coordinator.
     """
 
     name = "cycles"

@@ -27,6 +27,8 @@ SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
 COMPILE_BUDGET_S = 10.0
+QUARANTINE_AFTER = 2
+"""Unfit deltas in a row after which an island is quarantined; one cycle releases it."""
 EXPORT_EVERY = 2
 """Cycles between two that are kept."""
 RESTART_S = 1.0
@@ -45,6 +47,7 @@ FAULT = {
     "behind": Bound(0, 1),  # The first incarnation is 1.
     "factor": Bound(1e-3, 100),
     "effects": Bound(0, 1000),
+    "worker": Bound(0, 1000),
     "appends": Bound(0, 1000),
     "written_share": BETWEEN,
     # A clock may have any reading.
@@ -86,6 +89,8 @@ class Schedule(
     total_tokens: int
     fragment_sizes: tuple[int, ...] = (2, 1)
     """Parameters by fragment."""
+    workers: int = 1
+    """Holders of fragments."""
     steps_per_cycle: int = 4
     overlap_steps: int = 2
     quorum: int = 1
@@ -114,6 +119,8 @@ class Schedule(
                 grace_window=self.grace_window,
                 max_staleness=self.max_staleness,
                 adopt=self.adopt,
+                quarantine_after=QUARANTINE_AFTER,
+                release_cycles=1,
             ),
         )
         placement = Placement(
@@ -126,7 +133,8 @@ class Schedule(
             name: plan.batch_size for name, plan in self.islands.items()
         }
         sizes = self.fragment_sizes
-        return run, policy_config(run, placement, "run", sizes, batches)
+        config = policy_config(run, placement, "run", sizes, batches)
+        return run, msgspec.structs.replace(config, workers=self.workers)
 
     @property
     def rule(self) -> AdoptTraits:
@@ -158,7 +166,7 @@ class Schedule(
 
 
 def from_json(text: str) -> Schedule:
-    """Read a schedule from JSON. Raises ConfigError if the text is none."""
+    """Read a schedule from JSON. Raises ConfigError if the text is not one."""
     try:
         schedule = msgspec.json.decode(text, type=Schedule)
     except msgspec.DecodeError as error:
@@ -194,7 +202,7 @@ def _check_values(schedule: Schedule) -> None:
             f"least 1"
         )
     check_member("adopt", ADOPT_RULES, schedule.adopt)
-    within(schedule, AT_LEAST_1, "total_tokens", "steps_per_cycle")
+    within(schedule, AT_LEAST_1, "total_tokens", "steps_per_cycle", "workers")
     within(schedule, NOT_NEGATIVE, "overlap_steps", "max_staleness")
     within(schedule, BELOW_1, "grace")
     within(schedule, SECONDS, "outage_s", "latency_s", "transfer_s", "merge_s")

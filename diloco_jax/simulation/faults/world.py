@@ -35,6 +35,7 @@ from diloco_jax.simulation.faults.schedule import (
     RETRY_S,
     Schedule,
 )
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.island import IslandSpec
@@ -72,6 +73,7 @@ class FaultyWorld(Links):
         self._calls = 0
         self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
+        self.worker_crashes = WorkerCrashes(self)
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
         self._snapshot_failures: list[DrawnFault] = []
 
@@ -304,7 +306,11 @@ class FaultyWorld(Links):
         following = functools.partial(self._snapshot, (fragment + 1) % count)
         self.clock.after(SNAPSHOT_EVERY_S / count, following)
         coordinator = self.coordinator
-        if coordinator is None or coordinator.waits:
+        if (
+            coordinator is None
+            or coordinator.waits
+            or fragment in coordinator.dead_fragments
+        ):
             return
         anchor, state = coordinator.anchors.anchors[fragment], coordinator.state
         number = self.disk.rotate() if fragment == count - 1 else None
@@ -313,7 +319,10 @@ class FaultyWorld(Links):
             return
 
         def complete() -> None:
-            if self.coordinator is not coordinator:
+            if (
+                self.coordinator is not coordinator
+                or fragment in coordinator.dead_fragments
+            ):
                 return
             if self.disk.save_fragment(fragment, anchor):
                 self.monitor.cut(

@@ -213,8 +213,9 @@ def refuse_other_bits(
 def environment_like(recorded: Environment) -> dict[str, str]:
     """Return variables that make a process compute like the recorded one.
 
-    They give it the same threads, devices and flags, if set before it imports jax. A
-    flag with a path is left out: whoever wrote the tape must not have files written.
+    Set before jax is imported, they give it the same threads, devices and flags. A flag
+    whose value is a path is left out, since the tape's author could use it to have
+    files written.
     """
     flags = str(recorded["xla_flags"]).split()
     return {
@@ -225,9 +226,9 @@ def environment_like(recorded: Environment) -> dict[str, str]:
 
 
 def passes_like(recorded: Environment) -> Passes | None:
-    """Return the passes of the route by which a coordinator merged.
+    """Return the passes of the route by which the recorded coordinator merged.
 
-    Raises ConfigError if that route is not to be had here.
+    Raises ConfigError if that route is not available here.
     """
     from diloco_jax import merge_route
 

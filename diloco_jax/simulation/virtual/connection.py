@@ -40,8 +40,8 @@ class VirtualService(Protocol):
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Take in a delta, all of whose bytes have arrived."""
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
-        """Return the newest version of a fragment."""
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+        """Return the newest version of a fragment; None if its worker is away."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

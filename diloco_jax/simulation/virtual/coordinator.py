@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from diloco_jax.coordinator.engine import Engine
@@ -92,6 +92,8 @@ class VirtualCoordinator(Engine[State, Event]):
         self._deltas: dict[DeltaKey, Any] = {}
         self._prepared: dict[int, Merge] = {}
         """Merges that are ordered and not committed, by fragment."""
+        self.dead_fragments: set[int] = set()
+        """Fragments whose worker is dead."""
         self._unkept = 0
         """Fragments that the cycle being kept lacks."""
         self._merge_seconds, self.clock_offset = merge_seconds, clock_offset
@@ -124,13 +126,18 @@ class VirtualCoordinator(Engine[State, Event]):
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Take in a delta, all of whose bytes have arrived."""
         fragment = self.state.fragments[key.fragment]
+        if key.fragment in self.dead_fragments:
+            return
         if not takes.is_awaited(fragment, key.island, key.incarnation, key.tick):
             return
-        self._deltas[key], refusal = self.merging.receive(key, encoded)
-        self.hear(DeltaArrived(**key._asdict(), refusal=refusal))
+        delta, refusal, norm = self.merging.receive(key, encoded)
+        self._deltas[key] = delta
+        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
-        """Return the newest version of a fragment."""
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+        """Return the newest version of a fragment; None if its worker is away."""
+        if fragment in self.dead_fragments:
+            return None
         version = self.state.fragments[fragment].version
         return self.merging.fetch(fragment, version, have)
 
@@ -142,10 +149,22 @@ class VirtualCoordinator(Engine[State, Event]):
         if not self.dead:
             self._set_timer()
 
+    def lose(self, fragments: Iterable[int]) -> None:
+        """Lose what the worker of these fragments had, which died."""
+        self.dead_fragments |= set(fragments)
+        for fragment in fragments:
+            self._prepared.pop(fragment, None)
+        for key in [k for k in self._deltas if k.fragment in self.dead_fragments]:
+            del self._deltas[key]
+
     # ---- as a holder ----------------------------------------------------------------
 
     def hold(self, message: ToHolder) -> None:
         match message:
+            case Merge() | Commit() | KeepFragment() if (
+                message.fragment in self.dead_fragments
+            ):
+                pass  # Its worker hears nothing.
             case Merge():
                 self._merge(message)
             case Commit():
@@ -186,7 +205,7 @@ class VirtualCoordinator(Engine[State, Event]):
 
     def _prepare(self, merge: Merge, prepared: Prepared) -> None:
         """Write the publish and say so; try again if the disk is full."""
-        if self.dead:
+        if self.dead or self._prepared.get(merge.fragment) is not merge:
             return
         if not self._written(merge, prepared):
             self.clock.after(WRITE_AGAIN_S, lambda: self._prepare(merge, prepared))

@@ -46,7 +46,7 @@ class VirtualFetches:
 
     @property
     def joined(self) -> Mapping[int, VirtualFetch] | None:
-        """Every fragment in full; None until all have arrived."""
+        """The anchors of all fragments, in full; None until all have arrived."""
         fetching = self._fetching
         return self._joined if fetching is not None and fetching.joined else None
 
@@ -78,8 +78,13 @@ class VirtualFetches:
         service, line = self._source
         if not (service.serves and line.open) or fetching.joined != self._running:
             return
-        while (fetch := fetching.next()) is not None:
+        away = set[int]()
+        while (fetch := fetching.next(away)) is not None:
             fetched = service.fetch(fetch.fragment, fetch.have)
+            if fetched is None:
+                fetching.failed(fetch.fragment)
+                away.add(fetch.fragment)
+                continue
             here = functools.partial(self._fetched, fetch.fragment, fetched)
             line.download(fetched.nbytes, here)
 

@@ -19,15 +19,24 @@ class VirtualFetch(NamedTuple):
     """Data from which `body.Body.arrival` makes arrays."""
 
 
+class Received(NamedTuple):
+    """A delta as merges need it; why it is unfit, or ""; and its length, if known."""
+
+    delta: Any
+    refusal: Refusal = ""
+    norm: float = 0.0
+
+
 class Merging(Protocol):
     """Arrays of the coordinator."""
 
-    def receive(self, key: DeltaKey, encoded: Any) -> tuple[Any, Refusal]:
-        """Return a delta that arrived as merges need it; and why it is unfit, or ""."""
+    def receive(self, key: DeltaKey, encoded: Any) -> Received:
+        """Take in a delta that arrived."""
 
     def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
-        """Compute a merge and keep it; return what it is once its publish is on
-        disk."""
+        """Compute a merge and keep it; return its digest and length once it is
+        prepared.
+        """
 
     def commit(self, fragment: int, version: Version) -> None:
         """Make the computed merge the current version."""
@@ -46,8 +55,8 @@ class NoArrays:
     def __init__(self, bytes_down: tuple[int, ...], bytes_full: tuple[int, ...]):
         self._bytes_down, self._bytes_full = bytes_down, bytes_full
 
-    def receive(self, key: DeltaKey, encoded: Any) -> tuple[Any, Refusal]:
-        return None, ""
+    def receive(self, key: DeltaKey, encoded: Any) -> Received:
+        return Received(None)
 
     def compute(self, merge: Merge, deltas: Sequence[Any]) -> Prepared:
         return Prepared(digest="", payload_bytes=self._bytes_down[merge.fragment])

@@ -175,10 +175,11 @@ def test_a_take_without_steps_waits_for_no_newer_version():
     assert not books.must_wait(0)
 
 
-def test_non_finite_refusal_starts_from_the_anchor():
+@pytest.mark.parametrize("reason", ["non_finite", "out_of_bounds", "quarantined"])
+def test_an_unfit_delta_starts_again_from_the_anchor(reason):
     books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)
-    assert books.settle(0, 1, "refused", "non_finite", 6) == "reset"
+    assert books.settle(0, 1, "refused", reason, 6) == "reset"
     assert books.take(0, 2, 8).start == 6
     assert [r.kind for r in books.drain()] == ["took", "reset", "took"]
 

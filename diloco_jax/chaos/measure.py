@@ -1,0 +1,234 @@
+"""What strikes cost a run: read from its tape, its summary and `chaos.jsonl`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_jax import run_files
+from diloco_jax.faults import COORDINATOR
+from diloco_jax.observability.tape import read_lines, read_tape
+
+Line = Mapping[str, Any]
+LOST = ("absent", "left")
+BACK = ("joined", "resumed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrikeOutcome:
+    """What one strike did to one of those that it struck. Times are seconds from its
+    beginning; None: it did not happen before the next strike there or on the
+    coordinator, or the end."""
+
+    who: str
+    kind: str
+    time: float
+    """Unix seconds of its beginning."""
+    seconds: float
+    detected_s: float | None
+    """Until the coordinator noted that the island is absent or ended. None if it was
+    merged again before that. Of the coordinator there is no such note."""
+    back_s: float | None
+    """Until the island joined or resumed, or the coordinator had recovered."""
+    merged_s: float | None
+    """Until a merge that has the island, after the strike or its return; of the
+    coordinator, until its first merge."""
+    tokens_lost: int
+    """Tokens of the ended incarnation that no merge has, of its worst fragment."""
+
+
+def outcomes(workdir: Path, islands: Iterable[str]) -> list[StrikeOutcome]:
+    """Return an outcome for each strike and name; strikes that met no process are left
+    out. Empty if nothing was struck."""
+    try:
+        struck = list(read_lines(workdir / run_files.CHAOS))
+    except FileNotFoundError:
+        return []
+    return measured(struck, list(read_tape(workdir / run_files.TAPE)), list(islands))
+
+
+def measured(
+    struck: Sequence[Line], tape: Sequence[Line], islands: Sequence[str]
+) -> list[StrikeOutcome]:
+    """Return the outcomes. struck: lines of `chaos.jsonl`, in order."""
+    met: list[tuple[Line, str]] = []
+    for strike in struck:
+        names: list[str] = list(strike["who"])
+        if strike["kind"] not in ("kill", "stop") and COORDINATOR in names:
+            names = list(islands)  # It struck all links.
+        met += [(strike, name) for name in names if name not in strike["missed"]]
+    found = []
+    for strike, name in met:
+        until = min(
+            (
+                later["time"]
+                for later, of in met
+                if later["time"] > strike["time"] and of in (name, COORDINATOR)
+            ),
+            default=math.inf,
+        )
+        window = [r for r in tape if strike["time"] < r["time"] < until]
+        if name == COORDINATOR:
+            found.append(_of_coordinator(strike, window))
+        else:
+            found.append(_of_island(strike, name, window))
+    return found
+
+
+def longest_gaps(summary: Line) -> dict[str, float]:
+    """Return each island's longest time between two steps, in its median steps."""
+    return {
+        name: island["max_step_gap_seconds"] / island["median_step_seconds"]
+        for name, island in summary.get("islands", {}).items()
+        if island["median_step_seconds"]
+    }
+
+
+def rows(found: Sequence[StrikeOutcome]) -> list[tuple[str, ...]]:
+    """Return a head and a row for each kind and name: number, medians and worsts."""
+    out: list[tuple[str, ...]] = [
+        ("kind", "who", "strikes", "detected s", "back s", "merged s", "lost tokens")
+    ]
+    for kind, who in sorted({(o.kind, o.who) for o in found}):
+        of = [o for o in found if (o.kind, o.who) == (kind, who)]
+        out.append(
+            (
+                kind,
+                who,
+                str(len(of)),
+                *(
+                    _middle([getattr(o, field) for o in of])
+                    for field in ("detected_s", "back_s", "merged_s")
+                ),
+                str(sum(o.tokens_lost for o in of)),
+            )
+        )
+    return out
+
+
+def write_plot(
+    found: Sequence[StrikeOutcome], tape: Sequence[Line], path: Path
+) -> None:
+    """Plot merges of each island over time, with the strikes as bars; a bar of a kill
+    ends at the return."""
+    from matplotlib.figure import Figure
+
+    names = sorted({o.who for o in found} | _merging(tape))
+    began = min((r["time"] for r in tape), default=0.0)
+    figure = Figure(figsize=(11, 1.5 + 0.5 * len(names)), layout="constrained")
+    axis = figure.subplots()
+    for place, name in enumerate(names):
+        times = [
+            r["time"] - began
+            for r in tape
+            if r["kind"] == "merged" and (name == COORDINATOR or name in _islands_of(r))
+        ]
+        axis.plot(times, [place] * len(times), "|", color="black", markersize=6)
+        for o in (o for o in found if o.who == name):
+            width = o.seconds or o.back_s or 0.5
+            bar = [(o.time - began, width)]
+            axis.broken_barh(bar, (place - 0.35, 0.7), color="red", alpha=0.3)
+            axis.text(o.time - began, place + 0.36, o.kind, fontsize=6)
+    axis.set(xlabel="seconds", title="merges, and strikes", ylim=(-0.6, len(names)))
+    axis.set_yticks(range(len(names)), names)
+    figure.savefig(path, dpi=100)
+
+
+def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome:
+    over = strike["time"] + strike["seconds"]
+    killed = strike["kind"] == "kill"
+    own = [r for r in window if r.get("island") == name]
+    lost = next((r for r in own if r["kind"] in LOST), None)
+    again = next((r for r in window if r["time"] > over and _has(r, name, None)), None)
+    back = ended = None
+    if lost and not killed and again and again["time"] <= lost["time"]:
+        lost = None  # It was merged again, and nobody had noticed.
+    elif lost or killed:
+        # A killed island may be back before anyone has noticed.
+        since = lost["time"] if lost else over
+        back = next((r for r in own if r["kind"] in BACK and r["time"] >= since), None)
+        after = max(over, back["time"]) if back else math.inf
+        again = next(
+            (r for r in window if r["time"] > after and _has(r, name, back)), None
+        )
+        until = back["time"] if back else math.inf
+        ended = next(
+            (r for r in own if r["kind"] == "left" and r["time"] <= until), None
+        )
+    return StrikeOutcome(
+        who=name,
+        kind=strike["kind"],
+        time=strike["time"],
+        seconds=strike["seconds"],
+        detected_s=_since(strike, lost),
+        back_s=_since(strike, back),
+        merged_s=_since(strike, again),
+        tokens_lost=max(ended["lost_tokens_by_fragment"], default=0) if ended else 0,
+    )
+
+
+def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
+    over = strike["time"] + strike["seconds"]
+    killed = strike["kind"] == "kill"
+    back = next(
+        (
+            r
+            for r in window
+            if (r["kind"] == "recovered" if killed else r["time"] >= over)
+        ),
+        None,
+    )
+    again = next(
+        (
+            r
+            for r in window
+            if r["kind"] == "merged"
+            and back
+            and r["time"] > over
+            and r["time"] >= back["time"]
+        ),
+        None,
+    )
+    return StrikeOutcome(
+        who=COORDINATOR,
+        kind=strike["kind"],
+        time=strike["time"],
+        seconds=strike["seconds"],
+        detected_s=None,
+        back_s=_since(strike, back),
+        merged_s=_since(strike, again),
+        tokens_lost=0,
+    )
+
+
+def _has(record: Line, name: str, back: Line | None) -> bool:
+    """Whether a merge has a delta of the island, from its new life if it has one."""
+    least = back["incarnation"] if back else 0
+    return record["kind"] == "merged" and any(
+        part["island"] == name and part["incarnation"] >= least
+        for part in record["contributions"]
+    )
+
+
+def _islands_of(record: Line) -> set[str]:
+    return {part["island"] for part in record["contributions"]}
+
+
+def _merging(tape: Sequence[Line]) -> set[str]:
+    return {n for r in tape if r["kind"] == "merged" for n in _islands_of(r)}
+
+
+def _since(strike: Line, record: Line | None) -> float | None:
+    return None if record is None else float(record["time"] - strike["time"])
+
+
+def _middle(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    missing = f", {len(values) - len(known)} not" if len(known) < len(values) else ""
+    return f"{statistics.median(known):.1f} (worst {max(known):.1f}{missing})"

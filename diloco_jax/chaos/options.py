@@ -1,0 +1,38 @@
+"""The options of `diloco chaos`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from diloco_jax.config.fields import NOT_NEGATIVE, SOME_SECONDS, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class ChaosOptions:
+    """See `diloco chaos --help`."""
+
+    strikes: tuple[str, ...] = setting(
+        (),
+        help="Each as WHO@TIMEs:KIND[SECONDS][=VALUE], in seconds from the first "
+        "merge: a@30s:kill, coordinator@50s:stop4, a+b@60s:delay10=0.2. Faults at an "
+        "exact step are --faults.",
+    )
+    schedule_seed: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Seed of a random schedule, which is drawn if there are no strikes.",
+    )
+    every_s: float = setting(
+        20.0, SOME_SECONDS, help="Seconds between two random strikes."
+    )
+    for_s: float = setting(
+        600.0, SOME_SECONDS, help="Seconds in which random strikes begin."
+    )
+    kinds: tuple[str, ...] = setting(
+        ("kill", "kill", "stop"),
+        help="Kinds of random strikes, each as often as it is named: kill, stop, "
+        "partition, partition-up, partition-down, throttle, delay.",
+    )
+    json: bool = setting(
+        False, help="Print the report to standard output as one JSON object."
+    )

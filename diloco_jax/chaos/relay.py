@@ -1,0 +1,186 @@
+"""A link between one island and the coordinator that can be cut, slowed and delayed.
+
+Control and bulk pass through it. A cut link keeps its connections and holds their
+bytes, as a network does that drops packets; nothing needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import socket
+import threading
+import time
+
+from diloco_jax.wire import addresses
+
+PIECE_BYTES = 1 << 16
+IN_FLIGHT = 64
+"""Pieces of one connection and direction that the link holds at most."""
+DIAL_S = 5.0
+LOOK_S = 0.2
+"""Seconds between two looks whether the link is closed."""
+
+
+class Direction:
+    """What passes one way: whether, how fast and how late. Threads share it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open, self._bytes_per_s, self._delay_s = True, math.inf, 0.0
+        self._free_at = 0.0
+
+    def set(self, *, opened: bool, bytes_per_s: float, delay_s: float) -> None:
+        """Change it, for bytes that have not passed yet as far as they are cut."""
+        with self._changed:
+            self._open, self._bytes_per_s = opened, bytes_per_s
+            self._delay_s, self._free_at = delay_s, 0.0
+            self._changed.notify_all()
+
+    def due(self, size: int) -> float:
+        """Return the monotonic time at which these next `size` bytes are through."""
+        with self._changed:
+            begins = max(self._free_at, time.monotonic())
+            self._free_at = begins + size / self._bytes_per_s
+            return self._free_at + self._delay_s
+
+    def wait(self) -> None:
+        """Wait until bytes may pass."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open)
+
+
+class Relay:
+    """Forwards what comes to `address` to the coordinator, and the bulk port too."""
+
+    def __init__(self, to: str) -> None:
+        self.up, self.down = Direction(), Direction()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._ends: set[socket.socket] = set()
+        self.address, bulk = addresses.reserve("127.0.0.1:0")
+        ports = (
+            (addresses.listen(self.address), to),
+            (bulk, addresses.bulk_address(to)),
+        )
+        self._threads = [
+            threading.Thread(
+                target=self._accept, args=(near, addresses.parse_address(far))
+            )
+            for near, far in ports
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def set(
+        self,
+        *,
+        up: bool = True,
+        down: bool = True,
+        bytes_per_s: float = math.inf,
+        delay_s: float = 0.0,
+    ) -> None:
+        """Change the link; without arguments it is whole again."""
+        self.up.set(opened=up, bytes_per_s=bytes_per_s, delay_s=delay_s)
+        self.down.set(opened=down, bytes_per_s=bytes_per_s, delay_s=delay_s)
+
+    def close(self) -> None:
+        """End all connections, and accept no more."""
+        self._closed.set()
+        self.set()
+        with self._lock:
+            for end in self._ends:
+                _shut(end, socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(DIAL_S + 2 * LOOK_S)
+
+    def _accept(self, listener: socket.socket, to: tuple[str, int]) -> None:
+        with listener:
+            listener.settimeout(LOOK_S)
+            while not self._closed.is_set():
+                try:
+                    near, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:
+                    return
+                try:
+                    far = socket.create_connection(to, DIAL_S)
+                except OSError:
+                    near.close()
+                    continue
+                self._join(near, far)
+
+    def _join(self, near: socket.socket, far: socket.socket) -> None:
+        for end in (near, far):
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            self._ends |= {near, far}
+            closed = self._closed.is_set()
+        if closed:
+            _shut(near, socket.SHUT_RDWR)
+            _shut(far, socket.SHUT_RDWR)
+        threading.Thread(target=self._carry, args=(near, far), daemon=True).start()
+
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        """Carry one connection until both directions have ended."""
+        works = []
+        for source, sink, way in ((near, far, self.up), (far, near, self.down)):
+            line: queue.Queue[tuple[float, bytes]] = queue.Queue(IN_FLIGHT)
+            works += [
+                threading.Thread(target=_read, args=(source, line, way), daemon=True),
+                threading.Thread(
+                    target=_write, args=(source, sink, line, way), daemon=True
+                ),
+            ]
+        for work in works:
+            work.start()
+        for work in works:
+            work.join()
+        with self._lock:
+            self._ends -= {near, far}
+        near.close()
+        far.close()
+
+
+def _read(
+    source: socket.socket, line: queue.Queue[tuple[float, bytes]], way: Direction
+) -> None:
+    octets = b"?"
+    while octets:
+        try:
+            octets = source.recv(PIECE_BYTES)
+        except OSError:
+            octets = b""
+        line.put((way.due(len(octets)), octets))
+
+
+def _write(
+    source: socket.socket,
+    sink: socket.socket,
+    line: queue.Queue[tuple[float, bytes]],
+    way: Direction,
+) -> None:
+    broken = False
+    while True:
+        due, octets = line.get()
+        if not broken:
+            time.sleep(max(0.0, due - time.monotonic()))
+            way.wait()
+        if not octets:
+            _shut(sink, socket.SHUT_WR)
+            return
+        try:
+            if not broken:
+                sink.sendall(octets)
+        except OSError:  # What still comes is thrown away, and the source told.
+            broken = True
+            _shut(source, socket.SHUT_RDWR)
+
+
+def _shut(end: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(how)

@@ -1,0 +1,171 @@
+"""A schedule of strikes on a local run, written as `WHO@TIMEs:KIND[SECONDS][=VALUE]`.
+
+WHO is an island, `coordinator`, or several joined with `+` (all of a site). TIME counts
+from the run's first merge. Faults at an exact step are `placement.faults`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Iterable, Sequence
+
+from diloco_jax.errors import ConfigError, suggest
+from diloco_jax.faults import COORDINATOR
+
+KINDS = {
+    "kill": "SIGKILL, once",
+    "stop": "SIGSTOP for SECONDS",
+    "partition": "no byte passes, in either direction",
+    "partition-up": "no byte passes towards the coordinator",
+    "partition-down": "no byte passes towards the island",
+    "throttle": "VALUE bytes/s in each direction",
+    "delay": "VALUE seconds more in each direction",
+}
+"""Meaning of each kind of strike."""
+OF_PROCESSES = ("kill", "stop")
+WITH_VALUE = ("throttle", "delay")
+SECONDS_DRAWN = (1.0, 6.0)
+"""Shortest and longest strike of a random schedule."""
+THROTTLED_BYTES_PER_S, DELAYED_S = 1e6, 0.1
+"""Values of a random schedule."""
+
+_NUMBER = r"\d+(?:\.\d+)?"
+_PATTERN = re.compile(
+    rf"(?P<who>[^@]+)@(?P<at>{_NUMBER})s:(?P<kind>{'|'.join(map(re.escape, KINDS))})"
+    rf"(?P<seconds>{_NUMBER})?(?:=(?P<value>{_NUMBER}))?"
+)
+_FORMS = "'WHO@TIMEs:kill', 'WHO@TIMEs:KINDSECONDS' or 'WHO@TIMEs:KINDSECONDS=VALUE'"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strike:
+    """One strike of a schedule."""
+
+    at_s: float
+    """Seconds after the first merge."""
+    who: tuple[str, ...]
+    kind: str
+    seconds: float = 0.0
+    """Its duration; 0 for a kill."""
+    value: float = 0.0
+    """Bytes/s of a throttle, seconds of a delay."""
+
+    def __str__(self) -> str:
+        seconds = _number(self.seconds) if self.seconds else ""
+        value = f"={_number(self.value)}" if self.kind in WITH_VALUE else ""
+        who = "+".join(self.who)
+        return f"{who}@{_number(self.at_s)}s:{self.kind}{seconds}{value}"
+
+    @property
+    def of_network(self) -> bool:
+        """Whether it strikes a link and no process."""
+        return self.kind not in OF_PROCESSES
+
+    def links(self, islands: Iterable[str]) -> tuple[str, ...]:
+        """Return the islands whose links it strikes; the coordinator stands for all."""
+        if not self.of_network:
+            return ()
+        return tuple(n for n in islands if n in self.who or COORDINATOR in self.who)
+
+
+def parse_strikes(texts: Iterable[str], islands: Sequence[str]) -> tuple[Strike, ...]:
+    """Parse and sort by time; ConfigError on an unknown form or name, and on strikes
+    that last and overlap on one island or the coordinator."""
+    strikes = sorted((_parse(t, islands) for t in texts), key=lambda s: s.at_s)
+    until: dict[tuple[str, bool], Strike] = {}
+    for strike in strikes:
+        names = strike.links(islands) if strike.of_network else strike.who
+        for name in names if strike.seconds else ():
+            key = (name, strike.of_network)
+            before = until.get(key)
+            if before and strike.at_s <= before.at_s + before.seconds:
+                raise ConfigError(
+                    f"strikes has {strike}, while {before} still strikes {name}; begin "
+                    f"it after {before.at_s + before.seconds:g} s"
+                )
+            until[key] = strike
+    return tuple(strikes)
+
+
+def random_strikes(
+    seed: int,
+    islands: Sequence[str],
+    *,
+    every_s: float,
+    for_s: float,
+    kinds: Sequence[str],
+) -> tuple[Strike, ...]:
+    """Draw one strike each `every_s` seconds, for `for_s` seconds.
+
+    Kills and stops meet islands and the coordinator alike, others a link of an island.
+    Strikes last up to 6 s, and end before the next one. Raises ConfigError.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(
+                f"kinds has {kind!r}{suggest(kind, list(KINDS))}; there are "
+                f"{', '.join(KINDS)}"
+            )
+    low, high = SECONDS_DRAWN
+    if every_s <= low or not kinds:
+        raise ConfigError(
+            f"a random schedule needs every_s above {low:g}, found {every_s:g}, and at "
+            f"least one of kinds, found {len(kinds)}"
+        )
+    numbers = random.Random(seed)
+    strikes = []
+    for number in range(1, int(for_s / every_s) + 1):
+        kind = numbers.choice(list(kinds))
+        known = [*islands, *([COORDINATOR] if kind in OF_PROCESSES else [])]
+        longest = round(min(high, every_s * 0.9), 3)
+        seconds = round(numbers.uniform(low, max(low, longest)), 1)
+        strikes.append(
+            Strike(
+                at_s=round(number * every_s, 3),
+                who=(numbers.choice(known),),
+                kind=kind,
+                seconds=0.0 if kind == "kill" else min(seconds, longest),
+                value={"throttle": THROTTLED_BYTES_PER_S, "delay": DELAYED_S}.get(
+                    kind, 0.0
+                ),
+            )
+        )
+    return tuple(strikes)
+
+
+def _number(value: float) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+def _parse(text: str, islands: Sequence[str]) -> Strike:
+    match = _PATTERN.fullmatch(text)
+    kind = match["kind"] if match else ""
+    if (
+        match is None
+        or (kind == "kill") != (match["seconds"] is None)
+        or (kind in WITH_VALUE) != (match["value"] is not None)
+        or (kind != "kill" and not float(match["seconds"]))
+        or (kind == "throttle" and not float(match["value"]))
+    ):
+        raise ConfigError(
+            f"strikes has {text!r}; the forms are {_FORMS}, as in 'a@30s:stop5' or "
+            f"'a+b@60s:delay10=0.2'; SECONDS and bytes/s are above 0, throttle and "
+            f"delay alone have a VALUE; kinds are {', '.join(KINDS)}"
+        )
+    known = [*islands, COORDINATOR]
+    who = tuple(dict.fromkeys(match["who"].split("+")))
+    for name in who:
+        if name not in known:
+            raise ConfigError(
+                f"strikes has {text!r}, but there is no {name!r}"
+                f"{suggest(name, known)}; known are {', '.join(known)}"
+            )
+    return Strike(
+        at_s=float(match["at"]),
+        who=who,
+        kind=kind,
+        seconds=float(match["seconds"] or 0),
+        value=float(match["value"] or 0),
+    )

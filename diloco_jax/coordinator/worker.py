@@ -1,0 +1,263 @@
+"""A worker's process: hold fragments for a lead in another process on this machine.
+
+`python -m diloco_jax.coordinator.worker DESCRIPTOR`: the number is that of its end of
+the line (`worker_line.py`). The lead starts it, and starts another when it ends. When
+the line breaks, it ends at once, as by a crash: the lead's log alone says what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from diloco_jax import checkpoint, run_files
+from diloco_jax import workdir as workdirs
+from diloco_jax.config import Config
+from diloco_jax.config.loading import from_builtins
+from diloco_jax.coordinator.holder import make_holder
+from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.restoring import make_store
+from diloco_jax.coordinator.settings import bulk_server_of
+from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.logs import setup_logging
+from diloco_jax.protocol.holding import Forget, RestoreFragments
+from diloco_jax.protocol.tickets import Checker, Permit
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import (
+    AllSaved,
+    BeginWorker,
+    EndWorker,
+    LeadAlive,
+    SaveAll,
+    ToWorker,
+    WorkerAlive,
+    WorkerFailed,
+    WorkerServes,
+    to_worker,
+)
+from diloco_jax.wire import addresses, bulk, principal
+from diloco_jax.wire.bulk_server import BulkServer, FetchSource
+from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
+from diloco_jax.wire.places import allow_connections
+from diloco_jax.wire.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
+
+HOUSEKEEPING_S = 0.5
+"""Interval between two looks for a snapshot that is due, in seconds."""
+FIRST_WORD_S = 30.0
+"""Longest wait for the lead's first message, in seconds."""
+LOCKED_S = 10.0
+"""Longest wait for the worker before this one to let go of its folders, in seconds."""
+
+
+class HoldingWorker:
+    """One life of a worker: restore, then merge and serve until the line breaks."""
+
+    def __init__(
+        self, begin: BeginWorker, config: Config, locks: contextlib.ExitStack
+    ) -> None:
+        """Prepare to hold the fragments; `locks` keep their folders for this process.
+        Raises ConfigError if another process has them."""
+        self._begin, self._config = begin, config
+        workdir, placement = Path(begin.workdir), config.placement
+        for fragment in begin.fragments:
+            folder = workdir / run_files.PUBLISHES / f"{fragment:05d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.enter_context(workdirs.held(folder, "another worker", LOCKED_S))
+        self._tls = TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
+        plan = build_plan(config.run, build(config.run))
+        whose = checkpoint.whose(config.run, begin.run_id, plan)
+        # Arrays come with `RestoreFragments`, for its own fragments alone.
+        self._store = make_store(config, plan, None)
+        self.holder = make_holder(
+            config,
+            self._store,
+            KeptCycles(workdir, placement.exports_kept, whose, plan.sizes),
+            workdir,
+            whose,
+            begin.fragments,
+        )
+        self._tickets = Checker(begin.ticket_key)
+        self.closing = threading.Event()
+        self._server: BulkServer | None = None
+
+    def answer(self, line: WorkerLine) -> None:
+        """Set the line to the lead, to which answers go."""
+        self._line = line
+        self.holder.answer(line.send, lambda error: fail(line, error))
+
+    def alive(self) -> WorkerAlive:
+        """Return a sign of life."""
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        alerts = tuple(self.holder.alerts(time.monotonic()))
+        return WorkerAlive(alerts=alerts, memory_bytes=kib << 10)
+
+    def receive(self, message: ToWorker) -> None:
+        """Do what the lead says."""
+        match message:
+            case RestoreFragments():
+                self._line.send(self.holder.restore(message))
+                self._serve()
+                self.holder.warm_up()
+            case SaveAll(within_s=within_s):
+                self._line.send(self._saved(within_s))
+            case BeginWorker() | EndWorker() | LeadAlive():
+                pass
+            case _:
+                if isinstance(message, Forget):
+                    self._tickets.fence(message.island, message.before)
+                self.holder.hold(message)
+
+    def keep_house(self) -> None:
+        """Write the snapshots that are due, until the end."""
+        while not self.closing.wait(HOUSEKEEPING_S):
+            self.holder.keep_house(time.monotonic())
+
+    def close(self) -> None:
+        """End service, and the merge under way."""
+        self.closing.set()
+        if self._server is not None:
+            self._server.stop(0.0)
+        self.holder.close()
+
+    def _serve(self) -> None:
+        self._server = bulk_server_of(self._config, self, self._tls)
+        allow_connections(self._server.connections)
+        host, _ = addresses.parse_address(self._begin.bind)
+        listener = addresses.listen(addresses.resolve(self._begin.bind))
+        port = listener.getsockname()[1]
+        self._server.start(listener)
+        self._line.send(WorkerServes(address=addresses.format_address(host, port)))
+
+    def _saved(self, within_s: float | None) -> AllSaved:
+        """Write the last snapshots; nothing is merged any more."""
+        self.closing.set()
+        self.holder.close()
+        digests = {f: self._store.digest_of(f) for f in self._begin.fragments}
+        patience_s = self._config.placement.outage_budget_s
+        text = ""
+        if self.holder.wait(lambda: patience_s):
+            try:
+                self.holder.save_all(within_s)
+            except OSError as error:
+                text = str(error)
+        else:
+            text = f"a snapshot has not ended within {patience_s:g} s"
+        return AllSaved(digests=digests, text=text)
+
+    # ---- islands' bytes, on many threads --------------------------------------------
+
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
+        """Return the place of a delta's stripe."""
+        self._require_own(start)
+        if start.version is not None:
+            raise Refused("anchor", "a worker asks for no anchors")
+        self._require_ticket(start, start.tick)
+        return self.holder.upload_begin(start)
+
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
+        """Accept a stripe in its place."""
+        return self.holder.upload_end(start, place)
+
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+        """Return published fragments for an island."""
+        self._require_own(request)
+        self._require_ticket(request, request.want)
+        current, _ = self._store.current(request.fragment)
+        if request.want > current:
+            # The island heard of it before `Commit` came here.
+            raise Busy(
+                f"version {tuple(request.want)} of fragment {request.fragment} is not "
+                f"committed here yet; come again"
+            )
+        return self.holder.fetch(request)
+
+    def kept(self, cycle: int, name: str) -> memoryview:
+        """Raise Refused: workers keep no cycles."""
+        raise Refused("cycle", "a worker keeps no cycles; ask the coordinator")
+
+    def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
+        begin = self._begin
+        if call.run_id != begin.run_id:
+            raise Refused(
+                "run_id",
+                f"this worker serves run {begin.run_id}, the call is of run "
+                f"{call.run_id}; check the coordinator's address",
+            )
+        if call.fragment not in begin.fragments:
+            raise Busy(
+                f"worker {begin.worker} has not fragment {call.fragment}, but "
+                f"{list(begin.fragments)}; ask the coordinator again"
+            )
+
+    def _require_ticket(
+        self, call: bulk.UploadStart | bulk.FetchRequest, of: int | Version
+    ) -> None:
+        permit = Permit(call.run_id, call.island, call.incarnation, call.fragment, of)
+        if flaw := self._tickets.flaw(call.ticket, permit, time.time()):
+            raise Refused(
+                NO_TICKET,
+                f"the ticket of island {call.island!r}, incarnation "
+                f"{call.incarnation}, for fragment {call.fragment}, {of}, is {flaw}; "
+                f"the coordinator gives another one",
+            )
+
+
+def fail(line: WorkerLine, error: BaseException) -> NoReturn:
+    """Send the lead the error, and end this process as a crash would."""
+    logger.error("the worker failed", exc_info=error)
+    line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
+    line.close()
+    os._exit(1)
+
+
+def main(descriptor: int) -> int:
+    """Serve until the lead says the end; return the exit code."""
+    setup_logging()
+    end = socket.socket(fileno=descriptor)
+    end.settimeout(FIRST_WORD_S)
+    frame = read_frame(end)
+    begin = to_worker(frame) if frame is not None else None
+    if not isinstance(begin, BeginWorker):
+        logger.error("the lead was gone before it said what to hold")
+        return 1
+    config = from_builtins(begin.config, "the lead's config")
+    deadlines = config.placement.deadlines
+    found: list[HoldingWorker] = []
+
+    def alive() -> WorkerAlive:
+        return found[0].alive() if found else WorkerAlive(alerts=(), memory_bytes=0)
+
+    line = WorkerLine(end, to_worker, alive, deadlines.report_s, 2 * deadlines.lease_s)
+    with contextlib.ExitStack() as locks:
+        try:
+            worker = HoldingWorker(begin, config, locks)
+            worker.answer(line)
+            found.append(worker)
+            house = threading.Thread(target=worker.keep_house, daemon=True)
+            house.start()
+            for message in line.messages():
+                if isinstance(message, EndWorker):
+                    worker.close()
+                    line.close()
+                    return 0
+                worker.receive(message)
+        except Exception as error:
+            fail(line, error)
+    logger.error("the lead is gone: this worker ends")
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,116 @@
+"""The line between the lead's process and a worker's: messages over a socket pair.
+
+Nobody else can come to it: it has no address. A message is its length (u32,
+little-endian) and MessagePack. Either process hears at once that the other has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from diloco_jax.protocol import working
+
+_LENGTH = struct.Struct("<I")
+
+
+class WorkerLine:
+    """One end. `send`, from any thread, never waits for the other process."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        decode: Callable[[bytes], Any],
+        alive: Callable[[], msgspec.Struct],
+        alive_s: float,
+        silence_s: float,
+    ) -> None:
+        """Begin to send; reading begins with `messages`.
+
+        Args:
+          decode: turns the bytes of a message into it.
+          alive: makes the sign of life that is sent after `alive_s` without a message.
+          silence_s: seconds without a message after which the other process counts as
+            gone. It also does if it takes no message for so long.
+        """
+        end.settimeout(silence_s)
+        self._end, self._decode = end, decode
+        self._alive, self._alive_s = alive, alive_s
+        # It holds few: a sign of life, and messages of merges that are under way.
+        self._waiting: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(
+            target=self._write, name="diloco-line", daemon=True
+        )
+        self._writer.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, after those before it; nothing happens if the line broke."""
+        self._waiting.put(message)
+
+    def messages(self) -> Iterator[Any]:
+        """Yield the messages that arrive, until the line breaks. Raises
+        msgspec.DecodeError.
+        """
+        while (frame := read_frame(self._end)) is not None:
+            yield self._decode(frame)
+
+    def close(self) -> None:
+        """Break the line. Messages that wait are sent first, if the other process reads
+        them.
+        """
+        self._waiting.put(None)
+        self._writer.join(1.0)
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _write(self) -> None:
+        while True:
+            try:
+                message = self._waiting.get(timeout=self._alive_s)
+            except queue.Empty:
+                message = self._alive()
+            if message is None:
+                return
+            try:
+                write_frame(self._end, message)
+            except OSError:
+                # The reader finds out too.
+                with contextlib.suppress(OSError):
+                    self._end.shutdown(socket.SHUT_RDWR)
+                return
+
+
+def write_frame(end: socket.socket, message: msgspec.Struct) -> None:
+    """Send one message. Raises OSError if the line is broken."""
+    frame = working.encode(message)
+    end.sendall(_LENGTH.pack(len(frame)) + frame)
+
+
+def read_frame(end: socket.socket) -> bytes | None:
+    """Return the bytes of the next message; None if the line is broken."""
+    head = _read(end, _LENGTH.size)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    return None if length > working.MAX_FRAME_BYTES else _read(end, length)
+
+
+def _read(end: socket.socket, nbytes: int) -> bytes | None:
+    got = bytearray()
+    while len(got) < nbytes:
+        try:
+            part = end.recv(nbytes - len(got))
+        except OSError:
+            return None
+        if not part:
+            return None
+        got += part
+    return bytes(got)

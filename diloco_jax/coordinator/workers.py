@@ -1,0 +1,254 @@
+"""Hold fragments in worker processes on the lead's machine: start, watch, start again.
+
+To the lead this is one holder: each message goes to the worker that has its fragment.
+A worker whose line breaks, or that is silent for a lease, is killed, and the lead is
+told `WorkerAway`. Once it has decided upon that, it says what is committed
+(`bring_back`), and another process begins with it; `WorkerBack` follows when that
+serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from diloco_jax.config import Config
+from diloco_jax.coordinator.supervised import Shown, Supervised
+from diloco_jax.core.fragments import digest_all
+from diloco_jax.protocol import tickets
+from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
+from diloco_jax.protocol.coordinator.workers import deal
+from diloco_jax.protocol.holding import (
+    Committed,
+    Drop,
+    Forget,
+    FragmentsRestored,
+    FromHolder,
+    MergeDigested,
+    MergesCompiled,
+    RestoreFragments,
+    ToHolder,
+)
+from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import (
+    BeginWorker,
+    SaveAll,
+)
+from diloco_jax.wire import addresses, bulk
+from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.errors import Busy
+
+logger = logging.getLogger(__name__)
+
+
+Tell = Callable[[FromHolder | WorkerAway | WorkerBack], None]
+
+
+class WorkersHolder:
+    """The `Holder` of a lead whose fragments are in `placement.workers` processes."""
+
+    def __init__(
+        self, config: Config, workdir: Path, run_id: str, sizes: tuple[int, ...]
+    ) -> None:
+        """sizes: parameters by fragment. No process is started before `restore`."""
+        count = config.placement.workers
+        self._dealt = deal(sizes, count)
+        self._digests = [""] * len(sizes)
+        self._run_id, self._key = run_id, secrets.token_bytes(tickets.KEY_BYTES)
+        # Longer than an island waits for the coordinator, or takes to join.
+        deadlines = config.placement.deadlines
+        self._ticket_s = config.placement.alone_s + deadlines.join_s(4 * sum(sizes))
+        self._fences: dict[str, Forget] = {}
+        """The last one of each island."""
+        self._told = threading.Event()
+        self._uncompiled = count
+        self._lock = threading.Lock()
+        self._patience_s = config.placement.outage_budget_s
+        fields = dataclasses.asdict(config)
+        self._workers = [
+            Supervised(
+                BeginWorker(
+                    config=fields,
+                    workdir=str(workdir.absolute()),
+                    run_id=run_id,
+                    worker=number,
+                    fragments=self.of(number),
+                    bind=addresses.worker_address(config.placement.bind, number),
+                    ticket_key=self._key,
+                ),
+                config,
+                self._hear,
+                self._fail,
+            )
+            for number in range(count)
+        ]
+
+    def of(self, worker: int) -> tuple[int, ...]:
+        """Return the fragments of a worker."""
+        return tuple(f for f, own in enumerate(self._dealt) if own == worker)
+
+    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Return a message as the island that said hello is told it: a Welcome with
+        where each worker serves, or served, and all with tickets."""
+        if isinstance(message, Welcome):
+            at = tuple(worker.address for worker in self._workers)
+            message = replace(message, workers=at)
+        whose = tickets.Permit(self._run_id, hello.island, hello.incarnation, 0, 0)
+        until_unix = time.time() + self._ticket_s
+        return tickets.stamped(self._key, message, whose, until_unix)
+
+    def processes(self) -> list[Shown]:
+        """Return the facts about all workers that `diloco status` shows."""
+        return [worker.shown() for worker in self._workers]
+
+    def shown(self) -> dict[str, Any]:
+        """Return what `diloco status` shows beside the run's state."""
+        return {"workers": [worker._asdict() for worker in self.processes()]}
+
+    # ---- as the lead's holder -------------------------------------------------------
+
+    def answer(self, tell: Tell, failed: Callable[[BaseException], None]) -> None:
+        """Set the callbacks; see `StoreHolder.answer`. Earlier messages of workers wait
+        for this call.
+
+        failed: called with the error of a worker that is not started again.
+        """
+        self._tell, self._failed = tell, failed
+        self._told.set()
+
+    def hold(self, message: ToHolder) -> None:
+        """Pass a message to its fragment's worker; see `engine.Holder`. A worker that
+        is away misses it.
+        """
+        match message:
+            case Forget():
+                self._fences[message.island] = message
+                for worker in self._workers:
+                    worker.send(message)
+            case Drop():
+                self._workers[self._dealt[message.delta.fragment]].send(message)
+            case _:
+                self._workers[self._dealt[message.fragment]].send(message)
+
+    def bring_back(self, worker: int, versions: Sequence[Version]) -> None:
+        """Start a worker that is away; versions: the committed ones, by fragment."""
+        committed = tuple(
+            Committed(fragment=f, version=versions[f], digests={})
+            for f in self.of(worker)
+        )
+        fences = tuple(self._fences.values())
+        self._workers[worker].begin(RestoreFragments(fragments=committed), fences)
+
+    def warm_up(self) -> None:
+        """Do nothing: workers compile as soon as they have their fragments."""
+
+    def close(self) -> None:
+        """Do nothing: workers end after `save_all`, by `end`."""
+
+    # ---- what the process around it asks for ----------------------------------------
+
+    def restore(self, asked: RestoreFragments) -> FragmentsRestored:
+        """Start the workers; each brings its fragments to what is committed. Raises
+        ConfigError with the reason of the first worker that cannot."""
+        for number, worker in enumerate(self._workers):
+            own = tuple(c for c in asked.fragments if self._dealt[c.fragment] == number)
+            worker.begin(RestoreFragments(fragments=own))
+        restored = [worker.restored(self._patience_s) for worker in self._workers]
+        fragments = sorted(
+            (fragment for one in restored for fragment in one.fragments),
+            key=lambda fragment: fragment.fragment,
+        )
+        for fragment in fragments:
+            self._digests[fragment.fragment] = fragment.digest
+        return FragmentsRestored(
+            fragments=tuple(fragments),
+            discarded=sum(one.discarded for one in restored),
+            environment=restored[0].environment,
+        )
+
+    def keep_house(self, now: float) -> None:
+        """Do nothing: workers write the snapshots that are due themselves."""
+
+    def wait(self, patience_s: Callable[[], float]) -> bool:
+        """Return True: workers wait for the snapshots under way in `save_all`."""
+        return True
+
+    def save_all(self, within_s: float | None) -> None:
+        """Have every worker write its last snapshots; wait for it as long as it lives.
+        What a worker does not write it applies from its publishes."""
+        for worker in self._workers:
+            worker.send(SaveAll(within_s=within_s))
+        for worker in self._workers:
+            saved = worker.saved()
+            if saved is None or saved.text:
+                why = "it is away" if saved is None else saved.text
+                logger.error("%s wrote no last snapshot: %s", worker.name, why)
+            for fragment, digest in () if saved is None else saved.digests.items():
+                self._digests[fragment] = digest
+
+    def end(self, within_s: float) -> None:
+        """End all workers; kill those that have not ended in time."""
+        self._told.set()
+        for worker in self._workers:
+            worker.end()
+        deadline = time.monotonic() + within_s
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+    def alerts(self, now: float) -> list[str]:
+        """Return what people should know about snapshots."""
+        return [alert for worker in self._workers for alert in worker.alerts]
+
+    def digest(self) -> str:
+        """Return 16 hex digits over the Theta of all fragments, as last heard."""
+        return digest_all(self._digests)
+
+    # ---- islands' bytes: not here ---------------------------------------------------
+
+    def upload_begin(self, start: bulk.UploadStart) -> memoryview:
+        """Raise the error that sends the island to its fragment's worker, of which it
+        has not heard yet.
+        """
+        raise self._elsewhere(start.fragment)
+
+    def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
+        """See `upload_begin`."""
+        raise self._elsewhere(start.fragment)
+
+    def fetch(self, request: bulk.FetchRequest) -> FetchSource:
+        """See `upload_begin`."""
+        raise self._elsewhere(request.fragment)
+
+    def _elsewhere(self, fragment: int) -> Busy:
+        worker = self._dealt[fragment]
+        return Busy(
+            f"fragment {fragment} is at worker {worker}, "
+            f"{self._workers[worker].address}; connect to it"
+        )
+
+    def _hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
+        """Pass on what a worker says, on its thread."""
+        self._told.wait()
+        match message:
+            case MergesCompiled():
+                with self._lock:
+                    self._uncompiled -= 1
+                    if self._uncompiled:  # All at a start; each one that came back.
+                        return
+                    self._uncompiled = 1
+            case MergeDigested(fragment=fragment, digest=digest):
+                self._digests[fragment] = digest
+        self._tell(message)
+
+    def _fail(self, error: BaseException) -> None:
+        self._told.wait()
+        self._failed(error)

@@ -1,0 +1,105 @@
+"""Decide what a worker's absence and its return change; deal fragments to workers.
+
+A worker holds its fragments' deltas and what it has prepared in memory or unnamed
+files: when it dies, they are gone. Only what the lead's log has committed comes back.
+So an open request or an ordered merge is given up, and the deltas of outstanding takes
+count as unsent: islands hold them until a verdict. Nobody holds the deltas that
+goodbyes left behind any more: they are lost.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator import cycles, ledger, takes
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    Effect,
+    WorkerAway,
+    WorkerBack,
+)
+from diloco_jax.protocol.coordinator.machines import FRAGMENT, TAKE, take_state
+from diloco_jax.protocol.coordinator.state import (
+    Fragment,
+    PolicyConfig,
+    State,
+    with_account,
+    with_fragment,
+)
+from diloco_jax.protocol.reasons import WORKER
+
+Step = tuple[State, list[Effect]]
+
+
+def deal(sizes: tuple[int, ...], workers: int) -> tuple[int, ...]:
+    """Return the worker of each fragment: the largest fragment first, each to the
+    worker with the fewest parameters. sizes: parameters by fragment."""
+    held, dealt = [0] * workers, [0] * len(sizes)
+    for fragment in sorted(range(len(sizes)), key=lambda f: (-sizes[f], f)):
+        worker = min(range(workers), key=lambda w: (held[w], w))
+        held[worker] += sizes[fragment]
+        dealt[fragment] = worker
+    return tuple(dealt)
+
+
+def away(config: PolicyConfig, state: State, event: WorkerAway) -> Step:
+    """Note that a worker is away, with all that it had not committed."""
+    gone = []
+    for fragment in _of_worker(config, state, event.worker):
+        if not fragment.away:
+            gone.append(fragment.index)
+            fragment = _unheld(fragment)
+            state = with_fragment(state, ledger.lose_missing(state, fragment, WORKER))
+    if not gone:
+        return state, []
+    text = (
+        f"worker {event.worker} is away: its fragments {gone} are not merged until it "
+        f"is back; look at its log"
+    )
+    if state.keeping:
+        text += f". Cycle {state.kept_cycle} is not kept"
+        state = cycles.forgotten(state)
+    return state, [Alert(text=text)]
+
+
+def back(config: PolicyConfig, state: State, event: WorkerBack) -> Step:
+    """Note that a worker is back with what is committed; ask for the deltas that it
+    lost.
+
+    It may have lost the bytes of a take before the take's record came.
+    """
+    effects: list[Effect] = []
+    for fragment in _of_worker(config, state, event.worker):
+        if not fragment.away:
+            continue
+        state = with_fragment(state, replace(fragment, away=False))
+        effects += [
+            takes.ask_to_resend(fragment, name, account.take.tick)
+            for name, account in sorted(fragment.accounts.items())
+            if account.take is not None and not account.take.refused
+        ]
+    return state, effects
+
+
+def _of_worker(config: PolicyConfig, state: State, worker: int) -> list[Fragment]:
+    dealt = deal(config.fragment_sizes, config.workers)
+    return [f for f in state.fragments if dealt[f.index] == worker]
+
+
+def _unheld(fragment: Fragment) -> Fragment:
+    """Return the fragment without everything that only its worker held."""
+    fragment = replace(
+        fragment,
+        phase=FRAGMENT.move(fragment.phase, "recover"),
+        asked=(),
+        merging=(),
+        left_behind=(),
+        away=True,
+    )
+    for name, account in fragment.accounts.items():
+        take = account.take
+        if take is not None and take.arrived and not take.refused:
+            unsent = replace(take, arrived=False)
+            TAKE.check(take_state(take), "lose", take_state(unsent))
+            fragment = with_account(fragment, name, replace(account, take=unsent))
+    return fragment

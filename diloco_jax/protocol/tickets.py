@@ -1,0 +1,110 @@
+"""Tickets: the lead's permission for an island to send or fetch, for workers to check.
+
+The lead makes a ticket for each take that it asks for and each version that it
+publishes. The island shows it, and the worker, which has the lead's key, checks it
+without asking anybody. A ticket is 8 bytes of its last moment and 16 bytes of a MAC
+over all that it permits (HMAC-SHA256, truncated as in RFC 2104, section 5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    Published,
+    ResendRequest,
+    TakeRequest,
+    TakeVerdict,
+    Welcome,
+)
+from diloco_jax.protocol.values import Version
+
+MAC_BYTES = 16
+MOMENT_BYTES = 8
+KEY_BYTES = 32
+"""Bytes of a key; each life of the lead draws one."""
+
+
+class Permit(NamedTuple):
+    """The subject of a ticket: an upload of the take of a tick, or fetches of a
+    fragment up to a version.
+    """
+
+    run_id: str
+    island: str
+    incarnation: int
+    fragment: int
+    of: int | Version
+    """Tick of the take, or version."""
+
+
+Flaw = Literal["", "malformed", "forged", "expired", "fenced"]
+"""Reason for which a ticket does not count; empty: it does."""
+
+
+def make(key: bytes, permit: Permit, until_unix: float) -> bytes:
+    """Return a ticket that counts until this unix time.
+
+    Raises ValueError unless the key has `KEY_BYTES`."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
+    moment = int(until_unix * 1000).to_bytes(MOMENT_BYTES, "big")
+    return moment + _mac(key, permit, moment)
+
+
+def stamped(
+    key: bytes, message: FromCoordinator, whose: Permit, until_unix: float
+) -> FromCoordinator:
+    """Return a message with tickets for all that it has the island do at workers.
+
+    whose: run, island and incarnation that it goes to."""
+
+    def ticket(fragment: int, of: int | Version) -> bytes:
+        return make(key, whose._replace(fragment=fragment, of=of), until_unix)
+
+    match message:
+        case TakeRequest() | ResendRequest():
+            return replace(message, ticket=ticket(message.fragment, message.tick))
+        case Published() | TakeVerdict():
+            return replace(message, ticket=ticket(message.fragment, message.version))
+        case Welcome():
+            each = [ticket(f, version) for f, version in enumerate(message.versions)]
+            return replace(message, tickets=tuple(each))
+    return message
+
+
+class Checker:
+    """A worker's check of tickets."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._least: dict[str, int] = {}
+
+    def fence(self, island: str, before: int) -> None:
+        """Refuse the incarnations of an island below `before` from now on."""
+        self._least[island] = max(before, self._least.get(island, 0))
+
+    def flaw(self, ticket: bytes, permit: Permit, now_unix: float) -> Flaw:
+        """Return why a ticket does not permit this at this unix time; "" if it does."""
+        if len(ticket) != MOMENT_BYTES + MAC_BYTES:
+            return "malformed"
+        moment, mac = ticket[:MOMENT_BYTES], ticket[MOMENT_BYTES:]
+        if not hmac.compare_digest(_mac(self._key, permit, moment), mac):
+            return "forged"
+        if now_unix * 1000 > int.from_bytes(moment, "big"):
+            return "expired"
+        if permit.incarnation < self._least.get(permit.island, 0):
+            return "fenced"
+        return ""
+
+
+def _mac(key: bytes, permit: Permit, moment: bytes) -> bytes:
+    # MessagePack says the length of each field, so two permits never look alike.
+    said = msgspec.msgpack.encode((*permit, moment))
+    return hmac.digest(key, said, hashlib.sha256)[:MAC_BYTES]

@@ -1,0 +1,91 @@
+"""Messages between the lead's process and a worker's beside those of `holding.py`: how
+a worker begins, shows that it lives, and ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from diloco_jax.protocol.holding import (
+    FragmentsRestored,
+    FromHolder,
+    RestoreFragments,
+    ToHolder,
+)
+from diloco_jax.protocol.messages import Message
+
+MAX_FRAME_BYTES = 64 << 20
+"""Most bytes of one message; the largest are those of a start, with all fragments."""
+
+
+class BeginWorker(Message, frozen=True, kw_only=True):
+    """First message to a worker: hold these fragments, serve islands at `bind`."""
+
+    config: dict[str, Any]
+    """The run's, as builtins."""
+    workdir: str
+    run_id: str
+    worker: int
+    fragments: tuple[int, ...]
+    bind: str
+    ticket_key: bytes
+    """Of this life of the lead; see `tickets`."""
+
+
+class SaveAll(Message, frozen=True, kw_only=True):
+    """Write the last snapshots; see `Saver.write_last`."""
+
+    within_s: float | None
+
+
+class AllSaved(Message, frozen=True, kw_only=True):
+    """Answer to `SaveAll`: digests of Theta, by fragment; text: why snapshots are not
+    written, empty if they are."""
+
+    digests: dict[int, str]
+    text: str = ""
+
+
+class EndWorker(Message, frozen=True, kw_only=True):
+    """End: the run is over, or the coordinator is about to end."""
+
+
+class LeadAlive(Message, frozen=True, kw_only=True):
+    """Sign of life of the lead."""
+
+
+class WorkerServes(Message, frozen=True, kw_only=True):
+    """The worker answers islands at this HOST:PORT. It follows `FragmentsRestored`."""
+
+    address: str
+
+
+class WorkerAlive(Message, frozen=True, kw_only=True):
+    """Sign of life of a worker. alerts: what people should know about its snapshots."""
+
+    alerts: tuple[str, ...]
+    memory_bytes: int
+    """The most memory that the process has had."""
+
+
+class WorkerFailed(Message, frozen=True, kw_only=True):
+    """Last message of a worker that cannot go on."""
+
+    text: str
+
+
+ToWorker = BeginWorker | RestoreFragments | ToHolder | SaveAll | EndWorker | LeadAlive
+FromWorker = (
+    FragmentsRestored
+    | FromHolder
+    | WorkerServes
+    | WorkerAlive
+    | AllSaved
+    | WorkerFailed
+)
+
+encode = msgspec.msgpack.Encoder().encode
+to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -1,0 +1,124 @@
+"""Safety of what enters a merge: no delta that is too long, and none of a quarantined
+island.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.bounds import SETTLED_MERGES
+from diloco_jax.protocol.coordinator.events import Note, Persist
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.island.books import RESTARTS
+from diloco_jax.protocol.records import (
+    DeltaRefused,
+    Durable,
+    Left,
+    Merged,
+    Quarantined,
+    Released,
+)
+from diloco_jax.protocol.values import Contribution
+from diloco_jax.simulation.faults.gatherer import Opened
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
+
+FEWEST = 2
+"""Honest others beside which a lie must be seen."""
+
+
+class BoundsKept(Invariant):
+    """No delta that was refused as unfit is merged, and none that is too long beside
+    honest ones.
+
+    An honest delta is at most as long as the number of its steps. A refusal is not
+    durable: after a crash of the coordinator, a delta that comes again is judged anew,
+    by what is then known of the others.
+    """
+
+    name = "bounds"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._refused: set[Key] = set()
+        self._ended: set[Incarnation] = set()
+        self._merges: Counter[int] = Counter()
+        """Merges of this term, by fragment."""
+
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Note(record=DeltaRefused() as r) if r.reason in RESTARTS:
+                    self._refused.add((r.island, r.incarnation, r.fragment, r.tick))
+                case Merge():
+                    tick = state.fragments[effect.fragment].tick
+                    self._check(effect, tick)
+
+    def persisted(self, record: Durable) -> None:
+        if isinstance(record, Left):
+            self._ended.add((record.island, record.incarnation))
+        elif isinstance(record, Merged):
+            self._merges[record.fragment] += 1
+
+    def recovered(self, state: State) -> None:
+        self._refused.clear()
+
+    def opened(self, opened: Opened) -> None:
+        self._merges.clear()
+
+    def _check(self, merge: Merge, tick: int) -> None:
+        # In the first merges, those from before the tick are no measure.
+        since = tick if self._merges[merge.fragment] < SETTLED_MERGES else 0
+        for c in merge.contributions:
+            key = (c.island, c.incarnation, merge.fragment, c.tick)
+            self.hold(key not in self._refused, "refused before:", c)
+            others = [
+                o for o in merge.contributions if self._counts(o, c) and o.tick >= since
+            ]
+            if len(others) < FEWEST or any(o.norm > o.steps for o in others):
+                continue
+            most = self.config.delta_bound * max(c.steps, *(o.norm for o in others))
+            self.hold(c.norm <= most, f"longer than {most:g} beside {others}:", c)
+
+    def _counts(self, other: Contribution, than: Contribution) -> bool:
+        """Tell whether it is of another island, which did not leave it behind."""
+        ended = (other.island, other.incarnation) in self._ended
+        return other.island != than.island and not ended
+
+
+class QuarantineKept(Invariant):
+    """No delta of a quarantined island enters a merge that begins afterwards.
+
+    This holds for all its incarnations and after any crash. A new term begins without
+    quarantines.
+    """
+
+    name = "quarantine"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._apart: set[str] = set()
+
+    def persisted(self, record: Durable) -> None:
+        if isinstance(record, Quarantined):
+            self._apart.add(record.island)
+        elif isinstance(record, Released):
+            self._apart.discard(record.island)
+
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        begun = any(isinstance(e, Persist) for e in effects)
+        shown = {name for name, island in state.islands.items() if island.quarantined}
+        self.hold(begun or shown == self._apart, f"{shown}, log: {self._apart}")
+        for effect in effects:
+            if isinstance(effect, Merge):
+                within = self._apart & {c.island for c in effect.contributions}
+                self.hold(not within, f"of {within}:", effect)
+
+    def recovered(self, state: State) -> None:
+        shown = {name for name, island in state.islands.items() if island.quarantined}
+        self.hold(shown == self._apart, f"recovered {shown}, log: {self._apart}")
+
+    def opened(self, opened: Opened) -> None:
+        self._apart = set()

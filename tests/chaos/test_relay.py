@@ -1,0 +1,117 @@
+"""A link that is cut, slowed and delayed, between sockets of this process."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from diloco_jax.chaos.relay import Relay
+from diloco_jax.wire import addresses
+
+PATIENCE_S = 30.0
+QUIET_S = 0.3
+"""Seconds in which nothing must come. A slow machine cannot fail a test by it."""
+
+
+@pytest.fixture
+def ends():
+    """A relay, the island's end and the coordinator's end of a bulk connection."""
+    with contextlib.ExitStack() as stack:
+        address, bulk = addresses.reserve("127.0.0.1:0")
+        stack.enter_context(bulk)
+        relay = Relay(address)
+        stack.callback(relay.close)
+        to = addresses.parse_address(addresses.bulk_address(relay.address))
+        near = stack.enter_context(socket.create_connection(to, PATIENCE_S))
+        bulk.settimeout(PATIENCE_S)
+        far, _ = bulk.accept()
+        stack.enter_context(far)
+        far.settimeout(PATIENCE_S)
+        yield relay, near, far
+
+
+def comes(sink, octets):
+    found = b""
+    while len(found) < len(octets):
+        more = sink.recv(len(octets) - len(found))
+        assert more, "it ended early"
+        found += more
+    return found == octets
+
+
+def nothing_comes(sink):
+    sink.settimeout(QUIET_S)
+    with pytest.raises(TimeoutError):
+        sink.recv(1)
+    sink.settimeout(PATIENCE_S)
+    return True
+
+
+def test_bytes_pass_both_ways_and_so_does_the_end(ends):
+    _, near, far = ends
+    large = bytes(range(256)) * 40_000  # More than the relay holds.
+    sending = threading.Thread(target=near.sendall, args=(large,))
+    sending.start()
+    assert comes(far, large)
+    sending.join(PATIENCE_S)
+    far.sendall(b"answer")
+    assert comes(near, b"answer")
+    near.shutdown(socket.SHUT_WR)
+    assert far.recv(1) == b""
+    far.sendall(b"more")  # The other half is still open.
+    assert comes(near, b"more")
+
+
+@pytest.mark.parametrize("cut", ["up", "down"])
+def test_a_direction_that_is_cut_holds_its_bytes(ends, cut):
+    relay, near, far = ends
+    relay.set(**{cut: False})
+    source, sink = (near, far) if cut == "up" else (far, near)
+    source.sendall(b"held")
+    assert nothing_comes(sink)
+    sink.sendall(b"passes")
+    assert comes(source, b"passes")
+    relay.set()
+    assert comes(sink, b"held")
+
+
+def test_delay_and_rate_take_their_time(ends):
+    relay, near, far = ends
+    relay.set(delay_s=0.2)
+    began = time.monotonic()
+    near.sendall(b"late")
+    assert comes(far, b"late")
+    assert time.monotonic() - began >= 0.2
+    relay.set(bytes_per_s=100_000)
+    began = time.monotonic()
+    near.sendall(bytes(30_000))
+    assert comes(far, bytes(30_000))
+    assert time.monotonic() - began >= 0.3
+
+
+def test_a_closed_relay_ends_its_connections_even_if_cut(ends):
+    relay, near, far = ends
+    relay.set(up=False, down=False)
+    near.sendall(b"held")
+    relay.close()
+    with contextlib.suppress(ConnectionResetError):
+        while far.recv(16):
+            pass
+    with contextlib.suppress(ConnectionResetError):
+        assert near.recv(1) == b""
+
+
+def test_a_coordinator_that_is_away_ends_the_connection():
+    address, bulk = addresses.reserve("127.0.0.1:0")
+    bulk.close()
+    relay = Relay(address)
+    try:
+        to = addresses.parse_address(relay.address)
+        with socket.create_connection(to, PATIENCE_S) as near:
+            near.settimeout(PATIENCE_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert near.recv(1) == b""
+    finally:
+        relay.close()

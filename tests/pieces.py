@@ -1,0 +1,48 @@
+"""Pieces and merges of plain arrays, as tests look at them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
+from diloco_jax.core.merge.deltas import Plain
+from diloco_jax.core.merge.merging import merge_piece, start
+from diloco_jax.core.merge.rule import MergeRule
+
+
+def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:
+    """Return new parameters with one piece replaced; all other leaves are shared."""
+    key, *rest = piece.path
+    if rest:
+        inside = dataclasses.replace(piece, path=tuple(rest))
+        return {**params, key: set_piece(params[key], inside, value)}
+    layer = () if piece.layer < 0 else (piece.layer,)
+    if piece.bands is None:
+        leaf = jnp.asarray(params[key]).at[layer].set(value) if layer else value
+        return {**params, key: leaf}
+    index = (*layer, *piece.bands.index(piece.band))
+    striped = piece.bands.striped(jnp.asarray(params[key]))
+    changed = striped.at[index].set(piece.bands.striped(value))
+    return {**params, key: piece.bands.joined(changed)}
+
+
+def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all pieces by name, in the plan's order."""
+    return {piece.name: get_piece(params, piece) for piece in plan.pieces}
+
+
+def merge_deltas(
+    deltas: Sequence[Any],
+    weights: Sequence[float],
+    rule: MergeRule,
+    share: float = 1.0,
+) -> npt.NDArray[np.float32]:
+    """Merge arrays, f32[shape] each, by a rule without state."""
+    state = start(rule, tuple(deltas[0].shape)) if deltas else ()
+    return merge_piece(rule, Plain(deltas), weights, share, state).delta

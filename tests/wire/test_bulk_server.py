@@ -1,0 +1,323 @@
+"""The bulk port's connections: idle ones, stalled ones, those of strangers, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wire_support import (
+    BUDGET_S,
+    WAIT_S,
+    Clock,
+    deadlines,
+    fetch_request,
+    framed,
+    framed_chunk,
+    upload_start,
+)
+
+from diloco_jax.wire import acceptor, addresses, encoding, threads
+from diloco_jax.wire.bulk import UploadDone
+from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire.errors import RemoteProtocolError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def dial():
+    """Connects to a bulk port; closes what it connected after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def connected(address):
+            target = addresses.parse_address(addresses.bulk_address(address))
+            return stack.enter_context(socket.create_connection(target, WAIT_S))
+
+        yield connected
+
+
+def ended(connection):
+    """The server closed a connection; at once, if it had not read all of it."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(MIB):
+            pass
+    return True
+
+
+def until(happened, meanwhile=lambda: None):
+    deadline = time.monotonic() + WAIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        meanwhile()
+        time.sleep(0.001)
+
+
+def tick(clock, watch):
+    """Lets a tenth of a second go by, and the watch see it."""
+    clock.now += 0.1
+    with watch._condition:
+        watch._condition.notify()
+
+
+@pytest.mark.parametrize(
+    ("parts", "limits"),
+    [
+        ([framed(upload_start(10))], {"idle_s": 0.1}),
+        ([framed(upload_start(10)), framed_chunk(bytes(10))[:-1]], {"idle_s": 0.1}),
+        ([framed(upload_start(10))[:5]], {"connect_s": 0.1}),
+    ],
+)
+def test_server_breaks_off_a_peer_that_stalls(
+    serve, dial, clock, monkeypatch, parts, limits
+):
+    """It holds a place for so long, and no longer."""
+    server, address = serve(deadlines=deadlines(**limits))
+    begun = threading.Event()
+    receive = BulkConnection._receive
+
+    def receiving(connection, place):
+        if connection.peer != "me":
+            begun.set()
+        receive(connection, place)
+
+    monkeypatch.setattr(BulkConnection, "_receive", receiving)
+    connection = dial(address)
+    connection.sendall(b"".join(parts))
+    assert begun.wait(WAIT_S)
+    places = server._bulk._places
+    until(
+        lambda: places._free._value == places.count,
+        lambda: tick(clock, server._bulk._watch),
+    )
+    assert ended(connection)
+
+
+def test_a_peer_that_is_slow_is_served_as_long_as_something_moves(
+    serve, handlers, dial, clock, monkeypatch
+):
+    server, address = serve(deadlines=deadlines(idle_s=1.0))
+    touched, touch = threading.Semaphore(0), threads.Guard.touch
+    monkeypatch.setattr(
+        threads.Guard, "touch", lambda guard: (touch(guard), touched.release())
+    )
+    connection = dial(address)
+    connection.sendall(framed(upload_start(4)))
+    for offset in range(4):
+        connection.sendall(framed_chunk(b"x", offset))
+        assert touched.acquire(timeout=WAIT_S)
+        seen = threading.Event()
+        with server._bulk._watch.guard(0.6, seen.set):
+            clock.now += 0.6
+            tick(clock, server._bulk._watch)
+            assert seen.wait(WAIT_S)
+    reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    assert reply == UploadDone(complete=True)
+
+
+def test_a_peer_that_reads_no_refusal_is_closed(serve, dial, clock):
+    server, address = serve(deadlines=deadlines(retry_max_s=0.1))
+    connection = dial(address)
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    assert reply.kind == "LocalProtocolError"
+    assert server._bulk._serving, "until this end closes the connection"
+    bulk = server._bulk
+    until(lambda: not bulk._serving, lambda: tick(clock, bulk._watch))
+    assert ended(connection)
+
+
+def test_a_handler_that_fails_ends_only_its_transfer(
+    serve, connect, handlers, monkeypatch
+):
+    _, address = serve()
+    client = connect(address)
+    with monkeypatch.context() as patched:
+        patched.setattr(handlers, "fetch", lambda request: {}["bug"])
+        with pytest.raises(RemoteProtocolError, match=r"\(KeyError\); see its log"):
+            client.transfers.fetch(fetch_request(), max_bytes=8)
+    client.transfers.upload(upload_start(8), b"12345678")
+
+
+@pytest.fixture
+def still(monkeypatch):
+    """The clock of handshakes."""
+    clock = Clock()
+    monkeypatch.setattr(acceptor, "time", clock)
+    return clock
+
+
+def test_a_peer_that_never_shakes_hands_is_closed_and_holds_up_nobody(
+    serve, connect, dial, tls, still
+):
+    _, address = serve(tls=tls["coordinator"])
+    silent, client = dial(address), connect(address, tls=tls["island"])
+    client.transfers.upload(upload_start(8), b"12345678")
+    still.now += deadlines().connect_s
+    assert ended(silent)
+
+
+def test_who_does_not_speak_tls_is_closed_at_once(serve, dial, tls, still):
+    server, address = serve(tls=tls["coordinator"])
+    stranger = dial(address)
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert ended(stranger)
+    assert not server._bulk._acceptor._shaking
+
+
+def test_the_oldest_connection_makes_room_for_a_new_one(serve, connect, dial):
+    server, address = serve()
+    server._bulk._acceptor._most = 2
+    first, *_ = (dial(address) for _ in range(3))
+    assert ended(first)
+    connect(address).transfers.upload(upload_start(8), b"12345678")
+
+
+def test_one_that_shakes_hands_makes_room_before_one_that_is_idle(
+    serve, connect, dial, tls, still
+):
+    server, address = serve(tls=tls["coordinator"])
+    accepting = server._bulk._acceptor
+    accepting._most = 2
+    client = connect(address, tls=tls["island"])
+    client.transfers.upload(upload_start(8), b"12345678")
+    until(lambda: len(accepting._idle) == 1)
+    silent, *_ = (dial(address) for _ in range(2))
+    assert ended(silent)
+    assert len(accepting._idle) == 1
+    client.transfers.upload(upload_start(8), b"12345678")
+
+
+def test_sockets_of_both_ends_send_at_once_and_notice_who_is_gone(serve, connect):
+    server, address = serve()
+    client = connect(address, bulk_channels=1)
+    client.transfers.upload(upload_start(8), b"12345678")
+    until(lambda: server._bulk._acceptor._idle)
+    for idle in (server._bulk._acceptor._idle, client.transfers._connections._idle):
+        (connection,) = idle
+        for level, option, expected in (
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, BUDGET_S / 2),
+        ):
+            assert connection._socket.getsockopt(level, option) == expected
+
+
+def test_a_request_that_came_with_another_is_answered_too(serve, handlers, dial, tls):
+    """It is in OpenSSL's memory then, and the socket has nothing to tell."""
+    _, address = serve(tls=tls["coordinator"])
+    context = tls["island"].client_context()
+    with context.wrap_socket(dial(address), server_hostname="127.0.0.1") as secured:
+        secured.sendall(2 * framed(fetch_request()))
+        peer = BulkConnection(secured, "coordinator")
+        for _ in range(2):
+            assert peer.receive(encoding.bulk_reply).total == 0
+
+
+def test_who_speaks_during_a_fetch_ends_it(serve, handlers, dial):
+    _, address = serve()
+    handlers.published = b"12345678"
+    connection = dial(address)
+    connection.sendall(2 * framed(fetch_request()))
+    reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+    assert reply.total == 8
+    with contextlib.suppress(ConnectionResetError):
+        assert not connection.recv(1)
+
+
+def test_what_fails_on_one_connection_closes_it_and_no_other(
+    serve, connect, dial, caplog, monkeypatch
+):
+    server, address = serve()
+    accepting, accept = server._bulk._acceptor, socket.socket.accept
+    failing = [ValueError("a bug"), OSError("a file that is missing")]
+    accepting._context = lambda: None if not failing else throw(failing.pop(0))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert ended(dial(address))
+        for told in ("the bulk port failed on a connection", "broke off: a file that"):
+            until(lambda: told in caplog.text)  # noqa: B023
+    full = [OSError(errno.EMFILE, "Too many open files")]
+    monkeypatch.setattr(
+        socket.socket,
+        "accept",
+        lambda this: (
+            throw(full.pop()) if full and this is accepting._listener else accept(this)
+        ),
+    )
+    connect(address).transfers.upload(upload_start(8), b"12345678")
+    assert "could not be accepted: [Errno 24] Too many open files" in caplog.text
+
+
+def throw(error):
+    raise error
+
+
+def test_a_transfer_under_way_may_end_within_the_grace(
+    serve, connect, handlers, monkeypatch
+):
+    server, address = serve()
+    entered, leave, end = threading.Event(), threading.Event(), handlers.upload_end
+
+    def upload_end(start, place):
+        entered.set()
+        assert leave.wait(WAIT_S)
+        return end(start, place)
+
+    monkeypatch.setattr(handlers, "upload_end", upload_end)
+    client = connect(address)
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(client.transfers.upload, upload_start(8), b"12345678")
+        assert entered.wait(WAIT_S)
+        stopped = pool.submit(server.stop, 2 * WAIT_S)
+        until(lambda: server._bulk._changed._waiters or stopped.done())
+        leave.set()
+        assert sent.result(WAIT_S) > 8
+        stopped.result(WAIT_S)
+    assert not server._bulk._serving
+
+
+def test_a_transfer_under_way_is_cut_off_after_the_grace(serve, handlers, dial):
+    server, address = serve()
+    handlers.published = bytes(64 * MIB)  # More than buffers of sockets hold.
+    connection, received = dial(address), 0
+    connection.sendall(framed(fetch_request()))
+    until(lambda: handlers.requests)
+    server.stop(0.0)
+    while part := connection.recv(MIB):
+        received += len(part)
+    assert received < len(handlers.published)
+
+
+def test_the_end_leaves_nothing_open(serve, connect, dial, tls, still):
+    server, address = serve(tls=tls["coordinator"])
+    accepting = server._bulk._acceptor
+    client = connect(address, tls=tls["island"], bulk_channels=1)
+    client.transfers.upload(upload_start(8), b"12345678")
+    silent = dial(address)
+    until(lambda: accepting._idle and accepting._shaking)
+    (idle,), (shaking,) = accepting._idle, accepting._shaking
+    ours, theirs = socket.socketpair()
+    with accepting._lock:
+        accepting._back.append(BulkConnection(theirs, "them"))
+    server.stop(0.0)
+    assert ended(silent)
+    with ours:
+        assert ended(ours)
+    sockets = (accepting._listener, accepting._awake, accepting._alarm, theirs)
+    assert {one.fileno() for one in (*sockets, idle, shaking)} == {-1}
+    assert accepting._selector.get_map() is None
+
+
+def test_a_connection_given_back_after_the_end_is_closed(serve):
+    server, _ = serve()
+    server.stop(0)
+    ours, theirs = socket.socketpair()
+    with ours:
+        server._bulk._acceptor.give_back(BulkConnection(theirs, "them"))
+        assert theirs.fileno() == -1
