@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -121,7 +122,8 @@ def newest_pieces(
         version = snapshots.versions(folder, fragment)[-1]
         arrays = snapshots.empty(store.like(fragment))
         path = snapshots.fragment_path(folder, fragment, version)
-        sealed.read(path, snapshots.flat(arrays))
+        with _remedy():
+            sealed.read(path, snapshots.flat(arrays))
         for piece, value in zip(of_fragment, arrays["theta"], strict=True):
             yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
@@ -141,7 +143,8 @@ def kept_pieces(
     store = Store(config.run, plan, None, pin_s=0.0)
     for fragment, of_fragment in enumerate(plan.fragments):
         theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
-        sealed.read(folder / kept.fragment_name(fragment), theta)
+        with _remedy():
+            sealed.read(folder / kept.fragment_name(fragment), theta)
         for piece, value in zip(of_fragment, theta, strict=True):
             yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
@@ -177,9 +180,19 @@ def newest_plan(
     found = snapshots.states(folder) if folder.is_dir() else []
     if not found:
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
-    facts = sealed.read_header(snapshots.state_path(folder, found[-1]))
+    with _remedy():
+        facts = sealed.read_header(snapshots.state_path(folder, found[-1]))
     checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
     return plan, facts
+
+
+@contextlib.contextmanager
+def _remedy() -> Iterator[None]:
+    """Say what to do about a file that is not as it was written."""
+    try:
+        yield
+    except sealed.SealedError as error:
+        raise sealed.SealedError(f"{error}; copy the workdir again") from error
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

@@ -93,7 +93,9 @@ def read_config_json(path: str | Path) -> Config:
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({error}); restore it from a copy"
+        ) from error
     return from_builtins(fields, path)
 
 

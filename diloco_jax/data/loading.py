@@ -7,11 +7,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.index import GlobalIndex, Mixture
 from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
+from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.shares import Shares
 from diloco_jax.data.source import RowRange, Rows, Source, Together, cut
 from diloco_jax.data.tokenizers.opening import require_tokenizer
@@ -126,10 +129,39 @@ def _own(run: RunConfig) -> Data:
             f"data.digest = {run.data.digest} in the run's config, but the data of "
             f"{where} has {data.digest} here; give the run's data"
         )
+    if not data.digest:
+        raise ConfigError(
+            f"{where}: digest is empty; give one that changes with the data"
+        )
     for name, source in (("train", data.train), ("validation", data.validation)):
-        if not len(source):
-            raise ConfigError(f"{where}: {name} has no row; it needs one")
+        try:
+            if not len(source):
+                raise ConfigError(f"{where}: {name} has no row; it needs one")
+            row = source[0]
+            for key, field in source.fields.items():
+                _require_array(row.get(key), key, field.dtype)
+            tokens = BatchReader(source, source.fields, run.sequence_length).batch(
+                np.zeros(1, np.int64)
+            )["tokens"]
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{where}: row 0 of {name} cannot be read: {said(error)}"
+            ) from error
+        if not 0 <= tokens.min() <= tokens.max() <= data.largest:
+            raise ConfigError(
+                f"{where}: row 0 of {name} has tokens from {tokens.min()} to "
+                f"{tokens.max()}, and largest = {data.largest}; give the highest token"
+            )
     return data
+
+
+def _require_array(value: object, name: str, dtype: str) -> None:
+    """Raise ValueError if a row has not an array of that type."""
+    if not isinstance(value, np.ndarray) or value.dtype != dtype:
+        found = getattr(value, "dtype", type(value).__name__)
+        raise ValueError(f"{name!r} is {found}, and its field says {dtype}")
 
 
 def require_vocabulary(data: Data, run: RunConfig) -> None:

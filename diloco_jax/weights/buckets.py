@@ -81,9 +81,9 @@ def _copy(kind: str, there: Folder, here: Path, *, arrays: bool) -> None:
         ) from error
     except Exception as error:
         # Each bucket backend has its own error classes; a full disk is ours.
+        storage.raise_if_away(there, error)
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        storage.raise_if_away(there, error)
         raise ConfigError(storage.cannot_read(there, error)) from error
 
 

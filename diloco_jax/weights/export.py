@@ -20,6 +20,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, ModelConfig
 from diloco_jax.core.fragments import from_pieces
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
+from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.sealed import sync_path
@@ -169,6 +170,7 @@ def require_target(target: Path) -> None:
         raise ConfigError(f"{target} exists; give the name of a new folder")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {target.parent}; make it first")
+    require_writable(target.parent, "DIR")
 
 
 def _config_json(written: dict[str, Any], source: Path, dtype: str) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 
@@ -34,6 +37,26 @@ PLAIN = {
     "quantization_config": None,
 }
 """Keys for which only this value, or none, can be followed."""
+Whole = Annotated[int, Meta(ge=1)]
+Above0 = Annotated[float, Meta(gt=0)]
+TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers"), Whole),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), Whole),
+    **dict.fromkeys(("head_dim", "intermediate_size"), Whole),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), Whole),
+    "sliding_window": Annotated[int, Meta(ge=0)],
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), bool),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq"), Above0),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Above0),
+    "original_max_position_embeddings": Whole,
+    **dict.fromkeys(("full_attention", "sliding_attention"), dict[str, Any]),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any]),
+    **dict.fromkeys(("hidden_act", "hidden_activation"), str),
+    **dict.fromkeys(("rope_type", "type"), str),
+    "layer_types": list[str],
+}
+"""Types of the keys that are read, at any depth; null is as if the key were not there,
+except that a null window is none."""
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 
 
@@ -89,8 +112,15 @@ MULTIMODAL = {"gemma3": "gemma3_text"}
 
 def text_config(found: Json) -> Json:
     """Return the part of a config.json that describes the decoder."""
-    inner = MULTIMODAL.get(str(found.get("model_type")))
-    return {**found["text_config"], "model_type": inner} if inner else found
+    kind = str(found.get("model_type"))
+    if kind not in MULTIMODAL:
+        return found
+    if not isinstance(inner := found.get("text_config"), dict):
+        raise ConfigError(
+            f"config.json: text_config = {inner!r}, but a {kind} has its decoder "
+            f"there; copy the folder again"
+        )
+    return {**inner, "model_type": MULTIMODAL[kind]}
 
 
 def read(found: Json, where: str) -> ModelConfig:
@@ -108,6 +138,7 @@ def read(found: Json, where: str) -> ModelConfig:
             f"there are {', '.join(known)}"
         )
     family = FAMILIES[kind]
+    found = _checked(found, where)
     found = {**DEFAULTS, **family.defaults, **found}
     found = {"num_key_value_heads": found.get("num_attention_heads"), **found}
     if not found.get("head_dim") and found.get("num_attention_heads"):
@@ -141,6 +172,23 @@ def read(found: Json, where: str) -> ModelConfig:
             **family.fixed,
         }
     )
+
+
+def _checked(found: Json, where: str) -> dict[str, Any]:
+    """Return it without nulls; raise ConfigError for a value of a wrong type."""
+    kept: dict[str, Any] = {k: v for k, v in found.items() if v is not None}
+    if found.get("sliding_window", 0) is None:
+        kept["sliding_window"] = 0
+    for key in kept.keys() & TYPES.keys():
+        try:
+            msgspec.convert(kept[key], TYPES[key])
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"{where}: {key} = {kept[key]!r}: {error}; copy the folder again"
+            ) from error
+        if isinstance(kept[key], dict):
+            kept[key] = _checked(kept[key], f"{where}, {key}")
+    return kept
 
 
 def write(model: ModelConfig, length: int) -> dict[str, Any]:
@@ -242,7 +290,11 @@ def _read_rope(found: Json, where: str) -> dict[str, Any]:
             "rope_low_factor": "low_freq_factor",
             "rope_high_factor": "high_freq_factor",
         }
-        rope["rope_original_length"] = scaling["original_max_position_embeddings"]
+        key = "original_max_position_embeddings"
+        _require_key(where, scaling, key)
+        rope["rope_original_length"] = scaling[key]
+    for theirs in factors.values():
+        _require_key(where, scaling, theirs)
     read = {ours: float(scaling[theirs]) for ours, theirs in factors.items()}
     return {**rope, **read, "rope_scaling": kind}
 
@@ -289,6 +341,14 @@ def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any
             f"many of sliding_attention can be followed"
         )
     return windows
+
+
+def _require_key(where: str, scaling: Json, key: str) -> None:
+    if key not in scaling:
+        raise ConfigError(
+            f"{where}: the scaling of positions has no {key} (its keys are "
+            f"{', '.join(scaling)}); copy the folder again"
+        )
 
 
 def _require(where: str, key: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -70,7 +71,13 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     index = folder / INDEX
     if not index.exists():
         return _mapped(folder / SINGLE)
-    where = read_json(index).get("weight_map", {})
+    where = read_json(index).get("weight_map")
+    try:
+        where = msgspec.convert(where, dict[str, str])
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{index}: weight_map names no files of tensors ({error}); copy it again"
+        ) from error
     found: dict[str, np.ndarray] = {}
     for name in sorted(set(where.values())):
         inside = _mapped(folder / name)

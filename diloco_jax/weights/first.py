@@ -72,6 +72,11 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
 
 
 def _given_by(config: Config, island: str) -> Config:
+    if not island:
+        raise ConfigError(
+            f"--init {FROM_ISLAND} names no island; write {FROM_ISLAND}NAME, one of "
+            f"{', '.join(config.islands)}"
+        )
     if config.run.model.weights:
         raise ConfigError(
             f"--init {FROM_ISLAND}{island} with model.weights = "

@@ -15,7 +15,7 @@ def source_of(weights: str) -> tuple[str, str]:
     form.
     """
     kind, _, folder = weights.partition(":")
-    if weights and (kind not in SOURCES or not folder):
+    if weights and (kind not in SOURCES or not folder or folder.endswith("://")):
         raise ConfigError(
             f"--init {weights}: write hf:DIR for a folder with config.json and "
             f"safetensors, run:WORKDIR for a run's newest snapshot, or "

@@ -52,6 +52,10 @@ def open_speaker(
 
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
+    if source.is_file():
+        raise ConfigError(
+            f"RUN_OR_EXPORT: {source} is a file; give its folder, {source.parent}"
+        )
     if workdirs.holds_run(source):
         run = workdirs.read_config(source, trust_code=trust_code).run
         model = run.model
@@ -109,6 +113,13 @@ def _ends(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", CONFIG):
         if (folder / name).is_file():
             ends = families.text_config(read_json(folder / name)).get("eos_token_id")
-            if ends is not None:
-                return frozenset([ends] if isinstance(ends, int) else ends)
+            if ends is None:
+                continue
+            found = ends if isinstance(ends, list) else [ends]
+            if not all(type(end) is int for end in found):
+                raise ConfigError(
+                    f"{folder / name}: eos_token_id = {ends!r}; it is a number of a "
+                    f"token, or a list of them: copy the file again"
+                )
+            return frozenset(found)
     return frozenset()

@@ -409,6 +409,7 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"a.jsonl, offset 14: .*Expecting"),
         ("a.jsonl", b"[1]\n", r"it is no object"),
         ("a.jsonl", b'{"txt": "a"}\n', r"its fields are txt; it needs 'text'"),
+        ("a.jsonl", b'{"text": 3}\n', r"its fields are text \(int\); it needs 'text'"),
         ("a.jsonl", b'{"messages": [{"role": 1}]}', r"needs a role and a content"),
         ("a.jsonl.gz", b"none", r"a.jsonl.gz cannot be read"),
         ("a.parquet", b"none", r"a.parquet cannot be read as Parquet"),
@@ -419,8 +420,7 @@ def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
     (tmp_path / "in" / name).write_bytes(data)
     with pytest.raises(ConfigError, match=shown):
         made(tmp_path)
-    assert not (tmp_path / "out").exists()
-    # Nothing is done yet, so that the mended source may go on there.
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
     (tmp_path / "in" / name).unlink()
     for number in range(40):
         (tmp_path / "in" / f"{number}.txt").write_text("text")
@@ -496,6 +496,26 @@ def test_a_folder_that_is_there_stays(texts, tmp_path, capsys):
     assert "found 'mix'" in capsys.readouterr().err
     assert cli.main([*line[:2], str(tmp_path / "x"), *line[3:], "--turn", "a"]) == 2
     assert "--turn: the turn 'a' has 0 places" in capsys.readouterr().err
+
+
+def test_what_is_refused_after_a_part_is_done_keeps_the_part(tmp_path):
+    (tmp_path / "in").mkdir()
+    write_lines(tmp_path / "in" / "a.jsonl", [{"text": f"{n}"} for n in range(40)])
+    write_lines(tmp_path / "in" / "b.jsonl", [{"text": "b"}, {"body": "late"}])
+    with pytest.raises(ConfigError, match=r"b.jsonl, offset 14: .*fields are body"):
+        made(tmp_path, part_bytes=200)
+    parts = tmp_path / "out.partial" / "parts"
+    assert any(parts.glob("*.json"))
+
+
+def test_a_place_that_is_no_folder_is_named(texts, tmp_path, capsys):
+    (tmp_path / "x.partial").write_text("mine")
+    line = ["data", "prepare", str(tmp_path / "x"), str(tmp_path / "in")]
+    assert cli.main(line) == 2
+    assert "x.partial, where the work lies until it is" in capsys.readouterr().err
+    assert (tmp_path / "x.partial").read_text() == "mine"
+    assert cli.main([*line, "--text-field", ""]) == 2
+    assert "--text-field is empty" in capsys.readouterr().err
 
 
 def test_files_are_those_of_the_manifest(texts, tmp_path):

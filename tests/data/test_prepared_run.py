@@ -185,6 +185,8 @@ def test_what_does_not_fit_is_refused_with_both_values(folders, in_tokens, root)
     ):
         with pytest.raises(ConfigError, match=shown):
             resolve(config_of(*folders, weights=weights))
+    with pytest.raises(ConfigError, match=r"names .* 2 times; give it once"):
+        resolve(config_of(folders[0], folders[1], folders[0]))
     with pytest.raises(ConfigError, match=r"gs://b/c is a bucket.*mount it"):
         resolve(config_of("gs://b/c"))
 
@@ -317,6 +319,28 @@ def test_a_factory_makes_a_runs_data(tmp_path):
 def test_a_factory_that_makes_none_is_named(changes, shown, tmp_path):
     with pytest.raises(ConfigError, match=rf"data.factory = .*{shown}"):
         resolve(config_of(factory=own(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "shown"),
+    [
+        ("(n + np.arange(length + 1))", "np.arange(9)", r"\(9,\) as shape of 'tokens'"),
+        (".astype(np.int32)", ".astype(float)", r"'tokens' is float64, and .* int32"),
+        (".astype(np.int32)", ".astype(np.int32).tolist()", r"'tokens' is list"),
+        ("% 97", "% 9700", r"tokens from \d+ to \d+, and largest = 96"),
+        ('"weights": np', '"other": np', r"'weights' is NoneType"),
+        ("self._rows[row]", "self._rows / 0", r"cannot be read: TypeError"),
+        ("return len(self._rows)", "return None", r"cannot be read: TypeError"),
+        ('digest="squares"', 'digest=""', r"digest is empty"),
+    ],
+)
+def test_rows_of_a_factory_are_as_they_say(was, now, shown, tmp_path):
+    name = own(tmp_path)
+    text = (tmp_path / "own.py").read_text()
+    assert was in text
+    (tmp_path / "own.py").write_text(text.replace(was, now))
+    with pytest.raises(ConfigError, match=rf"data.factory = .*{shown}"):
+        resolve(config_of(factory=name))
 
 
 def test_a_factory_with_other_data_is_refused(tmp_path):

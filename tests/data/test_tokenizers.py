@@ -93,6 +93,23 @@ def test_what_is_no_tokenizer_is_named(name, content, shown, tmp_path):
         open_tokenizer(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("{", r"cannot be read as a JSON object .*copy it again"),
+        ("[1]", r"cannot be read as a JSON object"),
+        ('{"eos_token": 5}', r"eos_token = 5 is no token of .*tokenizer.json; give"),
+        ('{"eos_token": "<nope>"}', r"eos_token = '<nope>' is no token"),
+        ('{"eos_token": {"text": "a"}}', r"eos_token = \{'text': 'a'\} is no token"),
+    ],
+)
+def test_settings_beside_a_tokenizer_are_those_of_it(content, shown, tmp_path):
+    made = make_tokenizers.make_json(tmp_path, start=False)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=f"tokenizer_config.json.*{shown}"):
+        open_tokenizer(made)
+
+
 def test_a_vocabulary_that_does_not_fit_is_refused(tokenizers):
     tokenizer = opened(tokenizers["json"])
     require_fitting(tokenizer, ModelConfig(vocab_size=tokenizer.vocab_size))

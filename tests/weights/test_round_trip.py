@@ -28,6 +28,7 @@ from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.paths import StorageAway
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights import families, files
@@ -232,6 +233,91 @@ def test_bad_weights_are_named_before_a_run_begins(
         started_from(config, f"hf:{source}")
 
 
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({"hidden_size": "64"}, r"hidden_size = '64': Expected `int`, got `str`; copy"),
+        ({"hidden_size": 64.5}, r"hidden_size = 64.5: Expected `int`"),
+        ({"hidden_size": None}, r"has no hidden_size"),
+        ({"num_attention_heads": 0}, r"num_attention_heads = 0: Expected `int` >= 1"),
+        ({"rms_norm_eps": "x"}, r"rms_norm_eps = 'x': Expected `float`"),
+        ({"rope_theta": -5}, r"rope_theta = -5: Expected `float` > 0"),
+        (
+            {"tie_word_embeddings": "yes"},
+            r"tie_word_embeddings = 'yes': Expected `bool`",
+        ),
+        ({"layer_types": 3}, r"layer_types = 3: Expected `array`"),
+        ({"hidden_act": [1]}, r"hidden_act = \[1\]: Expected `str`"),
+        ({"rope_parameters": 3}, r"rope_parameters = 3: Expected `object`"),
+        ({"rope_parameters": ROPE}, r"scaling of positions has no original_max_posi"),
+        (
+            {"rope_parameters": {**ROPE, "factor": "x"}},
+            r"config.json, rope_parameters: factor = 'x': Expected `float`",
+        ),
+        ({"model_type": "gemma3", "text_config": 3}, r"text_config = 3, but a gemma3"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(settings, shown, config, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FAMILIES / "qwen3", source)
+    change(source, **settings)
+    with pytest.raises(ConfigError, match=shown):
+        started_from(config, f"hf:{source}")
+
+
+@pytest.mark.parametrize(
+    "index", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}']
+)
+def test_an_index_that_names_no_files_is_refused(index, config, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FAMILIES / "qwen3", source)
+    (source / files.INDEX).write_text(index)
+    with pytest.raises(ConfigError, match=r"index.json: weight_map names no files"):
+        started_from(config, f"hf:{source}")
+
+
+def test_a_snapshot_that_is_cut_short_says_what_to_do(config, tmp_path, capsys):
+    workdir = begun(config, "", tmp_path / "run")
+    for path in (workdir / "checkpoints" / "coordinator").glob("0*/*.snapshot"):
+        path.write_bytes(path.read_bytes()[:-50])
+    for command in (
+        ["export", str(workdir), str(tmp_path / "o")],
+        ["eval", str(workdir)],
+    ):
+        assert cli.main(command) == 2
+        said = capsys.readouterr().err
+        assert "ends before its last byte; copy the workdir again" in said
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["generate", "FILE/config.json"], "is a file; give its folder, "),
+        (["generate", "ENDS", "--prompt", "a"], "eos_token_id = 'x'; it is a number"),
+        (["export", "RUN", "/proc/x"], "no file can be made there"),
+        (["export", "127.0.0.1:1", "/proc/x"], "no file can be made there"),
+    ],
+)
+def test_a_place_or_file_that_does_not_do_is_named(
+    command, said, config, tmp_path, capsys
+):
+    source = tmp_path / "source"
+    shutil.copytree(FAMILIES / "qwen3", source)
+    (source / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    run = str(begun(config, "", tmp_path / "run")) if "RUN" in command else ""
+    places = {
+        "FILE/config.json": f"{source}/config.json",
+        "ENDS": str(source),
+        "RUN": run,
+    }
+    assert cli.main([places.get(word, word) for word in command]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_weights_that_go_bad_later_begin_no_run(config, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(FAMILIES / "qwen3", source)
@@ -242,10 +328,26 @@ def test_weights_that_go_bad_later_begin_no_run(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("source", ["hf:", "hub:x/y", "somewhere"])
+@pytest.mark.parametrize("source", ["hf:", "hub:x/y", "somewhere", "hf:gs://"])
 def test_a_source_is_of_a_known_kind(source, config):
     with pytest.raises(ConfigError, match=f"--init {source}: write hf:DIR"):
         started_from(config, source)
+    with pytest.raises(ConfigError, match="write from-island:NAME, one of a"):
+        started_from(config, "from-island:")
+
+
+def test_a_bucket_that_does_not_answer_is_no_failure_of_the_disk(config, monkeypatch):
+    class UnreachableError(OSError):
+        """As that of the library of buckets, which has an errno too."""
+
+    UnreachableError.__module__ = "aiohttp.client"
+
+    def files_of(*arguments, **options):
+        raise UnreachableError(-2, "no such host")
+
+    monkeypatch.setattr("diloco_jax.weights.buckets._files", files_of)
+    with pytest.raises(StorageAway, match=r"gs://b/w does not answer: .*no such host"):
+        started_from(config, "hf:gs://b/w")
 
 
 def test_an_export_leaves_nothing_half_written(config, tmp_path, monkeypatch):

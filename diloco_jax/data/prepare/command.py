@@ -73,6 +73,8 @@ def data_command(arguments: Sequence[str]) -> int:
         "data.paths. What is interrupted goes on with the same command.",
     )
     check_bounds(options)
+    if not options.text_field:
+        raise ConfigError("--text-field is empty; give the name of a field or column")
     from rich.console import Console
 
     from diloco_jax.data.prepare.examples import Reader

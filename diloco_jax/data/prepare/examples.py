@@ -79,8 +79,8 @@ class Reader:
             spoken = [span for message in messages for span in self._spoken(message)]
             return Example(spoken, ends=False)
         raise ValueError(
-            f"its fields are {', '.join(map(str, found)) or 'none'}; it needs "
-            f"{self.text_field!r}, or 'prompt' and 'completion', or 'messages'"
+            f"its fields are {_fields(found)}; it needs {self.text_field!r}, or "
+            f"'prompt' and 'completion', all text, or a list of 'messages'"
         )
 
     def _spoken(self, message: Any) -> list[Passage]:
@@ -93,3 +93,12 @@ class Reader:
         if role != ASSISTANT:
             return [Passage(head + content + tail, False)]
         return [Passage(head, False), Passage(content + tail, True)]
+
+
+def _fields(found: Mapping[str, Any]) -> str:
+    """Name fields, with their types where these are not text."""
+    shown = [
+        str(name) if isinstance(value, str) else f"{name} ({type(value).__name__})"
+        for name, value in found.items()
+    ]
+    return ", ".join(shown) or "none"

@@ -107,13 +107,24 @@ def prepare(
         sources=tuple(sources),
     )
     scratch = out.with_name(f"{out.name}.partial")
-    (scratch / "parts").mkdir(parents=True, exist_ok=True)
+    try:
+        (scratch / "parts").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"OUT: {scratch}, where the work lies until it is done, is no folder and "
+            f"cannot be made ({error.strerror}); give another OUT"
+        ) from error
     with _alone(scratch):
-        _begin(scratch, plan)
-        parts = make_parts(sources, part_bytes)
-        _try(sources, parts, recipe.reader)
-        do_parts(scratch, sources, parts, recipe, workers, report)
-        return _finish(scratch, out, plan, parts, recipe)
+        try:
+            _begin(scratch, plan)
+            parts = make_parts(sources, part_bytes)
+            _try(sources, parts, recipe.reader)
+            do_parts(scratch, sources, parts, recipe, workers, report)
+            return _finish(scratch, out, plan, parts, recipe)
+        except ConfigError:
+            if not _begun(scratch):
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -136,7 +147,7 @@ def _alone(scratch: Path) -> Iterator[None]:
 def _begin(scratch: Path, plan: WorkPlan) -> None:
     """Write the plan; raise ConfigError if what was begun there had another one."""
     path = scratch / PLAN
-    if not any((scratch / "parts").glob("*.json")):
+    if not _begun(scratch):
         files.write_text(msgspec.json.encode(plan).decode(), path)
         return
     try:
@@ -154,6 +165,11 @@ def _begin(scratch: Path, plan: WorkPlan) -> None:
                 f"OUT: the work in {scratch} began with {name} = {then}, now it is "
                 f"{now}; give what it began with, or delete {scratch} and begin again"
             )
+
+
+def _begun(scratch: Path) -> bool:
+    """Tell if a part is done, with which the same command can go on."""
+    return any((scratch / "parts").glob("*.json"))
 
 
 def _try(sources: Sequence[SourceFile], parts: Sequence[Part], reader: Reader) -> None:
@@ -220,7 +236,8 @@ def _finish(
 
 
 def _require_both_sides(scratch: Path, prepared: Contents) -> None:
-    """Raise ConfigError, and leave nothing, if a side has no row."""
+    """Raise ConfigError, and leave nothing, if a side has no row: another fraction is
+    another plan."""
     train, validation = prepared.train.counts, prepared.validation.counts
     if not train.rows or not validation.rows:
         shutil.rmtree(scratch)

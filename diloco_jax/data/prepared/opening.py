@@ -62,6 +62,11 @@ def open_folders(run: RunConfig) -> Folders:
     chunks of their files. Raise ConfigError if they are not the run's."""
     data = run.data
     paths = [Path(path) for path in data.paths]
+    if doubled := {path for path in paths if paths.count(path) > 1}:
+        raise ConfigError(
+            f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
+            f"it once, and the sum of its weights in data.weights"
+        )
     found = [read_manifest(path) for path in paths]
     for path, prepared in zip(paths, found, strict=True):
         _require_length(path, prepared, run.sequence_length)

@@ -66,14 +66,29 @@ class JsonTokenizer:
         return text
 
     def _named_end(self, path: Path) -> int | None:
-        for name in BESIDE[:2]:
+        """Return the token that the files beside it name as a text's end.
+
+        Raises ConfigError, naming the file, if it is no JSON object, or names none of
+        the tokenizer's words."""
+        for beside in (path.with_name(name) for name in BESIDE[:2]):
+            if not beside.is_file():
+                continue
             try:
-                end = json.loads(path.with_name(name).read_bytes()).get("eos_token")
-            except (OSError, ValueError, AttributeError):
+                settings = json.loads(beside.read_bytes())
+                end = settings.get("eos_token")
+            except (OSError, ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"{beside} cannot be read as a JSON object ({error}); copy it "
+                    f"again, or leave it out"
+                ) from error
+            if end is None:
                 continue
             word = end.get("content") if isinstance(end, dict) else end
-            if isinstance(word, str):
-                found: int | None = self._made.token_to_id(word)
-                if found is not None:
-                    return found
+            found = self._made.token_to_id(word) if isinstance(word, str) else None
+            if found is None:
+                raise ConfigError(
+                    f"{beside}: eos_token = {end!r} is no token of {path}; give the "
+                    f"files of one tokenizer"
+                )
+            return int(found)
         return None
