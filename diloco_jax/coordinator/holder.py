@@ -142,9 +142,10 @@ class StoreHolder:
         self._submit(compile_all)
 
     def close(self) -> None:
-        """Wait for the merge under way; begin no other."""
+        """Wait for the merge under way and the digests of committed ones; begin no
+        other."""
         self._closing.set()
-        self._merger.shutdown(wait=True, cancel_futures=True)
+        self._merger.shutdown(wait=True)
 
     # ---- what the lead says ---------------------------------------------------------
 
@@ -279,6 +280,8 @@ class StoreHolder:
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares],
     ) -> None:
+        if self._closing.is_set():
+            return
         self.store.put_aside(merge.fragment, self._publishes.mapped)
         started = time.monotonic()
         merged = self.store.merge(

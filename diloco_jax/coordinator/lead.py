@@ -54,6 +54,7 @@ LONGEST_WAIT_S = 0.5
 """Longest interval between two calls of housekeeping, in seconds."""
 
 Before = Callable[[], None]
+_ToBeWritten = MergesCompiled | MergeMeasured | MergeDigested | HolderTroubled
 
 
 class EngineThread(Generic[S, E]):
@@ -202,6 +203,7 @@ class Lead(EngineThread[State, Event]):
         self.tally = Tally()
         """Sums of the islands' accounts."""
         self._holder, self._metrics = holder, metrics
+        self._unwritten: queue.SimpleQueue[_ToBeWritten] = queue.SimpleQueue()
         self.journal = Journal(
             log,
             tape,
@@ -240,20 +242,26 @@ class Lead(EngineThread[State, Event]):
                 self.post(message)
                 # After that decision: no merge of its fragments is under way then.
                 self.post(None, lambda: self._bring_back(worker))
-            case _ if threading.current_thread() is self._thread:
-                # A full queue would never take it: only this thread empties it.
-                self._write_down(message)
             case _:
-                self.post(None, lambda: self._write_down(message))
+                self._unwritten.put(message)
+                # A full queue would never take it from the thread that empties it.
+                if threading.current_thread() is self._thread:
+                    self._write_down()
+                else:
+                    self.post(None, self._write_down)
 
     def _bring_back(self, worker: int) -> None:
         assert isinstance(self._holder, WorkersHolder)
         versions = [fragment.version for fragment in self.state.fragments]
         self._holder.bring_back(worker, versions)
 
-    def _write_down(
-        self, message: MergesCompiled | MergeMeasured | MergeDigested | HolderTroubled
-    ) -> None:
+    def _write_down(self) -> None:
+        """Write what the holder had to tell people, on the lead's thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._write(self._unwritten.get_nowait())
+
+    def _write(self, message: _ToBeWritten) -> None:
         match message:
             case MergesCompiled():
                 self.journal.note(notes.Compiled())
@@ -296,6 +304,7 @@ class Lead(EngineThread[State, Event]):
             super().run()
         finally:
             self._holder.close()
+            self._write_down()
 
 
 def merge_line(measured: MergeMeasured) -> dict[str, Any]:

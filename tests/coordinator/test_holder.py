@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,24 @@ def test_the_digest_of_the_parameters_follows_on_the_tape(
     )
     assert (fragment, version) == (0, [1, 1])
     assert digest == island.store.digest_of(0)
+
+
+def test_digests_that_come_after_the_last_decision_are_on_the_tape(
+    make_engine, island, tmp_path, monkeypatch
+):
+    digest_arrays = holder.digest_arrays
+
+    def late(arrays):
+        deadline = time.monotonic() + WAIT_S
+        while not engine._ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return digest_arrays(arrays)
+
+    monkeypatch.setattr(holder, "digest_arrays", late)
+    engine = make_engine(done=lambda: island.told(messages.Published))
+    engine.run()
+    kinds = [record["kind"] for record in read_tape(tmp_path / "tape.jsonl")]
+    assert kinds.count("digested") == kinds.count("merged") == 1
 
 
 def test_a_merge_is_ordered_prepared_and_committed_in_messages_alone(
