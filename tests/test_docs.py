@@ -17,6 +17,7 @@ PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "launch").rglob("*.md")),
 ]
@@ -88,6 +89,14 @@ def test_prose_is_wrapped(page):
         if len(line) > (MAX_ROW if line.lstrip()[:1] == "|" else MAX_COLUMNS)
     ]
     assert not wide
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_that_a_page_names_exist(page):
+    for name, path in re.findall(
+        r"`(\w+)`\s+in\s+`(tests/[\w/]+\.py)", page.read_text()
+    ):
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
 def test_the_readme_is_one_screen():
