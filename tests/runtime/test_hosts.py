@@ -230,6 +230,7 @@ def told_by_the_survivor(tape: list[dict]) -> str:
     return end["reason"]
 
 
+@pytest.mark.timing
 def test_no_host_compiles_anything_when_the_island_is_back(killed):
     for name in ("pair", "pair.1"):
         log = (killed.workdir / "logs" / f"{name}.log").read_text()
