@@ -124,7 +124,7 @@ import dataclasses
 from diloco_jax.config import *
 from diloco_jax.models.presets import preset
 def config():
-    model = dataclasses.replace(preset("tiny"), vocab_size=262_144)
+    model = dataclasses.replace(preset("tiny"), vocab_size=262_144, num_layers=1)
     # Of each chip 128 sequences of 256 tokens: 34 GB of logits at once.
     island = IslandConfig(topology="v6e:2x2", batch_size=512, mesh_fsdp=4, loss_chunk=0,
                           remat="full")
@@ -221,11 +221,13 @@ for generation in GENERATIONS.values():
 
 
 HOSTS = """
+import dataclasses
 from diloco_jax.config import *
 from diloco_jax.models.presets import preset
 def config():
+    model = dataclasses.replace(preset("tiny"), num_layers=1)
     island = IslandConfig(topology="v5p:2x2x2", batch_size=8, mesh_data=2, mesh_fsdp=4)
-    return Config(run=RunConfig(model=preset("tiny"), sequence_length=256,
+    return Config(run=RunConfig(model=model, sequence_length=256,
                                 sync=SyncConfig(fragments=2)),
                   islands={"v5p": island})
 """
