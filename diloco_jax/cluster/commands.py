@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax.compilation import VARIABLE, of_user
+from diloco_jax.wire import addresses
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 ALLOCATOR = {
@@ -46,11 +46,12 @@ def island_commands(
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now. If another program takes it
-    before its use, the attempt fails and the next one asks again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that is free now, and that no connection that goes
+    out is given. If another program takes it before its use, the attempt fails and the
+    next one asks again."""
+    address, beside = addresses.reserve("127.0.0.1:0")
+    beside.close()
+    return addresses.parse_address(address)[1]
 
 
 def eval_command(workdir: Path) -> list[str]:

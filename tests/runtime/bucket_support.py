@@ -11,7 +11,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from runtime_support import PATIENCE_S, free_port
+from runtime_support import PATIENCE_S
+
+from diloco_jax.cluster.commands import free_port
 
 TIMEOUT_S = 600.0
 """Where a machine is busy, one checkpoint in this bucket takes half a minute."""

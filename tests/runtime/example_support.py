@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from runtime_support import PATIENCE_S, free_port
+from runtime_support import PATIENCE_S
 
+from diloco_jax.cluster.commands import free_port
 from diloco_jax.observability.tape import read_tape
 
 ROOT = Path(__file__).parents[2]

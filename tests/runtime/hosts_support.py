@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from runtime_support import PATIENCE_S, coordinator, free_port, make_config, placed
+from runtime_support import PATIENCE_S, coordinator, make_config, placed
 
+from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -322,18 +320,6 @@ class Stall:
             now = time.monotonic()
             self.longest_s = max(self.longest_s, now - began - pause_s)
             began = now
-
-
-def free_port() -> int:
-    """For a process that binds it later. Not one that a connection may be given until
-    then: those are from 32768, as Linux comes."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with (
-            contextlib.suppress(OSError),
-            socket.create_server(("127.0.0.1", port)),
-        ):
-            return port
 
 
 def await_gone(pids: Iterable[int]) -> None:

@@ -15,8 +15,9 @@ import pytest
 import support
 import tape_checks
 from example_support import TIMEOUT_S, Example
-from runtime_support import PATIENCE_S, free_port, make_config, placed
+from runtime_support import PATIENCE_S, make_config, placed
 
+from diloco_jax.cluster.commands import free_port
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.main import Coordinator

@@ -17,13 +17,13 @@ from page_steps import FACTORY, NAME, joined_loop, step_in_replica
 from runtime_support import (
     PATIENCE_S,
     coordinator,
-    free_port,
     make_config,
     placed,
     run_scripted,
     with_run,
 )
 
+from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.device.replica import Replica

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import pytest
 import support
 import tape_checks
-from runtime_support import Stall, free_port, make_config, placed, with_run
+from runtime_support import Stall, make_config, placed, with_run
 
 from diloco_jax.cluster import commands
+from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines

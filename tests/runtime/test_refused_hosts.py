@@ -5,9 +5,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from runtime_support import PATIENCE_S, free_port, make_config, placed
+from runtime_support import PATIENCE_S, make_config, placed
 from test_hosts import HOST
 
+from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines
