@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from pathlib import Path
@@ -19,6 +20,11 @@ MAX_BYTES = 2 << 30
 """Bytes of our cache that a starting process keeps: the entries used last."""
 ENTRY = "-cache"
 """Ending of an entry's name in jax."""
+_OF_WRITES = (
+    *("cache_key", "compile_time_secs", "module_name"),
+    *("backend", "executable"),
+)
+"""First arguments of the function of jax that writes an entry."""
 
 
 def of_user() -> Path:
@@ -100,13 +106,23 @@ def _have_every_host_write() -> None:
     """
     from jax._src import compilation_cache, compiler, distributed
 
-    first_writes = compiler._cache_write
+    first_writes = getattr(compiler, "_cache_write", None)
+    if first_writes is None or (
+        tuple(inspect.signature(first_writes).parameters)[: len(_OF_WRITES)]
+        != _OF_WRITES
+    ):
+        logger.warning(
+            "this jax writes its cache in a way that is not known here: hosts other "
+            "than an island's first compile anew at each start"
+        )
+        return
 
     def write(
-        key: str, seconds: float, name: str, backend: Any, made: Any, callbacks: Any
+        key: str, seconds: float, name: str, backend: Any, made: Any, *callbacks: Any
     ) -> None:
-        if not distributed.global_state.process_id or callbacks:
-            first_writes(key, seconds, name, backend, made, callbacks)
+        # Older versions of jax tell of callbacks, too.
+        if not distributed.global_state.process_id or any(callbacks):
+            first_writes(key, seconds, name, backend, made, *callbacks)
             return
         try:
             compilation_cache.put_executable_and_time(

@@ -1,5 +1,6 @@
 """The compilation cache survives killed writers, and does not grow without end."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -126,3 +127,38 @@ def test_the_user_s_cache_is_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert compilation.of_user() == tmp_path / "home" / ".cache" / "diloco_jax" / "jax"
+
+
+@pytest.fixture
+def cache_of_jax(monkeypatch):
+    """jax's own function for entries, put back afterwards, in a process that is not an
+    island's first; and what is written."""
+    from jax._src import compilation_cache, compiler, distributed
+
+    written = []
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    monkeypatch.setattr(
+        compilation_cache, "put_executable_and_time", lambda *of: written.append(of)
+    )
+    monkeypatch.setattr(compiler, "_cache_write", compiler._cache_write)
+    return compiler, written
+
+
+def test_every_host_writes_what_it_compiles(cache_of_jax):
+    compiler, written = cache_of_jax
+    of_callbacks = [()] * (len(inspect.signature(compiler._cache_write).parameters) - 5)
+    compilation._have_every_host_write.__wrapped__()
+    compiler._cache_write("key", 2.5, "name", "backend", "made", *of_callbacks)
+    assert written == [("key", "name", "made", "backend", 2)]
+
+
+def test_a_jax_that_writes_otherwise_is_left_alone(cache_of_jax, monkeypatch, caplog):
+    compiler, _ = cache_of_jax
+
+    def another(entry):
+        """Of a jax to come."""
+
+    monkeypatch.setattr(compiler, "_cache_write", another)
+    compilation._have_every_host_write.__wrapped__()
+    assert compiler._cache_write is another
+    assert "hosts other than an island's first compile anew" in caplog.text
