@@ -30,6 +30,7 @@ include_patterns = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "CODE_OF_CONDUCT.md",
+    "SECURITY.md",
     "docs/**.md",
     "reference/*.md",
     "launch/**.md",

@@ -59,7 +59,7 @@ ADDED = """
 ## The project
 
 [README](../README.md), [how to contribute](../CONTRIBUTING.md),
-[conduct](../CODE_OF_CONDUCT.md), [changes](../CHANGELOG.md)
+[conduct](../CODE_OF_CONDUCT.md), [security](../SECURITY.md), [changes](../CHANGELOG.md)
 """
 
 
