@@ -219,7 +219,7 @@ def _finding(history: History, steps: pandas.DataFrame) -> str:
     lived = float((span.time - span.began).sum())
     if history.recorded or not lived:
         merges = len(history.merges["time"])
-        return f"{len(history.islands)} islands, {merges:,} merge{"s" * (merges != 1)}"
+        return f"{len(history.islands)} islands, {merges:,} merge{'s' * (merges != 1)}"
     share = float((steps.time - steps.began).sum()) / lived
     return f"Islands are in steps for {share:.0%} of their time"
 
