@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from rich import progress
 from rich.console import Console
 
-from diloco_jax.observability.terminal import duration_text
-
-LINE_EVERY_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+from diloco_jax.observability.terminal import LINE_EVERY_S, duration_text
 
 
 @contextmanager
@@ -20,7 +17,7 @@ def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
     """Show a bar on a terminal, and remove it at the end; elsewhere a line of text now
     and then. Yields the function that is told the share that is done."""
     if not console.is_terminal:
-        yield _lines(console, doing)
+        yield lines(console, doing)
         return
     columns = (
         progress.TextColumn("{task.description}"),
@@ -33,7 +30,9 @@ def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
         yield lambda share: shown.update(task, completed=share)
 
 
-def _lines(console: Console, doing: str) -> Callable[[float], None]:
+def lines(console: Console, doing: str) -> Callable[[float], None]:
+    """Return a function that is told the share that is done, and says so in a line of
+    text every `LINE_EVERY_S` seconds at most."""
     began = time.monotonic()
     told = began
 
