@@ -20,7 +20,7 @@ class ConfigError(ValueError):
       ...     Config().replace("sync.quorum", 2).validate()
       ... except ConfigError as error:
       ...     print(error)
-      sync.quorum = 2, but there is 1 island...
+      sync.quorum = 2, but there are 1 islands...
     """
 
 

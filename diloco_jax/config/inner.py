@@ -19,7 +19,7 @@ class InnerConfig:
       >>> Config().replace("inner.learning_rate", -1.0)
       Traceback (most recent call last):
           ...
-      diloco_jax.errors.ConfigError: inner.learning_rate = -1.0; it must be above 0
+      diloco_jax.errors.ConfigError: inner.learning_rate = -1.0; it must be at least 0
     """
 
     optimizer: str = setting(

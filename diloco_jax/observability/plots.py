@@ -27,8 +27,8 @@ MOST_MARKS = 60
 """Takes and adoptions of one island that can be told apart in one plot."""
 MOST_BARS = 120
 """Steps of one island that can be told apart in one plot."""
-SMOOTHED = 40
-"""Points of a smoothed loss curve: each is a mean over this part of the steps."""
+SMOOTHED = 15
+"""A point of a loss curve is the mean over one in so many of the island's steps."""
 STANDSTILL = 3.0
 """A pause of an island, in its median steps, from which on it counts as one."""
 
@@ -79,7 +79,8 @@ def timeline(
     for lane, island in enumerate(history.islands, start=1):
         own = steps[(steps.island == island) & (steps.began < end)]
         own = own[own.time > begin]
-        bars = _bars(own, (end - begin) / 200)
+        apart = len(own) <= MOST_BARS and not history.recorded
+        bars = _bars(own, None if apart else (end - begin) / 200)
         axes.broken_barh(bars, (lane - 0.33, 0.66), color=SKY, alpha=0.6, lw=0)
         for ended, away in history.absences(island):
             _away(axes, lane, max(begin, ended), min(end, ended + away), end - begin)
@@ -138,11 +139,11 @@ def _of(
     return events[(events.island == island) & events.time.between(begin, end)]
 
 
-def _bars(steps: pandas.DataFrame, gap: float) -> list[tuple[float, float]]:
-    """Return (start, length) of bars: one per step, a little short, so that they can
-    be told apart; or, if they are many, one for all that follow within `gap`."""
+def _bars(steps: pandas.DataFrame, gap: float | None) -> list[tuple[float, float]]:
+    """Return (start, length) of bars: one for all steps that follow within `gap`
+    seconds; None = one per step, a little short, so that they can be told apart."""
     spans = zip(steps.began, steps.time, strict=True)
-    if len(steps) <= MOST_BARS:
+    if gap is None:
         return [(start, 0.96 * (stop - start)) for start, stop in spans]
     joined: list[tuple[float, float]] = []
     for start, stop in spans:

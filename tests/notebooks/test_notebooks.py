@@ -64,8 +64,8 @@ BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         "costs.loc['days', 'two regions']": (1.0, 1.3),
     },
     "07_finetune_a_real_model": {
-        "costs.loc['lives of the killed island', 'all weights']": (2, 2),
-        "costs.loc['MB sent up', 'adapters']": (50, 150),
+        "costs.loc['lives of the killed island', 'All weights']": (2, 2),
+        "costs.loc['MB sent up', 'Adapters']": (50, 150),
     },
 }
 """What a cell's names are between, by expression."""
