@@ -179,3 +179,14 @@ def table(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
     """Return the columns of rows."""
     values = zip(*rows, strict=True) if rows else ((),) * len(columns)
     return {name: np.array(v) for name, v in zip(columns, values, strict=True)}
+
+
+def of_rows(
+    islands: tuple[str, ...],
+    rows: Mapping[str, Sequence[tuple[Any, ...]]],
+    *,
+    recorded: bool = False,
+) -> History:
+    """Return the history with these rows of each table, in the order of COLUMNS."""
+    tables: Any = {name: table(COLUMNS[name], rows.get(name, ())) for name in COLUMNS}
+    return History(islands=islands, recorded=recorded, **tables)

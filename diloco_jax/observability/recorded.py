@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.errors import ConfigError
-from diloco_jax.observability.history import COLUMNS, History, table
+from diloco_jax.observability.history import History, of_rows
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 
@@ -129,8 +129,8 @@ class _Reader:
                 who = (line["island"], known[max(0, at)][1])
                 self._steps(who, line, now, before)
         names = self._islands()
-        for line in self._merged:
-            self._merge(line, names, measures)
+        for merge in self._merged:
+            self._merge(merge, names, measures)
 
     def _steps(
         self,
@@ -184,11 +184,7 @@ class _Reader:
                     *(ended, life.steps, life.end),
                 )
             )
-        return History(
-            islands=self._islands(),
-            recorded=True,
-            **{name: table(COLUMNS[name], self._rows[name]) for name in COLUMNS},
-        )
+        return of_rows(self._islands(), self._rows, recorded=True)
 
     def _islands(self) -> tuple[str, ...]:
         return tuple(sorted({island for island, _ in self._lives}))

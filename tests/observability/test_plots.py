@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,7 +10,7 @@ from matplotlib import pyplot
 from matplotlib.text import Text
 
 from diloco_jax import History
-from diloco_jax.observability.history import COLUMNS, table
+from diloco_jax.observability.history import COLUMNS, of_rows, table
 from diloco_jax.observability.plots import MOST_BARS
 
 
@@ -45,8 +46,7 @@ def history(pause_of_b: float = 0.0, count: int = 20, **changes) -> History:
         ],
         "evaluations": [(2.0, 1, 4.5)],
     }
-    tables = {name: table(COLUMNS[name], rows[name]) for name in COLUMNS}
-    return History(islands=("a", "b", "c"), **tables | changes)
+    return dataclasses.replace(of_rows(("a", "b", "c"), rows), **changes)
 
 
 def texts_of(axes) -> list[Text]:

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from diloco_jax.island.timing import LOSS_STEPS
-from diloco_jax.observability.history import COLUMNS, History, table
+from diloco_jax.observability.history import History, of_rows
 from diloco_jax.protocol.messages import Measures
 
 
@@ -116,7 +116,7 @@ def collect(
         adoptions += [(*who, *adoption) for adoption in d.adoptions]
         first = d.step_began[0] if d.step_began else math.nan
         lives.append((*who, d.began, first, d.ended, d.steps, d.end))
-    rows = {
+    rows: dict[str, Sequence[tuple[Any, ...]]] = {
         "merges": merges,
         "steps": steps,
         "takes": takes,
@@ -124,7 +124,4 @@ def collect(
         "lives": lives,
         "evaluations": evaluations,
     }
-    return History(
-        islands=tuple(diaries),
-        **{name: table(COLUMNS[name], found) for name, found in rows.items()},
-    )
+    return of_rows(tuple(diaries), rows)
