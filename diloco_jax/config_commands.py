@@ -166,7 +166,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
 
 def launch_command(arguments: Sequence[str]) -> int:
-    """Run `diloco launch CONFIG --on tpu_vm|gke`."""
+    """Run `diloco launch CONFIG --on tpu_vm|gke|sky`."""
     from diloco_jax.launch.command import LaunchOptions, run
 
     path, config, options = _config_and_options("launch", arguments, LaunchOptions())
