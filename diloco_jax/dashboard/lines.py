@@ -1,0 +1,96 @@
+"""Follow JSON lines while their writer is at work, through all their files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from diloco_jax.observability import segments
+
+BLOCK_BYTES = 1 << 20
+
+
+class NewLines:
+    """The lines of a file that were not yielded before. Use from one thread.
+
+    `bad_lines` counts complete lines that were no JSON objects and were left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: the newest file, which need not exist yet."""
+        self.bad_lines = 0
+        self.read_bytes = 0
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the new lines up to the end; a line without its end comes later."""
+        while self._open():
+            assert self._file is not None
+            while block := self._file.read(BLOCK_BYTES):
+                self.read_bytes += len(block)
+                *whole, self._rest = (self._rest + block).split(b"\n")
+                for line in whole:
+                    if (found := self._decode(line)) is not None:
+                        yield found
+            self._forget_what_was_cut()
+            if not self._go_on():
+                return
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _decode(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            found = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("time"), (int, float)):
+            return found
+        self.bad_lines += 1
+        return None
+
+    def _open(self) -> bool:
+        if self._file is None:
+            before = segments.closed(self._path) if self._path.parent.is_dir() else []
+            try:
+                self._file = (before[0] if before else self._path).open("rb")
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _forget_what_was_cut(self) -> None:
+        """Drop a torn line that its writer's next life has cut off."""
+        assert self._file is not None
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._file.tell():
+            self._file.seek(size)
+            self._rest = b""
+
+    def _go_on(self) -> bool:
+        """Open the file after this one; return False at the end of the newest."""
+        assert self._file is not None
+        mine = os.fstat(self._file.fileno())
+        closed = segments.closed(self._path)
+        for number, file in enumerate(closed):
+            if os.path.samestat(file.stat(), mine):
+                after = closed[number + 1] if number + 1 < len(closed) else self._path
+                break
+        else:
+            return False
+        if mine.st_size > self._file.tell():
+            return True  # Its last lines came after the last read.
+        try:
+            following = after.open("rb")
+        except FileNotFoundError:
+            return False
+        self._file.close()
+        self._file, self._rest = following, b""
+        return True
