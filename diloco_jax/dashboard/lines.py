@@ -24,7 +24,7 @@ class NewLines:
         """path: the newest file, which need not exist yet."""
         self.bad_lines = 0
         self.read_bytes = 0
-        self._path = path
+        self.path = path
         self._file: BinaryIO | None = None
         self._rest = b""
 
@@ -59,9 +59,9 @@ class NewLines:
 
     def _open(self) -> bool:
         if self._file is None:
-            before = segments.closed(self._path) if self._path.parent.is_dir() else []
+            before = segments.closed(self.path) if self.path.parent.is_dir() else []
             try:
-                self._file = (before[0] if before else self._path).open("rb")
+                self._file = (before[0] if before else self.path).open("rb")
             except FileNotFoundError:
                 return False
         return True
@@ -78,10 +78,10 @@ class NewLines:
         """Open the file after this one; return False at the end of the newest."""
         assert self._file is not None
         mine = os.fstat(self._file.fileno())
-        closed = segments.closed(self._path)
+        closed = segments.closed(self.path)
         for number, file in enumerate(closed):
             if os.path.samestat(file.stat(), mine):
-                after = closed[number + 1] if number + 1 < len(closed) else self._path
+                after = closed[number + 1] if number + 1 < len(closed) else self.path
                 break
         else:
             return False

@@ -24,6 +24,12 @@ SUMS = (
     *("memory", "memories", "disk", "disks"),
 )
 """Fields besides the seconds in each state. A mean has its sum and its count."""
+COUNTED = {
+    "stalled_seconds": "stalled",
+    "bytes_up": "bytes_up",
+    "bytes_down": "bytes_down",
+}
+"""Field of the grid by name in the metrics, of what an incarnation counts up."""
 COORDINATOR = 0
 """Row of the coordinator."""
 MERGES_KEPT = 20_000
@@ -168,13 +174,16 @@ class Timeline:
             lane.stands_for = str(line["config"].get("stands_for", ""))
             return
         if lane.incarnation != line["incarnation"]:
-            self._away_since_gap(lane)
-            self._state(lane, "joining", time)
-            lane.incarnation = line["incarnation"]
-            lane.steps = (line.get("carried") or {}).get("steps", 0)
-            lane.counts, lane.adopted, lane.told = {}, {}, time
-            self._nothing_out(lane, time)
+            steps = (line.get("carried") or {}).get("steps", 0)
+            self._begins(lane, line["incarnation"], time, steps)
         lane.tokens_per_step = line["tokens_per_step"]
+
+    def _begins(self, lane: Lane, incarnation: int, time: float, steps: int) -> None:
+        self._away_since_gap(lane)
+        self._state(lane, "joining", time)
+        lane.incarnation, lane.steps = incarnation, steps
+        lane.counts, lane.adopted, lane.told = {}, {}, time
+        self._nothing_out(lane, time)
 
     def _left(self, line: Mapping[str, Any], time: float) -> None:
         lane = self._lane(line["island"])
@@ -279,11 +288,7 @@ class Timeline:
         steps, lane.steps = line["step"] - lane.steps, line["step"]
         if steps > 0:
             self.grid.spread("tokens", row, told, time, steps * lane.tokens_per_step)
-        for name, field in (
-            ("stalled_seconds", "stalled"),
-            ("bytes_up", "bytes_up"),
-            ("bytes_down", "bytes_down"),
-        ):
+        for name, field in COUNTED.items():
             more = line[name] - lane.counts.get(name, 0.0)
             lane.counts[name] = line[name]
             if more > 0:
@@ -325,6 +330,14 @@ class Timeline:
             plural = "memories" if field == "memory" else "disks"
             self.grid.add(field, COORDINATOR, time, value)
             self.grid.add(plural, COORDINATOR, time, 1)
+
+    def seen(self, time: float, name: str, island: Mapping[str, Any]) -> None:
+        """Note an incarnation of a status, whose past is not known."""
+        lane = self._lane(name)
+        self._begins(lane, island["incarnation"], time, island["steps"])
+        lane.counts = {k: island[k] for k in COUNTED}
+        text = f"{name} #{lane.incarnation} is in the run, at step {lane.steps:,}"
+        self.event(time, "seen", name, text)
 
     # ---- states ---------------------------------------------------------------------
 
