@@ -21,6 +21,7 @@ STATIC = Path(__file__).with_name("static")
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """Names of this machine under which the page may be asked for. A page of elsewhere
 whose name is made to lead here (DNS rebinding) asks under its own name."""
+COLUMNS = 600
 LONGEST_SEARCH = 200
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -50,10 +51,8 @@ def make_app(onlooker: Onlooker) -> Starlette:
 
     def view(request: Request) -> Response:
         start, stop = _number(request, "start"), _number(request, "stop")
-        columns = _number(request, "columns")
-        return _json(
-            onlooker.view(start, stop, 600 if columns is None else int(columns))
-        )
+        columns = int(_number(request, "columns") or COLUMNS)
+        return _json(onlooker.view(start, stop, columns))
 
     def events(request: Request) -> Response:
         wanted = request.query_params.get("words", "")
@@ -103,8 +102,8 @@ def _refusal(scope: Scope) -> Response | None:
     if len(hosts) != 1 or _name(hosts[0]) not in HOSTS:
         return PlainTextResponse(
             f"the dashboard answers under {', '.join(HOSTS)}, not under "
-            f"{', '.join(hosts) or 'no name'}; open http://localhost:PORT, from another "
-            f"machine through `ssh -L PORT:localhost:PORT`\n",
+            f"{', '.join(hosts) or 'no name'}; open http://localhost:PORT, "
+            f"from another machine through `ssh -L PORT:localhost:PORT`\n",
             403,
         )
     if scope["method"] not in ("GET", "HEAD"):

@@ -303,7 +303,7 @@ def _measures_of(measures: Mapping[str, float | None]) -> dict[str, float | None
 def find_events(
     timeline: Timeline, wanted: str, start: float, stop: float, most: int
 ) -> dict[str, Any]:
-    """Return the newest events of [start, stop) that have all the words, in any case."""
+    """Return the newest events of [start, stop) that have all words, in any case."""
     words = wanted.lower().split()
     found, more = [], False
     for event in reversed(timeline.events):
