@@ -94,6 +94,7 @@ def _lanes(
                 sums["merged_tokens"][lane.row] / timeline.fragments
             ),
             "in_merges": round(sums["merged_deltas"][lane.row]),
+            "merges_count": round(sums["merges"][lane.row]),
         }
         for n, lane in enumerate(lanes)
     ]
@@ -101,7 +102,7 @@ def _lanes(
 
 def _sums(timeline: Timeline, window: Window) -> dict[str, Array]:
     """Return the sums of the whole window, [R] by field."""
-    names = ("absent", "lost_tokens", "merged_tokens", "merged_deltas")
+    names = ("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges")
     found = timeline.grid.columns(names, window.start, window.stop, 1)[..., 0]
     return dict(zip(names, found, strict=True))
 
