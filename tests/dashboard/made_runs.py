@@ -232,7 +232,7 @@ class Writing:
                 for name in names
             ),
             share=len(names) / self.run.islands,
-            verdicts={name: (tick, "merged", "") for name in names},
+            verdicts=dict.fromkeys(names, (tick, "merged", "")),
             digest="d",
             payload_bytes=1,
         )
