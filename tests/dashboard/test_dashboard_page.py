@@ -1,4 +1,4 @@
-"""The page in a real browser: no error, no request to elsewhere, usable by everybody."""
+"""The page in a real browser: no error, no request to elsewhere, fit for everybody."""
 
 from __future__ import annotations
 
