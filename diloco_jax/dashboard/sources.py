@@ -6,6 +6,7 @@ Nothing here writes, and the coordinator is asked for its status alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import json
 import math
@@ -30,6 +31,11 @@ from diloco_jax.workdir import holds_run, read_facts
 Lines = Iterator[tuple[float, Callable[[Mapping[str, Any]], None], dict[str, Any]]]
 
 BITS_PER_NAT = 1 / math.log(2)
+OF_STATUS = (
+    *("loss", "eval_loss", "median_step_seconds", "stalled_seconds"),
+    *("bytes_up", "bytes_down"),
+)
+"""Fields that a status and a line of the metrics have in common."""
 
 
 class Telling(Protocol):
@@ -170,32 +176,33 @@ class OfAddress:
             begun |= {"total_tokens": status.get("total_tokens", 0), "time": now}
             yield now, timeline.tape, begun
         for name, island in status.get("islands", {}).items():
-            yield from self._island(timeline, name, island, now)
+            yield now, functools.partial(self._tell, timeline, name, now), island
         for text in status.get("alerts", ()):
             if text not in before.get("alerts", ()):
                 yield now, timeline.tape, {"kind": "alert", "text": text, "time": now}
         if (model := status.get("merged_model")) != before.get("merged_model"):
             yield now, timeline.metrics, {**model, "kind": "merged_model", "time": now}
 
-    def _island(
-        self, timeline: Timeline, name: str, island: Mapping[str, Any], now: float
-    ) -> Lines:
+    def _tell(
+        self, timeline: Timeline, name: str, now: float, island: Mapping[str, Any]
+    ) -> None:
+        """Tell what the status of one island has that is new."""
         common = {"island": name, "incarnation": island["incarnation"], "time": now}
         state, median = island["state"], island["median_step_seconds"]
         if self._incarnations.get(name) != island["incarnation"]:
             self._incarnations[name] = island["incarnation"]
-            yield now, lambda found: timeline.seen(now, name, found), {**island}
+            timeline.seen(now, name, island)
+        lane = timeline.lanes[name]
         if state in ("absent", "gone"):
-            if timeline.lanes[name].state not in ("absent", ""):
-                yield now, timeline.tape, {"kind": "absent", "why": state, **common}
+            if lane.state not in ("absent", ""):
+                timeline.tape({"kind": "absent", "why": state, **common})
             return
-        timeline.lanes[name].tokens_per_step = round(
-            island["tokens_per_second"] * median
-        )
-        fields = ("loss", "eval_loss", "median_step_seconds", "stalled_seconds")
-        line = {field: island[field] for field in (*fields, "bytes_up", "bytes_down")}
+        if lane.state == "absent":
+            timeline.tape({"kind": "resumed", "steps": island["steps"], **common})
+        lane.tokens_per_step = round(island["tokens_per_second"] * median)
+        line = {field: island[field] for field in OF_STATUS}
         line |= {"kind": "island", "phase": state, "step": island["steps"], **common}
-        yield now, timeline.metrics, line
+        timeline.metrics(line)
 
 
 def opened(target: str, placement: Placement) -> Telling:

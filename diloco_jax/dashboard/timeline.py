@@ -192,7 +192,8 @@ class Timeline:
             self.grid.add("lost_tokens", lane.row, time, lost)
         if lane.incarnation == line["incarnation"]:
             self._away_since_gap(lane)
-            in_order = line["reason"] in LEFT_IN_ORDER
+            # A run that is over says goodbye for those who did not.
+            in_order = line["reason"] in LEFT_IN_ORDER or not self.coordinator.state
             self._state(lane, "" if in_order else "absent", time)
             self._nothing_out(lane, time)
 
@@ -280,10 +281,14 @@ class Timeline:
     def _island(self, line: Mapping[str, Any], time: float) -> None:
         lane = self._lane(line["island"])
         phase = line["phase"]
-        if lane.state != phase and lane.state != "quarantined" and phase in STATES:
+        # One that has left may have reported until then.
+        here = lane.state not in ("", "quarantined")
+        if here and lane.state != phase and phase in STATES:
             self._state(lane, phase, time)
         lane.gap = 0.0
-        lane.median_step_seconds = line["median_step_seconds"]
+        lane.median_step_seconds = (
+            line["median_step_seconds"] or lane.median_step_seconds
+        )
         row, told = lane.row, lane.told or time
         steps, lane.steps = line["step"] - lane.steps, line["step"]
         if steps > 0:

@@ -101,7 +101,9 @@ export function drawCurves(view, chosen) {
   series.push({ name: "merged model", data: merged, colour: colour("ink"), wide: true, points: true });
   draw("loss", view, series, { format: loss, tip: spread });
 
-  draw("speed", view, [line("computed", curves.computed, "c1", { dashed: true }), line("merged", curves.merged, "c0")], { min: 0 });
+  const speeds = [line("computed", curves.computed, "c1", { dashed: true })];
+  if (view.run.whole) speeds.push(line("merged", curves.merged, "c0"));
+  draw("speed", view, speeds, { min: 0 });
   draw("cosine", view, [line("between islands", curves.pairwise_cosine, "c0"),
     line("to the fragment's last", curves.cosine_to_last, "c1", { dashed: true })],
   { format: (value) => value === null ? "–" : value.toFixed(2) });
