@@ -180,7 +180,8 @@ class OfAddress:
         for text in status.get("alerts", ()):
             if text not in before.get("alerts", ()):
                 yield now, timeline.tape, {"kind": "alert", "text": text, "time": now}
-        if (model := status.get("merged_model")) != before.get("merged_model"):
+        model = status.get("merged_model")
+        if model and model != before.get("merged_model"):
             yield now, timeline.metrics, {**model, "kind": "merged_model", "time": now}
 
     def _tell(
