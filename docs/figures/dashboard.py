@@ -1,22 +1,26 @@
 """Take the pictures of docs/dashboard.md, in Chromium.
 
-    PYTHONPATH=. python tests/dashboard/take_pictures.py WORKDIR OUT.png \
-        [--size 1280x900] [--dark] [--until SHARE] [--whole]
+    PYTHONPATH=. python docs/figures/dashboard.py WORKDIR OUT.png \
+        [--size 1280x900] [--dark] [--until PLACE] [--whole]
 
-`WORKDIR` may be `made:ISLANDS`: a run that never was, of half an hour. Pictures have 256
-colours, so that they stay below 150 kB.
+`WORKDIR` may be `made:ISLANDS`: a run that never was, of half an hour. Pictures have
+256 colours, so that they stay below 150 kB.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
-from browser import Browser
-from made_runs import MadeRun, Outage, write_run
 from PIL import Image
-from test_dashboard_app import start, stop
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "dashboard"))
+
+from browser import Browser  # noqa: E402
+from made_runs import MadeRun, Outage, write_run  # noqa: E402
+from test_dashboard_app import start, stop  # noqa: E402
 
 DRAWN = "Number(document.body.dataset.drawn) > 0"
 
