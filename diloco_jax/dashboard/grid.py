@@ -54,36 +54,45 @@ class Grid:
         self, field: str, row: int, start: float, stop: float, value: float
     ) -> None:
         """Add a value evenly over [start, stop), in unix seconds."""
-        if stop <= start:
-            return
-        self._place(stop)  # Bins may become longer before the start is placed.
-        first, last = self._place(start), self._place(stop)
+        if self.begin is None:
+            self.begin = start
+        last = self._place(stop)
+        # After the last one: its bins may have become longer.
+        first = max(0.0, (start - self.begin) / self.width_s)
         if last <= first:
             return
         sums = self._sums[self._index[field], row]
-        each = value / (last - first)
-        low, high = int(first), min(int(last), self._bins - 1)
+        low, high = int(first), int(last)
         if low == high:
             sums[low] += value
             return
+        each = value / (last - first)
         sums[low] += each * (low + 1 - first)
-        sums[low + 1 : high] += each
+        if high > low + 1:
+            sums[low + 1 : high] += each
         sums[high] += each * (last - high)
 
     def columns(
-        self, fields: Sequence[str], start: float, stop: float, count: int
+        self,
+        fields: Sequence[str],
+        start: float,
+        stop: float,
+        count: int,
+        rows: slice = slice(None),
     ) -> Array:
-        """Return sums [F, R, C] of `count` equal columns of [start, stop).
+        """Return sums [F, R, C] of `count` equal columns of [start, stop), of these
+        rows.
 
         What lies in a bin counts as spread evenly over it.
         """
         numbers = [self._index[name] for name in fields]
+        rows = slice(*rows.indices(self.rows))
         if self.begin is None or stop <= start:
-            return np.zeros((len(fields), self.rows, count))
+            return np.zeros((len(fields), rows.stop - rows.start, count))
         edges = np.linspace(start, stop, count + 1) - self.begin
         edges = np.clip(edges / self.width_s, 0, self._bins)
         low, high = int(edges[0]), int(np.ceil(edges[-1]))
-        part = self._sums[numbers, : self.rows, low:high]
+        part = self._sums[numbers, rows, low:high]
         until = np.zeros((*part.shape[:2], high - low + 1))
         np.cumsum(part, axis=-1, out=until[..., 1:])
         whole = np.minimum((edges - low).astype(int), max(high - low - 1, 0))
@@ -92,6 +101,18 @@ class Grid:
         reached = until[..., whole] + rest * (until[..., after] - until[..., whole])
         found: Array = np.diff(reached, axis=-1)
         return found
+
+    def totals(self, fields: Sequence[str], start: float, stop: float) -> Array:
+        """Return sums [F, R] of [start, stop)."""
+        numbers = [self._index[name] for name in fields]
+        if self.begin is None or stop <= start:
+            return np.zeros((len(fields), self.rows))
+        ends = (np.array([start, stop]) - self.begin) / self.width_s
+        first, last = np.clip(ends, 0, self._bins)
+        low, high = int(first), int(np.ceil(last))
+        bins = np.arange(low, high)
+        shares = np.minimum(bins + 1, last) - np.maximum(bins, first)
+        return self._sums[numbers, : self.rows, low:high] @ shares
 
     def _place(self, time: float) -> float:
         """Return a time as a number of bins; make bins longer until it is within."""

@@ -26,20 +26,23 @@ class NewLines:
         self.read_bytes = 0
         self.path = path
         self._file: BinaryIO | None = None
-        self._rest = b""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the new lines up to the end; a line without its end comes later."""
         while self._open():
             assert self._file is not None
+            rest = b""
             while block := self._file.read(BLOCK_BYTES):
                 self.read_bytes += len(block)
-                *whole, self._rest = (self._rest + block).split(b"\n")
+                *whole, rest = (rest + block).split(b"\n")
                 for line in whole:
                     if (found := self._decode(line)) is not None:
                         yield found
-            self._forget_what_was_cut()
-            if not self._go_on():
+            read = self._file.tell()
+            # An unfinished line is read again: its writer's next life cuts it off.
+            self.read_bytes -= len(rest)
+            self._file.seek(read - len(rest))
+            if not self._go_on(read):
                 return
 
     def close(self) -> None:
@@ -66,16 +69,9 @@ class NewLines:
                 return False
         return True
 
-    def _forget_what_was_cut(self) -> None:
-        """Drop a torn line that its writer's next life has cut off."""
-        assert self._file is not None
-        size = os.fstat(self._file.fileno()).st_size
-        if size < self._file.tell():
-            self._file.seek(size)
-            self._rest = b""
-
-    def _go_on(self) -> bool:
-        """Open the file after this one; return False at the end of the newest."""
+    def _go_on(self, read: int) -> bool:
+        """Open the file after this one, of which `read` bytes were read; return False
+        at the end of the newest."""
         assert self._file is not None
         mine = os.fstat(self._file.fileno())
         closed = segments.closed(self.path)
@@ -85,12 +81,12 @@ class NewLines:
                 break
         else:
             return False
-        if mine.st_size > self._file.tell():
+        if mine.st_size > read:
             return True  # Its last lines came after the last read.
         try:
             following = after.open("rb")
         except FileNotFoundError:
             return False
         self._file.close()
-        self._file, self._rest = following, b""
+        self._file = following
         return True

@@ -63,6 +63,8 @@ class Lane:
     """Time of its last line of metrics."""
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     adopted: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Version by fragment, and their sum."""
+    adoptions: int = 0
     out: dict[int, int] = dataclasses.field(default_factory=dict)
     """Tick by fragment of takes without a verdict."""
     out_since: float = 0.0
@@ -111,6 +113,8 @@ class Timeline:
         self.newest = 0.0
         """Time of the newest line."""
         self._newest_merge: dict[int, Merge] = {}
+        self._published = 0
+        """Sum of `versions`."""
 
     @property
     def fragments(self) -> int:
@@ -127,7 +131,8 @@ class Timeline:
     def tape(self, line: Mapping[str, Any]) -> None:
         """Take a line of the tape. Lines come in the order of time."""
         kind, time = line["kind"], line["time"]
-        before, self.newest = self.newest, max(self.newest, time)
+        before = self.newest
+        self._clock(time)
         match kind:
             case "begun":
                 self._state(self.coordinator, "training", time)
@@ -182,7 +187,7 @@ class Timeline:
         self._away_since_gap(lane)
         self._state(lane, "joining", time)
         lane.incarnation, lane.steps = incarnation, steps
-        lane.counts, lane.adopted, lane.told = {}, {}, time
+        lane.counts, lane.adopted, lane.adoptions, lane.told = {}, {}, 0, time
         self._nothing_out(lane, time)
 
     def _left(self, line: Mapping[str, Any], time: float) -> None:
@@ -211,8 +216,9 @@ class Timeline:
             case "adopted":
                 if record["step"]:
                     self.grid.add("adoptions", lane.row, time, 1)
-                version = record.get("version", (1, 0))
-                lane.adopted[fragment] = version[1]
+                version = record.get("version", (1, 0))[1]
+                lane.adoptions += version - lane.adopted.get(fragment, 0)
+                lane.adopted[fragment] = version
             case "dropped" | "reset" | "reopened":
                 self._answered(lane, fragment, time)
 
@@ -232,6 +238,7 @@ class Timeline:
             if verdict != "pending":
                 self._answered(self._lane(name), fragment, time)
         self.grid.add("merges", COORDINATOR, time, 1)
+        self._published += version - self.versions.get(fragment, 0)
         self.versions[fragment] = version
         merge = Merge(
             time=time,
@@ -267,7 +274,7 @@ class Timeline:
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Take a line of the metrics. Lines come in the order of time."""
         time = line["time"]
-        self.newest = max(self.newest, time)
+        self._clock(time)
         match line["kind"]:
             case "island":
                 self._island(line, time)
@@ -303,11 +310,8 @@ class Timeline:
                 self.grid.add(name, row, time, line[name])
                 self.grid.add(count, row, time, 1)
         if lane.adopted and self.versions:
-            behind = [
-                newest - lane.adopted.get(fragment, 0)
-                for fragment, newest in self.versions.items()
-            ]
-            self.grid.add("lag", row, time, max(0.0, sum(behind) / len(behind)))
+            behind = (self._published - lane.adoptions) / len(self.versions)
+            self.grid.add("lag", row, time, max(0.0, behind))
             self.grid.add("lags", row, time, 1)
         lane.told = time
 
@@ -343,6 +347,11 @@ class Timeline:
         lane.counts = {k: island[k] for k in COUNTED}
         text = f"{name} #{lane.incarnation} is in the run, at step {lane.steps:,}"
         self.event(time, "seen", name, text)
+
+    def _clock(self, time: float) -> None:
+        if self.grid.begin is None:
+            self.grid.begin = time
+        self.newest = max(self.newest, time)
 
     # ---- states ---------------------------------------------------------------------
 

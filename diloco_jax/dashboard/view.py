@@ -27,6 +27,14 @@ MANY_ISLANDS = 16
 """Beyond it, lanes and curves have fewer columns."""
 COLUMNS_OF_MANY = 440
 POINTS, POINTS_OF_MANY = 240, 120
+OF_ISLANDS = (
+    *("loss", "losses", "eval_loss", "eval_losses", "tokens", "merged_tokens"),
+    *("bytes_up", "bytes_down", "lag", "lags"),
+)
+OF_COORDINATOR = (
+    *("cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds", "merges"),
+    *("memory", "memories", "disk", "disks"),
+)
 MERGES_SHOWN = 60
 ALERTS_SHOWN = 20
 MERGED_LOSSES_SHOWN = 240
@@ -103,7 +111,7 @@ def _lanes(
 def _sums(timeline: Timeline, window: Window) -> dict[str, Array]:
     """Return the sums of the whole window, [R] by field."""
     names = ("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges")
-    found = timeline.grid.columns(names, window.start, window.stop, 1)[..., 0]
+    found = timeline.grid.totals(names, window.start, window.stop)
     return dict(zip(names, found, strict=True))
 
 
@@ -132,26 +140,21 @@ def _curves(
     within = int((window.stop - window.start) / grid.width_s)
     points = max(1, min(points, within))
     seconds = (window.stop - window.start) / points
-    names = (
-        *("loss", "losses", "eval_loss", "eval_losses", "tokens", "merged_tokens"),
-        *("bytes_up", "bytes_down", "lag", "lags", "cosine", "cosines"),
-        *("last_cosine", "last_cosines", "memory", "memories", "disk", "disks"),
-        *("stalled", "merges", "merge_seconds"),
-    )
-    found = grid.columns(names, window.start, window.stop, points)
-    of = dict(zip(names, found, strict=True))
-    lag = _mean(of["lag"], of["lags"])[rows]
+    at = (window.start, window.stop, points)
+    found = grid.columns(OF_ISLANDS, *at)[:, rows]
+    of = dict(zip(OF_ISLANDS, found, strict=True))
+    found = grid.columns(OF_COORDINATOR, *at, slice(0, 1))[:, COORDINATOR]
+    of |= dict(zip(OF_COORDINATOR, found, strict=True))
+    lag = _mean(of["lag"], of["lags"])
 
     def total(name: str, over: float) -> list[float]:
-        sums = of[name][rows].sum(axis=0) / over
-        return [float(f"{value:.4g}") for value in sums]
+        return [float(f"{v:.4g}") for v in of[name].sum(axis=0) / over]
 
     def mean(name: str, plural: str, digits: int) -> list[float]:
-        mine = _mean(of[name][COORDINATOR], of[plural][COORDINATOR])
-        return _rounded(mine, digits)
+        return _rounded(_mean(of[name], of[plural]), digits)
 
     def by_island(name: str, plural: str) -> dict[str, list[float]]:
-        curves = _mean(of[name], of[plural])[rows]
+        curves = _mean(of[name], of[plural])
         drawn = zip(lanes, curves, strict=True)
         return {
             lane.name: _rounded(curve, 3)
@@ -176,9 +179,7 @@ def _curves(
         "behind_most": _rounded(_most_of_rows(lag), 2),
         "pairwise_cosine": mean("cosine", "cosines", 3),
         "cosine_to_last": mean("last_cosine", "last_cosines", 3),
-        "merge_seconds": _rounded(
-            _mean(of["merge_seconds"][COORDINATOR], of["merges"][COORDINATOR]), 4
-        ),
+        "merge_seconds": mean("merge_seconds", "merges", 4),
         "memory": mean("memory", "memories", 0),
         "disk": mean("disk", "disks", 0),
     }
@@ -215,7 +216,7 @@ def _where_it_went(
     is apart.
     """
     names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled")
-    found = timeline.grid.columns(names, window.start, window.stop, 1)[..., 0]
+    found = timeline.grid.totals(names, window.start, window.stop)
     of = dict(zip(names, found, strict=True))
     parts = dict.fromkeys(
         ("merged", "lost", "open", "stalled", "compiling", "away", "slower"), 0.0
@@ -259,10 +260,8 @@ def _where_it_went(
             share = tokens / timeline.fragments
             reasons[reason] = reasons.get(reason, 0.0) + round(share)
     return {
-        "goodput": goodput(islands),
-        "parts": {
-            name: value / whole if whole else 0.0 for name, value in parts.items()
-        },
+        "goodput": float(goodput(islands)),
+        "parts": {n: float(v / whole) if whole else 0.0 for n, v in parts.items()},
         "lost": reasons,
     }
 

@@ -18,11 +18,11 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "dashboard"))
 
-from browser import Browser  # noqa: E402
-from made_runs import MadeRun, Outage, write_run  # noqa: E402
-from test_dashboard_app import start, stop  # noqa: E402
+from browser import Browser
+from made_runs import MadeRun, Outage, write_run
+from test_dashboard_app import start, stop
 
-DRAWN = "Number(document.body.dataset.drawn) > 0"
+DRAWN = "Number(document.body?.dataset.drawn) > 0"
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from diloco_jax.workdir import RunFacts
 
 BEGIN = 1_790_000_000.0
 FRAGMENTS = 24
-TICK_S = 2
 TOKENS_PER_STEP = 4096
 COMPILE_S = 20
 
@@ -47,6 +46,9 @@ class MadeRun:
     islands: int
     seconds: int
     outages: tuple[Outage, ...] = ()
+    every_s: int = 1
+    """Seconds between two lines of metrics of an island."""
+    tick_s: int = 2
     coordinator_away: tuple[int, int] = (0, 0)
     """From when and until when, in seconds."""
 
@@ -88,7 +90,8 @@ class Writing:
             if second == back and back:
                 yield from self.recover(second)
             yield from self.outages(second)
-            yield from self.metrics(second)
+            if second % self.run.every_s == 0:
+                yield from self.metrics(second)
             yield from self.merges(second)
         yield self.tape(records.Stopping(tokens=1), self.run.seconds)
         yield self.tape(records.Finished(), self.run.seconds + 1.0)
@@ -190,9 +193,9 @@ class Writing:
             )
 
     def merges(self, second: int) -> Iterator[Line]:
-        if second % TICK_S:
+        if second % self.run.tick_s:
             return
-        tick = second // TICK_S
+        tick = second // self.run.tick_s
         if self.out is not None:
             yield from self.merge(second)
         fragment = tick % FRAGMENTS
@@ -213,7 +216,7 @@ class Writing:
         version = Version(1, self.versions[fragment] + 1)
         base = Version(1, self.versions[fragment])
         self.versions[fragment] += 1
-        steps = FRAGMENTS * TICK_S
+        steps = FRAGMENTS * self.run.tick_s
         merged = records.Merged(
             fragment=fragment,
             version=version,
@@ -292,7 +295,11 @@ def write_run(run: MadeRun, workdir: Path, *, over: bool = True) -> Path:
     if over:
         tokens = run.seconds * run.islands * TOKENS_PER_STEP
         summary = {"phase": "done", "tokens": tokens, "total_tokens": tokens}
-        summary |= {"progress": 1.0, "merges": run.seconds // TICK_S, "goodput": 0.97}
+        summary |= {
+            "progress": 1.0,
+            "merges": run.seconds // run.tick_s,
+            "goodput": 0.97,
+        }
         summary |= {"wall_seconds": float(run.seconds), "alerts": [], "versions": []}
         summary |= {"eval_loss": 2.01, "eval_bits_per_byte": 2.9, "islands": {}}
         write_json(summary, workdir / run_files.SUMMARY)

@@ -10,7 +10,7 @@ from test_dashboard_app import start, stop
 pytestmark = pytest.mark.dist
 
 SIZES = {"desk": (1280, 900), "phone": (390, 844)}
-DRAWN = "Number(document.body.dataset.drawn) > 0"
+DRAWN = "Number(document.body?.dataset.drawn) > 0"
 DEAD = Outage(island=1, at_s=100, seconds=9)
 RUNS = {
     of.islands: of

@@ -19,6 +19,8 @@ DEAD = Outage(island=7, at_s=600, seconds=45)
 HOUR = MadeRun(
     islands=64,
     seconds=HOUR_S,
+    every_s=4,
+    tick_s=4,
     outages=(DEAD, Outage(island=12, at_s=2000, seconds=400)),
     coordinator_away=(1800, 1830),
 )
@@ -96,7 +98,7 @@ def test_a_short_absence_is_seen_however_long_the_window(hour):
 
 
 def test_curves_are_those_of_the_run(short):
-    found = seen(short, 50, 100)
+    found = seen(short, 50, 90)
     curves = found["curves"]
     assert curves["computed"] == pytest.approx(
         [3 * 4096] * len(curves["times"]), rel=0.1
@@ -104,7 +106,7 @@ def test_curves_are_those_of_the_run(short):
     middle = curves["loss"][found["lanes"][1]["name"]]
     assert all(8 < value < 10.5 for value in middle if value is not None)
     assert curves["times"][0] > BEGIN + 50
-    assert curves["times"][-1] < BEGIN + 100
+    assert curves["times"][-1] < BEGIN + 90
 
 
 def test_where_the_time_went_adds_up(short):

@@ -79,6 +79,18 @@ def test_a_window_outside_is_empty():
     assert Grid(["a"]).columns(["a"], 0.0, 1.0, 5).shape == (1, 0, 5)
 
 
+def test_totals_are_those_of_one_column():
+    grid = grid_of()
+    grid.spread("a", 0, BEGIN, BEGIN + 10, 10.0)
+    for start, stop in [(2.25, 2.75), (2.5, 7.25), (-5, 100), (50, 60), (-9, -1)]:
+        found = grid.totals(["a", "b"], BEGIN + start, BEGIN + stop)
+        assert found.shape == (2, 1)
+        wanted = total(grid, "a", BEGIN + start, BEGIN + stop)
+        assert found[0, 0] == pytest.approx(wanted)
+        assert found[1, 0] == 0
+    assert Grid(["a"]).totals(["a"], 0.0, 1.0).shape == (1, 0)
+
+
 def test_rows_keep_what_they_have_when_there_are_more():
     grid = grid_of()
     grid.add("a", 0, BEGIN + 1, 5.0)

@@ -61,7 +61,7 @@ function draw(id, view, series, { format = count, max = null, min = null, tip = 
     told.length ? `Newest values: ${told.join(", ")}` : "Nothing in this window");
   const list = document.getElementById(`${id}-legend`);
   const named = there.filter((one) => !one.thin);
-  const entries = named.map((one) => [one.name, one.colour, one.dashed ? "dashed" : "thin"]);
+  const entries = named.map((one) => [one.name, one.colour, one.dashed ? "thin dashed" : "thin"]);
   const thin = there.filter((one) => one.thin);
   if (thin.length) entries.unshift([`${thin.length} islands`, thin[0].colour, "thin"]);
   legend(list, entries);
@@ -111,9 +111,10 @@ export function drawCurves(view, chosen) {
     { format: (value) => `${bytes(value)}/s`, min: 0 });
   draw("behind", view, [line("mean of the islands", curves.behind_mean, "c0"),
     line("the most", curves.behind_most, "c1", { dashed: true })], { min: 0 });
-  draw("machine", view, [line("memory of the coordinator", curves.memory, "c0")], { format: bytes, min: 0 });
+  // What the machine holds is known while the run goes on, where the coordinator runs.
   const disk = last(pairs(curves.disk));
-  document.getElementById("machine-said").textContent = disk === null
-    ? "Known while the run goes on, where the coordinator runs."
-    : `${bytes(disk)} of its disk are free.`;
+  document.getElementById("machine-section").hidden = disk === null;
+  if (disk === null) return;
+  draw("machine", view, [line("memory", curves.memory, "c0")], { format: bytes, min: 0 });
+  document.getElementById("machine-said").textContent = `${bytes(disk)} of its disk are free.`;
 }

@@ -30,6 +30,7 @@ export class Merges {
     const [ink, none, full, quiet, bad] = ["ink", "none", "training", "quiet", "absent"].map(colour);
     this.names.forEach((name, row) => {
       const top = row * (this.high + 1);
+      pen.globalAlpha = 1;
       pen.fillStyle = ink;
       pen.font = `${name === chosen ? "bold " : ""}${many ? 9 : 13}px system-ui, sans-serif`;
       pen.textBaseline = "middle";

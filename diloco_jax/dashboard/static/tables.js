@@ -5,7 +5,7 @@ import { statesOf } from "./lanes.js";
 
 const PARTS = {
   merged: "merged", open: "not merged yet", lost: "lost", stalled: "stalled",
-  compiling: "compiling, joining", away: "away", slower: "slower steps, evaluation",
+  compiling: "compiling", away: "away", slower: "slower steps",
 };
 const TINTS = { compiling: "compiling" };
 
@@ -91,8 +91,9 @@ export function drawIslands(view, chosen, choose) {
   const total = lanes.reduce((sum, lane) => sum + lane.merged_tokens, 0) || 1;
   const now = view.status.islands ?? {};
   const bits = bitsPerNat(view);
+  const told = Object.values(now).some((island) => island.bytes_up_per_second !== undefined);
   const heads = ["island", "stands for", "state at the end", "tokens/s merged", "loss", ...(bits ? ["bits/byte"] : []),
-    "deltas merged", "in merges", "weight", "away", "tokens lost", "up now", "down now"];
+    "deltas merged", "in merges", "weight", "away", "tokens lost", ...(told ? ["up now", "down now"] : [])];
   const rows = lanes.map((lane) => {
     const curve = (view.curves.loss[lane.name] ?? []).map((value) => [0, value]);
     const loss = last(curve);
@@ -105,8 +106,7 @@ export function drawIslands(view, chosen, choose) {
       ...(bits ? [loss === null ? "–" : (loss * bits).toFixed(3)] : []),
       count(lane.in_merges), merges ? percent(Math.min(1, lane.in_merges / merges)) : "–", percent(lane.merged_tokens / total),
       lane.absent_s ? `${lane.absent_s} s` : "–", lane.lost_tokens ? count(lane.lost_tokens) : "–",
-      status.bytes_up_per_second === undefined ? "–" : `${bytes(status.bytes_up_per_second)}/s`,
-      status.bytes_down_per_second === undefined ? "–" : `${bytes(status.bytes_down_per_second)}/s`];
+      ...(told ? [bytes(status.bytes_up_per_second), bytes(status.bytes_down_per_second)].map((text) => `${text}/s`) : [])];
     const row = make("tr", { className: lane.name === chosen ? "chosen" : "" }, make("td", {}, button),
       ...cells.map((text, n) => make("td", { textContent: text, className: n < 2 ? "text" : "" })));
     return row;
