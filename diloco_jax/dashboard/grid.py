@@ -112,7 +112,8 @@ class Grid:
         low, high = int(first), int(np.ceil(last))
         bins = np.arange(low, high)
         shares = np.minimum(bins + 1, last) - np.maximum(bins, first)
-        return self._sums[numbers, : self.rows, low:high] @ shares
+        found: Array = self._sums[numbers, : self.rows, low:high] @ shares
+        return found
 
     def _place(self, time: float) -> float:
         """Return a time as a number of bins; make bins longer until it is within."""

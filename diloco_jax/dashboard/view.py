@@ -203,7 +203,8 @@ def _most_of_rows(values: Array) -> Array:
 
 
 def _rounded(values: Array, digits: int) -> list[float]:
-    return np.round(values, digits).tolist()
+    found: list[float] = np.round(values, digits).tolist()
+    return found
 
 
 def _where_it_went(
@@ -305,7 +306,8 @@ def find_events(
 ) -> dict[str, Any]:
     """Return the newest events of [start, stop) that have all words, in any case."""
     words = wanted.lower().split()
-    found, more = [], False
+    found: list[list[Any]] = []
+    more = False
     for event in reversed(timeline.events):
         if not start <= event.time < stop:
             continue

@@ -43,6 +43,7 @@ def main() -> None:
                 browser.open(f"http://localhost:{port}/", width, height, scheme)
                 browser.wait(DRAWN)
                 browser.wait("document.querySelectorAll('#events tbody tr').length > 0")
+                browser.wait("document.getElementById('notice').hidden")
                 if given.until is not None:
                     move(browser, given.until)
                 browser.picture(given.out, whole=given.whole)

@@ -301,6 +301,10 @@ def write_run(run: MadeRun, workdir: Path, *, over: bool = True) -> Path:
             "goodput": 0.97,
         }
         summary |= {"wall_seconds": float(run.seconds), "alerts": [], "versions": []}
-        summary |= {"eval_loss": 2.01, "eval_bits_per_byte": 2.9, "islands": {}}
+        summary |= {
+            "eval_loss": 2.01,
+            "eval_bits_per_byte": 2.9,
+            "islands": {name: {} for name in run.names},
+        }
         write_json(summary, workdir / run_files.SUMMARY)
     return workdir
