@@ -54,6 +54,11 @@ class Onlooker:
         self._over.set()
         for thread in self._threads:
             thread.join(STOP_S)
+        self.close()
+
+    def close(self) -> None:
+        """Close the source's files."""
+        self._source.close()
 
     def ask(self) -> None:
         """Read the status once."""

@@ -53,6 +53,9 @@ class Telling(Protocol):
     def read_share(self) -> float:
         """Return how much of what is recorded has been read, in [0, 1]."""
 
+    def close(self) -> None:
+        """Close what is open."""
+
 
 class OfWorkdir:
     """Reads tape, metrics, strikes of chaos, status and summary of a workdir."""
@@ -121,6 +124,11 @@ class OfWorkdir:
             read += lines.read_bytes
         return min(1.0, read / there) if there else 1.0
 
+    def close(self) -> None:
+        """Close the files."""
+        for lines in (self._tape, self._metrics, self._strikes):
+            lines.close()
+
     def _memory(self) -> int:
         """Return the bytes that coordinator and workers hold, if they run here."""
         try:
@@ -164,6 +172,9 @@ class OfAddress:
     def read_share(self) -> float:
         """Return 1: there is no history to read."""
         return 1.0
+
+    def close(self) -> None:
+        """Do nothing: each status has a connection of its own."""
 
     def new(self, timeline: Timeline) -> Lines:
         """Yield lines as a workdir would have them, out of the newest status."""

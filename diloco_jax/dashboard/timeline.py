@@ -71,7 +71,7 @@ class Lane:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Merge:
+class ShownMerge:
     """One merge: who took part, with how many tokens, and its measures."""
 
     time: float
@@ -103,7 +103,7 @@ class Timeline:
         self.lanes: dict[str, Lane] = {}
         self.coordinator = Lane(name="coordinator", row=self.grid.new_row())
         self.versions: dict[int, int] = {}
-        self.merges: deque[Merge] = deque(maxlen=MERGES_KEPT)
+        self.merges: deque[ShownMerge] = deque(maxlen=MERGES_KEPT)
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self.alerts: deque[tuple[float, str]] = deque(maxlen=ALERTS_KEPT)
         self.merged_losses: deque[tuple[float, int, float]] = deque(maxlen=POINTS_KEPT)
@@ -112,7 +112,7 @@ class Timeline:
         """(time, reason, tokens) of incarnations that ended with open steps."""
         self.newest = 0.0
         """Time of the newest line."""
-        self._newest_merge: dict[int, Merge] = {}
+        self._newest_merge: dict[int, ShownMerge] = {}
         self._published = 0
         """Sum of `versions`."""
 
@@ -240,7 +240,7 @@ class Timeline:
         self.grid.add("merges", COORDINATOR, time, 1)
         self._published += version - self.versions.get(fragment, 0)
         self.versions[fragment] = version
-        merge = Merge(
+        merge = ShownMerge(
             time=time,
             fragment=fragment,
             version=version,
@@ -386,7 +386,9 @@ class Timeline:
             self.grid.spread("out", lane.row, lane.out_since, time, seconds)
         lane.out, lane.out_since = {}, 0.0
 
-    def recent_merges(self, start: float, stop: float, most: int) -> Iterator[Merge]:
+    def recent_merges(
+        self, start: float, stop: float, most: int
+    ) -> Iterator[ShownMerge]:
         """Yield the newest merges of [start, stop), the newest first."""
         for merge in reversed(self.merges):
             if merge.time < start or most <= 0:

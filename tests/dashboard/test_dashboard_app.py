@@ -140,13 +140,27 @@ def test_a_window_of_the_run_comes_as_json(ask):
     assert len(json.loads(body)["events"]) == 3
 
 
-def test_a_run_that_is_written_is_followed(tmp_path):
+@pytest.fixture
+def onlook():
+    """Open a workdir or an address, without threads."""
+    opened = []
+
+    def onlook(target):
+        opened.append(Onlooker(sources.opened(target, Placement())))
+        return opened[-1]
+
+    yield onlook
+    for onlooker in opened:
+        onlooker.close()
+
+
+def test_a_run_that_is_written_is_followed(tmp_path, onlook):
     workdir = write_run(MadeRun(islands=2, seconds=40), tmp_path / "run", over=False)
     tape = workdir / run_files.TAPE
     whole = tape.read_bytes()
     half = whole.index(b"\n", len(whole) // 2) + 1
     tape.write_bytes(whole[:half])
-    onlooker = Onlooker(sources.OfWorkdir(workdir, Placement()))
+    onlooker = onlook(str(workdir))
     onlooker.read()
     before = onlooker.view(None, None, 100)
     with tape.open("ab") as file:
@@ -158,11 +172,11 @@ def test_a_run_that_is_written_is_followed(tmp_path):
     assert after["read"] == 1.0
 
 
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path, onlook):
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
     for name in (run_files.TAPE, run_files.METRICS, run_files.FACTS):
         (workdir / name).unlink()
-    onlooker = Onlooker(sources.opened(str(workdir), Placement()))
+    onlooker = onlook(str(workdir))
     onlooker.read()
     onlooker.ask()
     found = onlooker.view(None, None, 100)
@@ -170,7 +184,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     assert "not up yet" in found["status"]["unreachable"]
 
 
-def test_a_coordinator_alone_tells_its_status(monkeypatch):
+def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
     status = {
         "run_id": "r",
         "phase": "running",
@@ -189,7 +203,7 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch):
     now = [BEGIN]
     monkeypatch.setattr(sources.time, "time", lambda: now[0])
     monkeypatch.setattr(sources, "read_status", lambda *_: status)
-    onlooker = Onlooker(sources.opened("host:7000", Placement()))
+    onlooker = onlook("host:7000")
     for _ in range(5):
         onlooker.ask()
         onlooker.read()
@@ -209,12 +223,12 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch):
     assert [text for *_, text in events] == ["a #2 is away: absent"]
 
 
-def test_a_coordinator_that_does_not_answer_is_said(monkeypatch):
+def test_a_coordinator_that_does_not_answer_is_said(monkeypatch, onlook):
     def lost(*_):
         raise ConnectionLost("host:7000 is not there")
 
     monkeypatch.setattr(sources, "read_status", lost)
-    onlooker = Onlooker(sources.opened("host:7000", Placement()))
+    onlooker = onlook("host:7000")
     onlooker.ask()
     onlooker.read()
     assert onlooker.view(None, None, 100)["status"] == {

@@ -17,7 +17,7 @@ export class Merges {
     const many = this.names.length > 12;
     const width = this.canvas.clientWidth;
     this.left = width < 500 ? 76 : 120;
-    this.high = many ? 8 : 20;
+    this.high = many ? 10 : 20;
     const height = Math.max(1, this.names.length) * (this.high + 1) + 20;
     const scale = window.devicePixelRatio || 1;
     this.canvas.style.height = `${height}px`;
