@@ -77,6 +77,13 @@ ROWS = (
     ),
     Row("data", "rows per second of one core", ("data",)),
     Row(
+        "island_memory",
+        "an island's memory over that of the loop alone and the anchors",
+        ("island_memory",),
+        "The peak is within a step, and not at the join; what it holds was not looked "
+        "at yet.",
+    ),
+    Row(
         "simulator",
         "a day of 2.4 M chips, schedules of faults",
         ("simulator",),
@@ -113,7 +120,8 @@ def told(raw: Path) -> str:
                 continue
             about = [facts[key] for key in ("command", "date", "machine", "versions")]
             about.append(f"load {facts.get('load', 'not noted')}")
-            parts.append(f"[raw/{name}.json](raw/{name}.json): {', '.join(about)}.")
+            links = f"[{name}]({name}.md) ([raw numbers](raw/{name}.json))"
+            parts.append(f"{links}: {', '.join(about)}.")
             parts.append(support.markdown_table(map(bound, facts["checks"])))
     return support.wrapped("\n\n".join(parts) + "\n")
 
