@@ -146,7 +146,7 @@ class Writing:
                     reason="died",
                     said="",
                     settled_steps_by_fragment=(0,) * FRAGMENTS,
-                    merged_steps=0,
+                    in_merges=(),
                     lost_tokens_by_fragment=(2 * TOKENS_PER_STEP,) * FRAGMENTS,
                     left_behind=(),
                     **common,

@@ -45,7 +45,7 @@ class Told:
             reason=reason,
             said="",
             settled_steps_by_fragment=(0, 0),
-            merged_steps=0,
+            in_merges=(),
             lost_tokens_by_fragment=(100, 300),
             left_behind=(),
         )
