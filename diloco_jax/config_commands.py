@@ -110,8 +110,10 @@ def island_command(arguments: Sequence[str]) -> int:
     workdir = _workdir(config)
     options.check(config)
     from diloco_jax.island.environment import prepare_island
+    from diloco_jax.memory import one_arena
 
-    # Before anything imports jax.
+    # Before anything imports jax, or starts a thread.
+    one_arena()
     prepare_island(config.island(options.name))
     incarnation = options.incarnation
     if not incarnation:
