@@ -84,6 +84,11 @@ class Faults:
                 fault.strike()
 
 
+def is_fault(text: str) -> bool:
+    """Tell whether the text has the form of a fault."""
+    return _PATTERN.fullmatch(text) is not None
+
+
 def parse_faults(texts: Iterable[str], islands: Iterable[str]) -> Faults:
     """Parse `texts` into faults; raise ConfigError on an unknown form or name."""
     known = [*islands, COORDINATOR]

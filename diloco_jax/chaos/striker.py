@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import threading
@@ -17,11 +18,23 @@ from diloco_jax.chaos.schedule import Strike
 from diloco_jax.observability.tape import JsonLines, read_tape
 
 LOOK_S = 0.5
-"""Seconds between two looks for the first merge."""
+"""Seconds between two looks for the moment from which times count."""
+SLICE_S = 0.2
+"""Seconds of one run and one stop of a process that is slowed."""
+
+Moment = Callable[[Path], bool]
+"""Tells of a workdir whether the moment has come from which times count."""
+
+
+def merged_once(workdir: Path) -> bool:
+    """Tell whether a merge is on the tape."""
+    with contextlib.suppress(FileNotFoundError):
+        return any(r["kind"] == "merged" for r in read_tape(workdir / run_files.TAPE))
+    return False
 
 
 class Striker:
-    """Strikes a run of this machine on a thread of its own, from the first merge on.
+    """Strikes a run of this machine on a thread of its own, from a moment on.
 
     Call `route` for every start of an island; the first call begins the watch.
     say: tells people about a strike.
@@ -32,11 +45,21 @@ class Striker:
         strikes: Sequence[Strike],
         islands: Sequence[str],
         say: Callable[[str], None],
+        *,
+        moment: Moment = merged_once,
+        look_s: float = LOOK_S,
+        link_bytes_per_s: float = math.inf,
     ) -> None:
+        """moment: looked for every `look_s`. link_bytes_per_s: rate of each whole link;
+        all links pass through relays if it is given."""
         self.workdir: Path | None = None
         """Workdir of the run, once an island was started."""
         self._strikes, self._islands, self._say = strikes, tuple(islands), say
+        self._moment, self._look_s = moment, look_s
+        self._link_bytes_per_s = link_bytes_per_s
         self._relayed = {n for s in strikes for n in s.links(islands)}
+        if link_bytes_per_s < math.inf:
+            self._relayed = set(islands)
         self._relays: dict[str, Relay] = {}
         self._stopped: dict[Strike, list[int]] = {}
         self._over = threading.Event()
@@ -46,7 +69,9 @@ class Striker:
         """Return the address at which this island reaches the coordinator."""
         if self.workdir is None:
             self.workdir = workdir
-            self._relays = {name: Relay(address) for name in self._relayed}
+            self._relays = {
+                name: Relay(address, self._link_bytes_per_s) for name in self._relayed
+            }
             self._thread.start()
         return self._relays[name].address if name in self._relays else address
 
@@ -62,44 +87,44 @@ class Striker:
 
     def _run(self) -> None:
         assert self.workdir is not None
-        while not _merged_once(self.workdir):
-            if self._over.wait(LOOK_S):
+        while not self._moment(self.workdir):
+            if self._over.wait(self._look_s):
                 return
-        acts: list[tuple[float, int, Strike]] = []
-        for strike in self._strikes:
-            acts.append((strike.at_s, 1, strike))
-            if strike.seconds:
-                acts.append((strike.at_s + strike.seconds, 0, strike))
-        # What ends at the time at which another begins comes first.
-        acts.sort(key=lambda act: act[:2])
         notes = JsonLines(self.workdir / run_files.CHAOS)
         began = time.monotonic()
         try:
-            for at_s, begins, strike in acts:
+            for at_s, act, strike in _acts(self._strikes):
                 if self._over.wait(max(0.0, began + at_s - time.monotonic())):
                     return
-                if not begins:
+                if act == "begin":
+                    self._note(notes, strike)
+                elif act == "end":
                     self._end(strike)
                     self._say(f"{strike} is over")
-                    continue
-                at = time.time()
-                missed = self._begin(strike)
-                notes.append(
-                    {
-                        "time": at,
-                        "strike": str(strike),
-                        "who": strike.who,
-                        "kind": strike.kind,
-                        "seconds": strike.seconds,
-                        "missed": missed,
-                    }
-                )
-                gone = f"; not running: {', '.join(missed)}" if missed else ""
-                self._say(f"{strike}{gone}")
+                else:
+                    number = signal.SIGSTOP if act == "stop" else signal.SIGCONT
+                    self._signal_stopped(strike, number)
         finally:
             notes.close()
             for strike in self._strikes:
                 self._end(strike)
+
+    def _note(self, notes: JsonLines, strike: Strike) -> None:
+        """Begin a strike, and write it down."""
+        at = time.time()
+        missed = self._begin(strike)
+        notes.append(
+            {
+                "time": at,
+                "strike": str(strike),
+                "who": strike.who,
+                "kind": strike.kind,
+                "seconds": strike.seconds,
+                "missed": missed,
+            }
+        )
+        gone = f"; not running: {', '.join(missed)}" if missed else ""
+        self._say(f"{strike}{gone}")
 
     def _begin(self, strike: Strike) -> list[str]:
         """Strike; return the names of processes that did not run."""
@@ -110,6 +135,7 @@ class Striker:
                 "partition-down": {"down": False},
                 "throttle": {"bytes_per_s": strike.value},
                 "delay": {"delay_s": strike.value},
+                "corrupt": {"corrupt": True},
             }[strike.kind]
             for name in strike.links(self._islands):
                 self._relays[name].set(**changes)  # type: ignore[arg-type]
@@ -120,7 +146,7 @@ class Striker:
             hit = [pid for pid in self._pids(name) if _signal(pid, number)]
             struck += hit
             missed += [] if hit else [name]
-        if strike.kind == "stop":
+        if strike.kind != "kill":
             self._stopped[strike] = struck
         return missed
 
@@ -128,8 +154,12 @@ class Striker:
         for name in strike.links(self._islands):
             if name in self._relays:
                 self._relays[name].set()
-        for pid in self._stopped.pop(strike, ()):
-            _signal(pid, signal.SIGCONT)
+        self._signal_stopped(strike, signal.SIGCONT)
+        self._stopped.pop(strike, None)
+
+    def _signal_stopped(self, strike: Strike, number: signal.Signals) -> None:
+        for pid in self._stopped.get(strike, ()):
+            _signal(pid, number)
 
     def _pids(self, name: str) -> list[int]:
         assert self.workdir is not None
@@ -149,7 +179,20 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def _merged_once(workdir: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return any(r["kind"] == "merged" for r in read_tape(workdir / run_files.TAPE))
-    return False
+def _acts(strikes: Sequence[Strike]) -> list[tuple[float, str, Strike]]:
+    """Return what is to be done in order, as (seconds, what, strike). What ends at the
+    time at which another begins comes first."""
+    acts: list[tuple[float, str, Strike]] = []
+    for strike in strikes:
+        acts.append((strike.at_s, "begin", strike))
+        over = strike.at_s + strike.seconds
+        if strike.kind == "slow":
+            stopped = strike.at_s  # By its beginning.
+            while (goes_on := stopped + SLICE_S * (1 - strike.value)) < over:
+                acts.append((goes_on, "go on", strike))
+                stopped += SLICE_S
+                acts.append((min(stopped, over), "stop", strike))
+        if strike.seconds:
+            acts.append((over, "end", strike))
+    ranks = {"go on": 0, "stop": 1, "end": 2, "begin": 3}
+    return sorted(acts, key=lambda act: (act[0], ranks[act[1]]))
