@@ -33,7 +33,8 @@ class Direction:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open, self._bytes_per_s, self._delay_s = True, math.inf, 0.0
-        self._free_at, self._corrupt = 0.0, False
+        self._free_at, self._corrupt = [0.0, 0.0], False
+        """Monotonic times from which control and bulk have the link."""
 
     def set(
         self, *, opened: bool, bytes_per_s: float, delay_s: float, corrupt: bool
@@ -41,16 +42,17 @@ class Direction:
         """Change it, for bytes that have not passed yet as far as they are cut."""
         with self._changed:
             self._open, self._bytes_per_s = opened, bytes_per_s
-            self._delay_s, self._free_at = delay_s, 0.0
+            self._delay_s, self._free_at = delay_s, [0.0, 0.0]
             self._corrupt = corrupt
             self._changed.notify_all()
 
-    def due(self, size: int) -> float:
-        """Return the monotonic time at which these next `size` bytes are through."""
+    def due(self, size: int, is_bulk: bool) -> float:
+        """Return the monotonic time at which these next `size` bytes are through.
+        Control does not wait behind bulk: queues of a network are fair."""
         with self._changed:
-            begins = max(self._free_at, time.monotonic())
-            self._free_at = begins + size / self._bytes_per_s
-            return self._free_at + self._delay_s
+            begins = max(self._free_at[is_bulk], time.monotonic())
+            self._free_at[is_bulk] = begins + size / self._bytes_per_s
+            return self._free_at[is_bulk] + self._delay_s
 
     def wait(self) -> None:
         """Wait until bytes may pass."""
@@ -152,7 +154,9 @@ class Relay:
         for source, sink, way in ((near, far, self.up), (far, near, self.down)):
             line: queue.Queue[tuple[float, bytes]] = queue.Queue(IN_FLIGHT)
             works += [
-                threading.Thread(target=_read, args=(source, line, way), daemon=True),
+                threading.Thread(
+                    target=_read, args=(source, line, way, is_bulk), daemon=True
+                ),
                 threading.Thread(
                     target=_write, args=(source, sink, line, way, is_bulk), daemon=True
                 ),
@@ -168,7 +172,10 @@ class Relay:
 
 
 def _read(
-    source: socket.socket, line: queue.Queue[tuple[float, bytes]], way: Direction
+    source: socket.socket,
+    line: queue.Queue[tuple[float, bytes]],
+    way: Direction,
+    is_bulk: bool,
 ) -> None:
     octets = b"?"
     while octets:
@@ -176,7 +183,7 @@ def _read(
             octets = source.recv(PIECE_BYTES)
         except OSError:
             octets = b""
-        line.put((way.due(len(octets)), octets))
+        line.put((way.due(len(octets), is_bulk), octets))
 
 
 def _write(

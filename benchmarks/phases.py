@@ -1,0 +1,76 @@
+"""The phases of a run, as they are seen from outside while it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diloco_jax import run_files
+
+SETTLED_MERGES = 4
+"""Merges of all islands before a phase counts."""
+
+
+class Phase:
+    """Tells that a settled run is in a phase: call it with the workdir, often.
+
+    idle: no island is asked for anything. transfer: the victim has taken a delta that
+    is not merged. merge: the coordinator merges, as a file says.
+    """
+
+    def __init__(
+        self, phase: str, victim: str, islands: tuple[str, ...], merging: Path
+    ) -> None:
+        """merging: the file of `slow_mean.py`."""
+        self._phase, self._victim = phase, victim
+        self._islands, self._merging = set(islands), merging
+        self._offset, self._merges = 0, 0
+        self._open: dict[int, set[str]] = {}
+        """Islands that have taken, by tick."""
+
+    def __call__(self, workdir: Path) -> bool:
+        """Read what is new on the tape, and tell."""
+        try:
+            with (workdir / run_files.TAPE).open("rb") as tape:
+                tape.seek(self._offset)
+                new = tape.read()
+        except FileNotFoundError:
+            return False
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self.note(json.loads(line))
+        if self._merges < SETTLED_MERGES:
+            return False
+        if self._phase == "merge":
+            return self._merging.exists()
+        if self._phase == "transfer":
+            return any(self._victim in took for took in self._open.values())
+        return not self._open
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Take a line of the tape into account."""
+        kind = record["kind"]
+        if kind == "tick":
+            self._open[record["tick"]] = set()
+        elif kind in ("merged", "skipped"):
+            self._open.pop(record["tick"], None)
+        if kind == "island" and record["record"]["kind"] == "took":
+            self._open.get(record["record"]["tick"], set()).add(record["island"])
+        elif kind == "merged":
+            whole = {part["island"] for part in record["contributions"]}
+            self._merges += whole == self._islands
+
+
+def open_ticks(tape: list[dict[str, Any]], time: float) -> list[int]:
+    """Return the ticks whose fragments were neither merged nor given up at a time."""
+    open_then: dict[int, None] = {}
+    for record in tape:
+        if record["time"] > time:
+            break
+        if record["kind"] == "tick":
+            open_then[record["tick"]] = None
+        elif record["kind"] in ("merged", "skipped"):
+            open_then.pop(record["tick"], None)
+    return list(open_then)
