@@ -1,6 +1,8 @@
 """Real runs under `diloco chaos`: every fault in every phase, of which one run is in
 the default suite; the others are nightly."""
 
+import json
+
 import pytest
 from fault_cases import CASES, ISLANDS, PHASES
 from fault_matrix import run_cell
@@ -67,8 +69,6 @@ def merged(number, *islands, time=0.0):
 @pytest.fixture
 def tape(tmp_path):
     """Appends lines to the tape of a workdir; returns the phases that are told."""
-    import json
-
     merging = tmp_path / "merging"
     told = {phase: Phase(phase, "a", ("a", "b"), merging) for phase in PHASES}
 

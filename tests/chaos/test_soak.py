@@ -1,6 +1,7 @@
 """What the soak concludes from its looks at processes, tape and metrics."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -118,7 +119,7 @@ def test_kills_are_at_random_instants_that_a_seed_repeats():
     assert len(kills) == 100
     assert kills == random_kills(100, 3) != random_kills(100, 4)
     times = [0.0, *(kill.at_s for kill in kills)]
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert min(gaps) >= GAP_S[0] - 0.01
     assert max(gaps) <= GAP_S[1] + 0.01
 
