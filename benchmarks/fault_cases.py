@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from diloco_jax.chaos.schedule import Strike, parse_strikes
-from diloco_jax.faults import COORDINATOR
+from diloco_jax.chaos.schedule import Strike, divided, parse_strikes
+from diloco_jax.faults import COORDINATOR, parse_faults
 
 ISLANDS = ("a", "b", "c")
 PHASES = ("idle", "transfer", "merge")
 """Between two takes; while a delta is on its way; while the coordinator merges."""
+AT_A_STEP = "at a step"
+"""In the place of a phase, for faults of an island's parameters."""
 LEASE_S = 4.0
 SHORT, LONG = "1.5", "6"
 """Seconds within a lease, and beyond it."""
@@ -17,7 +19,8 @@ SHORT, LONG = "1.5", "6"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A name for people, and strikes whose times count from the moment."""
+    """A name for people, and strikes whose times count from the moment, or faults at a
+    step."""
 
     name: str
     texts: tuple[str, ...]
@@ -25,7 +28,18 @@ class Case:
     @property
     def strikes(self) -> tuple[Strike, ...]:
         """The strikes, by time."""
-        return parse_strikes(self.texts, ISLANDS)
+        return parse_strikes(divided(self.texts)[0], ISLANDS)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases in which it strikes."""
+        return PHASES if self.strikes else (AT_A_STEP,)
+
+    @property
+    def spoiled(self) -> tuple[str, ...]:
+        """The islands whose parameters are changed."""
+        faults = parse_faults(divided(self.texts)[1], ISLANDS).faults
+        return tuple(fault.who for fault in faults if fault.factor is not None)
 
     def struck(self, *kinds: str) -> tuple[str, ...]:
         """Return the islands whose process, or link, is struck in one of these
@@ -41,7 +55,7 @@ class Case:
     @property
     def victim(self) -> str:
         """The island whose transfer is struck."""
-        who = self.strikes[0].who
+        who = self.strikes[0].who if self.strikes else self.spoiled
         return next((name for name in who if name != COORDINATOR), ISLANDS[0])
 
 
@@ -108,4 +122,6 @@ CASES = (
         "all are cut off, and an island is killed",
         ("coordinator@0s:partition3", "a@1s:kill"),
     ),
+    Case("the parameters of an island become NaN", ("a@40:nan",)),
+    Case("an island sends what is a hundred times too long", ("a@40:scale100",)),
 )

@@ -39,7 +39,7 @@ from unittest import mock
 import reliability
 import support
 import tape_checks
-from fault_cases import CASES, ISLANDS, LEASE_S, PHASES, Case
+from fault_cases import AT_A_STEP, CASES, ISLANDS, LEASE_S, Case
 from machine import Stall
 from members.merge import slow_mean
 from phases import Phase, open_ticks
@@ -66,6 +66,8 @@ CYCLE_STEPS, FRAGMENTS, STEP_SECONDS = 12, 2, 0.2
 BATCH, SEQUENCE = 2, 16
 STEPS = 110
 """Steps of each island: 22 s, which the longest case needs."""
+SPOILED_STEPS = 2 * CYCLE_STEPS
+"""Most steps that an island loses which is not fit: until each fragment was refused."""
 TRANSFER_S, LOOK_S = 0.3, 0.01
 GAP_MEDIANS_MAX = 2.0
 NAME = "fault_matrix"
@@ -83,7 +85,7 @@ def main() -> int:
     chosen = [
         (case, phase)
         for case in CASES
-        for phase in PHASES
+        for phase in case.phases
         if options.only in cell_name(case, phase)
     ]
     for case, phase in chosen[: 1 if options.quick else None]:
@@ -210,7 +212,7 @@ def measured(
         tape_checks.steps_to_first_merge(tape, n, last_life(tape, n))
         for n in case.struck("kill")
     ]
-    struck = list(read_lines(workdir / run_files.CHAOS))
+    struck = list(read_lines(workdir / run_files.CHAOS)) if case.strikes else []
     over = max((s["time"] + s["seconds"] for s in struck), default=0.0)
     return Cell(
         strikes=case.texts,
@@ -250,6 +252,8 @@ def phase_problems(
     phase: str, tape: list[dict[str, Any]], struck: Sequence[dict[str, Any]]
 ) -> Iterator[str]:
     """Yield what is wrong with the strikes themselves."""
+    if phase == AT_A_STEP:
+        return
     if not struck:
         yield "nothing was struck"
         return
@@ -263,12 +267,18 @@ def phase_problems(
 def loss_problems(
     case: Case, summary: dict[str, Any], tape: list[dict[str, Any]]
 ) -> Iterator[str]:
-    """Yield losses of islands that were not killed, and those of killed ones that are
-    more than their steps since the fragment's last merge."""
-    killed = case.struck("kill")
+    """Yield losses of islands that were neither killed nor spoiled, and those of others
+    that are more than their steps since the fragment's last merge."""
+    may_lose = (*case.struck("kill"), *case.spoiled)
     for name, island in summary["islands"].items():
-        if name not in killed and island["tokens_lost"]:
+        if name not in may_lose and island["tokens_lost"]:
             yield f"{name} was not killed and lost {island['tokens_lost']}"
+    for name in case.spoiled:
+        lost = summary["islands"][name]["tokens_lost"]
+        if not lost or not set(lost) <= {"non_finite", "out_of_bounds"}:
+            yield f"{name} was not refused, and lost {lost}"
+        if sum(lost.values()) > SPOILED_STEPS * BATCH * SEQUENCE:
+            yield f"{name} lost {lost}, more than {SPOILED_STEPS} steps"
     for number, record in enumerate(tape):
         if record["kind"] != "left":
             continue

@@ -128,7 +128,7 @@ def with_restarts(config: Config, strikes: tuple[Strike, ...]) -> Config:
     islands = tuple(config.islands)
     faults = parse_faults(config.placement.faults, islands).faults
     kills = sum(s.kind == "kill" for s in strikes)
-    kills += sum(fault.pause_s is None for fault in faults)
+    kills += sum(fault.kills for fault in faults)
     placement = config.placement
     placement = dataclasses.replace(placement, restarts=placement.restarts + kills)
     return dataclasses.replace(config, placement=placement)

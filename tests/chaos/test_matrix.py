@@ -18,7 +18,7 @@ CELLS = [
         marks=[] if (case.name, phase) == DEFAULT else [pytest.mark.nightly],
     )
     for case in CASES
-    for phase in PHASES
+    for phase in case.phases
 ]
 
 
@@ -37,7 +37,7 @@ def test_there_are_enough_cases_and_each_can_be_carried_out():
     assert len(CASES) >= 30
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
-        assert case.strikes[0].at_s == 0, "it strikes in the phase"
+        assert case.spoiled or case.strikes[0].at_s == 0, "it strikes in the phase"
         assert case.victim in ISLANDS
     kinds = {strike.kind for case in CASES for strike in case.strikes}
     assert kinds >= {"kill", "stop", "slow", "partition", "corrupt", "delay"}
