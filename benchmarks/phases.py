@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.chaos.tail import Tail
 
 SETTLED_MERGES = 4
 """Merges of all islands before a phase counts."""
@@ -25,24 +25,20 @@ class Phase:
         """merging: the file of `slow_mean.py`."""
         self._phase, self._victim = phase, victim
         self._islands, self._merging = set(islands), merging
-        self._offset, self._merges = 0, 0
+        self._tail: Tail | None = None
+        self._merges = 0
         self._open: dict[int, set[str]] = {}
         """Islands that have taken, by tick."""
 
     def __call__(self, workdir: Path) -> bool:
         """Read what is new on the tape, and tell."""
-        try:
-            with (workdir / run_files.TAPE).open("rb") as tape:
-                tape.seek(self._offset)
-                new = tape.read()
-        except FileNotFoundError:
-            return False
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            self.note(json.loads(line))
-        if self._merges < SETTLED_MERGES:
-            return False
+        if self._tail is None:
+            self._tail = Tail(workdir / run_files.TAPE)
+        for record in self._tail.new():
+            self.note(record)
+        return self._merges >= SETTLED_MERGES and self._is_now()
+
+    def _is_now(self) -> bool:
         if self._phase == "merge":
             return self._merging.exists()
         if self._phase == "transfer":

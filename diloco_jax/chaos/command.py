@@ -21,7 +21,7 @@ from diloco_jax.chaos.schedule import (
     read_schedule,
     write_schedule,
 )
-from diloco_jax.chaos.striker import LOOK_S, Moment, Striker, merged_once
+from diloco_jax.chaos.striker import LOOK_S, Moment, Striker
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
@@ -37,7 +37,7 @@ def run(
     console: Console,
     options: ChaosOptions,
     *,
-    moment: Moment = merged_once,
+    moment: Moment | None = None,
     look_s: float = LOOK_S,
 ) -> tuple[int, dict[str, Any]]:
     """Run the config under its strikes; return the exit code and the report ({} if the

@@ -39,7 +39,8 @@ class ChaosOptions:
     kinds: tuple[str, ...] = setting(
         ("kill", "kill", "stop"),
         help="Kinds of random strikes, each as often as it is named: kill, stop, "
-        "slow, partition, partition-up, partition-down, throttle, delay, corrupt.",
+        "slow, partition, partition-up, partition-down, throttle, delay, corrupt, "
+        "full.",
     )
     link_bytes_per_s: float = setting(
         0.0,

@@ -26,10 +26,13 @@ KINDS = {
     "partition-down": "no byte passes towards the island",
     "throttle": "VALUE bytes/s in each direction",
     "delay": "VALUE seconds more in each direction",
+    "full": "the disk of the workdir is full, if less than 1 GiB of it is free",
     "corrupt": "a bit of each larger piece of bulk is wrong, in both directions",
 }
 """Meaning of each kind of strike."""
 OF_PROCESSES = ("kill", "stop", "slow")
+OF_DISK = ("full",)
+OF_NETWORK = tuple(kind for kind in KINDS if kind not in OF_PROCESSES + OF_DISK)
 SECONDS_DRAWN = (1.0, 6.0)
 """Shortest and longest strike of a random schedule."""
 DRAWN_VALUES = {"slow": 0.5, "throttle": 1e6, "delay": 0.1}
@@ -64,8 +67,8 @@ class Strike:
 
     @property
     def of_network(self) -> bool:
-        """Whether it strikes a link and no process."""
-        return self.kind not in OF_PROCESSES
+        """Whether it strikes a link, and neither a process nor a disk."""
+        return self.kind in OF_NETWORK
 
     def links(self, islands: Iterable[str]) -> tuple[str, ...]:
         """Return the islands whose links it strikes; the coordinator stands for all."""
@@ -139,7 +142,8 @@ def random_strikes(
 ) -> tuple[Strike, ...]:
     """Draw one strike each `every_s` seconds, for `for_s` seconds.
 
-    Kills and stops meet islands and the coordinator alike, others a link of an island.
+    Processes of islands and of the coordinator are struck alike; of links, those of
+    islands.
     Strikes last up to 6 s, and end before the next one. Raises ConfigError.
     """
     for kind in kinds:
@@ -158,7 +162,9 @@ def random_strikes(
     strikes = []
     for number in range(1, int(for_s / every_s) + 1):
         kind = numbers.choice(list(kinds))
-        known = [*islands, *([COORDINATOR] if kind in OF_PROCESSES else [])]
+        known = [] if kind in OF_DISK else [*islands]
+        if kind in OF_PROCESSES + OF_DISK:
+            known.append(COORDINATOR)
         longest = round(min(high, every_s * 0.9), 3)
         seconds = round(numbers.uniform(low, max(low, longest)), 1)
         strikes.append(
@@ -202,6 +208,11 @@ def _parse(text: str, islands: Sequence[str]) -> Strike:
                 f"strikes has {text!r}, but there is no {name!r}"
                 f"{suggest(name, known)}; known are {', '.join(known)}"
             )
+    if kind in OF_DISK and who != (COORDINATOR,):
+        raise ConfigError(
+            f"strikes has {text!r}, but the disk of the workdir is the coordinator's; "
+            f"write {COORDINATOR}@{match['at']}s:{kind}{match['seconds']}"
+        )
     return Strike(
         at_s=float(match["at"]),
         who=who,

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.chaos import disk
+from diloco_jax.chaos.live import LiveReport
 from diloco_jax.chaos.relay import Relay
-from diloco_jax.chaos.schedule import Strike
-from diloco_jax.observability.tape import JsonLines, read_tape
+from diloco_jax.chaos.schedule import OF_DISK, Strike
+from diloco_jax.chaos.tail import Tail
+from diloco_jax.observability.tape import JsonLines
 
 LOOK_S = 0.5
-"""Seconds between two looks for the moment from which times count."""
+"""Seconds between two looks for the moment from which times count, and at the tape."""
 SLICE_S = 0.2
 """Seconds of one run and one stop of a process that is slowed."""
 
@@ -26,11 +30,17 @@ Moment = Callable[[Path], bool]
 """Tells of a workdir whether the moment has come from which times count."""
 
 
-def merged_once(workdir: Path) -> bool:
-    """Tell whether a merge is on the tape."""
-    with contextlib.suppress(FileNotFoundError):
-        return any(r["kind"] == "merged" for r in read_tape(workdir / run_files.TAPE))
-    return False
+class FirstMerge:
+    """The moment at which the first merge is on the tape."""
+
+    def __init__(self) -> None:
+        self._tail: Tail | None = None
+
+    def __call__(self, workdir: Path) -> bool:
+        """Tell whether it has come."""
+        if self._tail is None:
+            self._tail = Tail(workdir / run_files.TAPE)
+        return any(line["kind"] == "merged" for line in self._tail.new())
 
 
 class Striker:
@@ -46,22 +56,24 @@ class Striker:
         islands: Sequence[str],
         say: Callable[[str], None],
         *,
-        moment: Moment = merged_once,
+        moment: Moment | None = None,
         look_s: float = LOOK_S,
         link_bytes_per_s: float = math.inf,
     ) -> None:
-        """moment: looked for every `look_s`. link_bytes_per_s: rate of each whole link;
-        all links pass through relays if it is given."""
+        """moment: looked for every `look_s`; None = the first merge. link_bytes_per_s:
+        rate of each whole link; all links pass through relays if it is given."""
         self.workdir: Path | None = None
         """Workdir of the run, once an island was started."""
         self._strikes, self._islands, self._say = strikes, tuple(islands), say
-        self._moment, self._look_s = moment, look_s
+        self._moment, self._look_s = moment or FirstMerge(), look_s
         self._link_bytes_per_s = link_bytes_per_s
         self._relayed = {n for s in strikes for n in s.links(islands)}
         if link_bytes_per_s < math.inf:
             self._relayed = set(islands)
         self._relays: dict[str, Relay] = {}
         self._stopped: dict[Strike, list[int]] = {}
+        self._unwritten: list[dict[str, Any]] = []
+        """Notes that wait for space on the disk."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
 
@@ -91,40 +103,62 @@ class Striker:
             if self._over.wait(self._look_s):
                 return
         notes = JsonLines(self.workdir / run_files.CHAOS)
+        live = LiveReport(self.workdir, self._islands, self._say)
         began = time.monotonic()
         try:
             for at_s, act, strike in _acts(self._strikes):
-                if self._over.wait(max(0.0, began + at_s - time.monotonic())):
+                if not self._wait_until(began + at_s, live):
                     return
                 if act == "begin":
-                    self._note(notes, strike)
+                    live.struck(self._note(notes, strike))
                 elif act == "end":
                     self._end(strike)
+                    self._write(notes)
                     self._say(f"{strike} is over")
                 else:
                     number = signal.SIGSTOP if act == "stop" else signal.SIGCONT
                     self._signal_stopped(strike, number)
+            self._wait_until(math.inf, live)
         finally:
-            notes.close()
             for strike in self._strikes:
                 self._end(strike)
+            self._write(notes)
+            notes.close()
 
-    def _note(self, notes: JsonLines, strike: Strike) -> None:
-        """Begin a strike, and write it down."""
+    def _wait_until(self, due: float, live: LiveReport) -> bool:
+        """Follow the tape until a monotonic time; return False if all is over before
+        it."""
+        while (left := due - time.monotonic()) > 0:
+            if self._over.wait(min(left, LOOK_S)):
+                return False
+            if left > LOOK_S:
+                live.look()
+        return not self._over.is_set()
+
+    def _note(self, notes: JsonLines, strike: Strike) -> dict[str, Any]:
+        """Begin a strike, write it down, and return that line."""
         at = time.time()
         missed = self._begin(strike)
-        notes.append(
-            {
-                "time": at,
-                "strike": str(strike),
-                "who": strike.who,
-                "kind": strike.kind,
-                "seconds": strike.seconds,
-                "missed": missed,
-            }
-        )
+        noted = {
+            "time": at,
+            "strike": str(strike),
+            "who": strike.who,
+            "kind": strike.kind,
+            "seconds": strike.seconds,
+            "missed": missed,
+        }
+        self._unwritten.append(noted)
+        self._write(notes)
         gone = f"; not running: {', '.join(missed)}" if missed else ""
         self._say(f"{strike}{gone}")
+        return noted
+
+    def _write(self, notes: JsonLines) -> None:
+        """Write down what is not yet, as far as there is space for it."""
+        with contextlib.suppress(OSError):
+            while self._unwritten:
+                notes.append(self._unwritten[0])
+                del self._unwritten[0]
 
     def _begin(self, strike: Strike) -> list[str]:
         """Strike; return the names of processes that did not run."""
@@ -140,6 +174,9 @@ class Striker:
             for name in strike.links(self._islands):
                 self._relays[name].set(**changes)  # type: ignore[arg-type]
             return []
+        if strike.kind in OF_DISK:
+            assert self.workdir is not None
+            return [] if disk.fill(self.workdir) else [*strike.who]
         missed, struck = [], []
         number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
         for name in strike.who:
@@ -154,6 +191,8 @@ class Striker:
         for name in strike.links(self._islands):
             if name in self._relays:
                 self._relays[name].set()
+        if strike.kind in OF_DISK and self.workdir is not None:
+            disk.free(self.workdir)
         self._signal_stopped(strike, signal.SIGCONT)
         self._stopped.pop(strike, None)
 

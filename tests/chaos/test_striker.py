@@ -10,10 +10,11 @@ import time
 import pytest
 
 from diloco_jax import run_files
+from diloco_jax.chaos import disk
 from diloco_jax.chaos.schedule import parse_strikes
 from diloco_jax.chaos.striker import Striker, _acts
 from diloco_jax.files import write_json
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import JsonLines, Tape
 
 PATIENCE_S = 30.0
 ISLANDS = ("a", "b")
@@ -127,6 +128,33 @@ def test_all_links_go_through_relays_if_they_are_slow(tmp_path, children):
     address = "127.0.0.1:9"
     assert striker.route(tmp_path, "a", address) != address
     striker.close()
+
+
+def test_a_full_disk_is_noted_when_it_has_space_again(tmp_path, children, monkeypatch):
+    full = []
+    append = JsonLines.append
+
+    def refuse(notes, record):
+        if full:
+            raise OSError("no space left")
+        append(notes, record)
+
+    monkeypatch.setattr(disk, "fill", lambda folder: full.append(folder) or True)
+    monkeypatch.setattr(disk, "free", lambda folder: full.clear())
+    monkeypatch.setattr(JsonLines, "append", refuse)
+    striker, said = begin(tmp_path, "coordinator@0s:full0.3", "a@0.1s:kill")
+    until(lambda: len(said) == 3)
+    striker.close()
+    lines = (tmp_path / run_files.CHAOS).read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["full", "kill"]
+    assert said[-1] == "coordinator@0s:full0.3 is over"
+
+
+def test_a_large_disk_is_never_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "LARGEST_BYTES", 0)
+    assert not disk.fill(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    disk.free(tmp_path)
 
 
 def test_only_links_that_are_struck_go_through_a_relay(tmp_path, children):
