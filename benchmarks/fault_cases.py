@@ -7,7 +7,7 @@ import dataclasses
 from diloco_jax.chaos.schedule import Strike, divided, parse_strikes
 from diloco_jax.faults import COORDINATOR, parse_faults
 
-ISLANDS = ("a", "b", "c")
+ISLANDS, FRAGMENTS = ("a", "b", "c"), 2
 PHASES = ("idle", "transfer", "merge")
 """Between two takes; while a delta is on its way; while the coordinator merges."""
 AT_A_STEP = "at a step"

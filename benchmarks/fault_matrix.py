@@ -23,13 +23,16 @@ others stay as they were. Cost: half a minute a cell on two cores.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,10 +42,10 @@ from unittest import mock
 import reliability
 import support
 import tape_checks
-from fault_cases import AT_A_STEP, CASES, ISLANDS, LEASE_S, Case
+from fault_cases import AT_A_STEP, CASES, FRAGMENTS, ISLANDS, LEASE_S, Case
 from machine import Stall
 from members.merge import slow_mean
-from phases import Phase, open_ticks
+from phases import Phase, Recovery, open_ticks
 from rich.console import Console
 
 from diloco_jax import run_files
@@ -60,12 +63,15 @@ from diloco_jax.config import (
 from diloco_jax.files import json_number
 from diloco_jax.models.presets import preset
 from diloco_jax.observability.tape import read_lines, read_tape
+from diloco_jax.protocol.reasons import STOPPED
 from diloco_jax.workdir import read_summary
 
-CYCLE_STEPS, FRAGMENTS, STEP_SECONDS = 12, 2, 0.2
+CYCLE_STEPS, STEP_SECONDS = 12, 0.2
 BATCH, SEQUENCE = 2, 16
-STEPS = 110
-"""Steps of each island: 22 s, which the longest case needs."""
+MOST_STEPS = 10_000
+"""More than any cell needs: a run is ended once all have recovered."""
+PATIENCE_S = 240.0
+"""Seconds after which a run is ended that has not."""
 SPOILED_STEPS = 2 * CYCLE_STEPS
 """Most steps that an island loses which is not fit: until each fragment was refused."""
 TRANSFER_S, LOOK_S = 0.3, 0.01
@@ -129,10 +135,10 @@ def run_cell(
     phase: str,
     folder: Path,
     model: ModelConfig | None = None,
-    steps: int = STEPS,
 ) -> Cell:
-    """Run one cell in a folder, and measure it."""
-    config = cell_config(folder, model or preset("tiny"), steps)
+    """Run one cell in a folder, and measure it. Call it from the main thread: SIGINT
+    ends the run."""
+    config = cell_config(folder, model or preset("tiny"))
     merging = folder / "merging"
     schedule = folder / "schedule"
     schedule.write_text("".join(f"{text}\n" for text in case.texts))
@@ -144,20 +150,41 @@ def run_cell(
     said = io.StringIO()
     with (
         Stall() as stall,
+        ending(folder / "run", Recovery(case)),
         mock.patch.dict(os.environ, {slow_mean.FILE: str(merging)}),
     ):
         console = Console(file=said, width=200)
-        code, told = command.run(
+        _, told = command.run(
             config, "cell.py", console, options, moment=moment, look_s=LOOK_S
         )
     workdir = folder / "run"
-    if code or not told:
-        text = f"it ended with {code}: {said.getvalue()[-2000:]}"
-        raise support.RunError(text)
+    if not read_summary(workdir):
+        raise support.RunError(f"no summary: {said.getvalue()[-2000:]}")
     return measured(case, phase, config, workdir, told, stall.longest_s)
 
 
-def cell_config(folder: Path, model: ModelConfig, steps: int) -> Config:
+@contextlib.contextmanager
+def ending(workdir: Path, recovered: Recovery) -> Iterator[None]:
+    """End the run within the block, as Ctrl-C does, once it has recovered."""
+    over = threading.Event()
+
+    def watch() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not recovered(workdir) and time.monotonic() < deadline:
+            if over.wait(LOOK_S * 10):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def cell_config(folder: Path, model: ModelConfig) -> Config:
     """Return the config of a cell, and write its text."""
     text = folder / "text"
     text.mkdir()
@@ -174,7 +201,7 @@ def cell_config(folder: Path, model: ModelConfig, steps: int) -> Config:
             merge=f"{slow_mean.__file__}:slow_mean",
         ),
         sequence_length=SEQUENCE,
-        total_tokens=steps * len(ISLANDS) * BATCH * SEQUENCE,
+        total_tokens=MOST_STEPS * len(ISLANDS) * BATCH * SEQUENCE,
     )
     island = IslandConfig(batch_size=BATCH, step_seconds=STEP_SECONDS)
     return Config(
@@ -218,7 +245,7 @@ def measured(
         strikes=case.texts,
         gap_medians=max(gaps, default=0.0),
         hiccup_s=hiccup_s,
-        tokens_lost=sum(told["tokens_lost"].values()),
+        tokens_lost=sum(n for i in islands.values() for n in lost_of(i).values()),
         own_steps=json_number(max(steps, default=0.0)),
         detected_s=latest(told["outcomes"], "detected_s"),
         back_s=latest(told["outcomes"], "back_s"),
@@ -271,10 +298,10 @@ def loss_problems(
     that are more than their steps since the fragment's last merge."""
     may_lose = (*case.struck("kill"), *case.spoiled)
     for name, island in summary["islands"].items():
-        if name not in may_lose and island["tokens_lost"]:
-            yield f"{name} was not killed and lost {island['tokens_lost']}"
+        if name not in may_lose and (lost := lost_of(island)):
+            yield f"{name} was not killed and lost {lost}"
     for name in case.spoiled:
-        lost = summary["islands"][name]["tokens_lost"]
+        lost = lost_of(summary["islands"][name])
         if not lost or not set(lost) <= {"non_finite", "out_of_bounds"}:
             yield f"{name} was not refused, and lost {lost}"
         if sum(lost.values()) > SPOILED_STEPS * BATCH * SEQUENCE:
@@ -297,6 +324,11 @@ def loss_problems(
                     f"{record['island']} lost {lost} tokens of fragment {fragment}, "
                     f"with {open_steps} steps since its last merge"
                 )
+
+
+def lost_of(island: dict[str, Any]) -> dict[str, int]:
+    """Return the lost tokens by reason, but for those that were open at the end."""
+    return {why: n for why, n in island["tokens_lost"].items() if why != STOPPED}
 
 
 def merged_after(tape: list[dict[str, Any]], name: str, time: float) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fault_cases import FRAGMENTS, ISLANDS, Case
+
 from diloco_jax import run_files
 from diloco_jax.chaos.tail import Tail
+from diloco_jax.observability.tape import read_lines
 
-SETTLED_MERGES = 4
+SETTLED_MERGES = 2
 """Merges of all islands before a phase counts."""
 
 
@@ -57,6 +60,56 @@ class Phase:
         elif kind == "merged":
             whole = {part["island"] for part in record["contributions"]}
             self._merges += whole == self._islands
+
+
+class Recovery:
+    """Tells that nothing strikes any more, and that every island was merged since then,
+    killed ones in the life that followed."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._tail: Tail | None = None
+        self._merged: dict[str, tuple[float, int]] = {}
+        """Time of an island's last merge, and its incarnation."""
+        self._fit: set[tuple[str, int]] = set()
+        """Islands and fragments that were merged since the last refusal."""
+        self._refused = 0
+
+    def __call__(self, workdir: Path) -> bool:
+        """Read what is new on the tape, and tell."""
+        if self._tail is None:
+            self._tail = Tail(workdir / run_files.TAPE)
+        for record in self._tail.new():
+            self.note(record)
+        try:
+            struck = list(read_lines(workdir / run_files.CHAOS))
+        except FileNotFoundError:
+            struck = []
+        if len(struck) < len(self._case.strikes):
+            return False
+        over = max((s["time"] + s["seconds"] for s in struck), default=0.0)
+        if self._case.spoiled and not self._refused:
+            return False
+        return all(
+            self._merged.get(name, (0.0, 0)) > (over, self._kills(name))
+            and self._merged[name][1] > self._kills(name)
+            and all((name, number) in self._fit for number in range(FRAGMENTS))
+            for name in ISLANDS
+        )
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Take a line of the tape into account."""
+        if record["kind"] == "refused":
+            self._refused += 1
+            self._fit.clear()
+        elif record["kind"] == "merged":
+            for part in record["contributions"]:
+                name = part["island"]
+                self._merged[name] = record["time"], part["incarnation"]
+                self._fit.add((name, record["fragment"]))
+
+    def _kills(self, name: str) -> int:
+        return sum(s.kind == "kill" and name in s.who for s in self._case.strikes)
 
 
 def open_ticks(tape: list[dict[str, Any]], time: float) -> list[int]:
