@@ -5,8 +5,14 @@ import json
 
 import pytest
 from fault_cases import CASES, ISLANDS, PHASES
-from fault_matrix import run_cell
-from phases import Phase, open_ticks
+from fault_matrix import (
+    BATCH,
+    SEQUENCE,
+    loss_problems,
+    phase_problems,
+    run_cell,
+)
+from phases import Phase, Recovery, open_ticks
 from tiny import MODEL
 
 DEFAULT = ("an island is killed, then the coordinator", "transfer")
@@ -116,3 +122,88 @@ def test_ticks_that_were_open_at_a_time():
     assert open_ticks(tape, 0.5) == []
     assert open_ticks(tape, 2.5) == [1, 2]
     assert open_ticks(tape, 3.5) == [2]
+
+
+def of(case_name):
+    return next(case for case in CASES if case.name == case_name)
+
+
+def part(island, incarnation=1, end=0):
+    return {"island": island, "incarnation": incarnation, "end": end}
+
+
+def merge(time, fragment, *parts):
+    return {
+        "kind": "merged",
+        "time": time,
+        "fragment": fragment,
+        "contributions": parts,
+    }
+
+
+def write(path, *records):
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+
+
+def test_all_have_recovered_once_each_was_merged_in_its_next_life(tmp_path):
+    recovered = Recovery(of("an island is killed"))
+    tape, chaos = tmp_path / "tape.jsonl", tmp_path / "chaos.jsonl"
+    everybody = [part(name) for name in ISLANDS]
+    write(tape, merge(1.0, 0, *everybody), merge(2.0, 1, *everybody))
+    assert not recovered(tmp_path), "nothing was struck"
+    write(chaos, {"time": 3.0, "seconds": 0.0})
+    assert not recovered(tmp_path)
+    write(tape, merge(4.0, 0, *everybody), merge(5.0, 1, *everybody))
+    assert not recovered(tmp_path), "a delta that the old life had left behind"
+    write(tape, merge(6.0, 0, part("a", 2)))
+    assert recovered(tmp_path)
+
+
+def test_a_spoiled_island_recovers_once_all_of_it_is_merged_again(tmp_path):
+    recovered = Recovery(of("the parameters of an island become NaN"))
+    tape = tmp_path / "tape.jsonl"
+    everybody = [part(name) for name in ISLANDS]
+    write(tape, merge(1.0, 0, *everybody), merge(2.0, 1, *everybody))
+    assert not recovered(tmp_path), "nothing was refused"
+    write(tape, {"kind": "refused"}, merge(3.0, 0, *everybody))
+    assert not recovered(tmp_path), "the other fragment may be refused yet"
+    write(tape, merge(4.0, 1, *everybody))
+    assert recovered(tmp_path)
+
+
+def test_losses_are_held_to_the_open_steps_of_those_that_were_killed():
+    islands = {name: {"tokens_lost": {"stopped": 900}} for name in ISLANDS}
+    step = BATCH * SEQUENCE
+
+    def problems(lost, **islands):
+        left = {
+            "kind": "left",
+            "island": "a",
+            "incarnation": 1,
+            "steps": 10,
+            "lost_tokens_by_fragment": lost,
+        }
+        tape = [merge(1.0, 0, part("a", end=4)), merge(2.0, 1, part("a", end=7)), left]
+        summary = {"islands": islands}
+        return list(loss_problems(of("an island is killed"), summary, tape))
+
+    assert problems([6 * step, 3 * step], **islands) == []
+    (found,) = problems([6 * step, 3 * step + 1], **islands)
+    assert "fragment 1, with 3 steps" in found
+    islands["b"] = {"tokens_lost": {"stale": 5}}
+    assert problems([0, 0], **islands) == ["b was not killed and lost {'stale': 5}"]
+
+
+def test_a_strike_outside_its_phase_is_a_problem():
+    tape = [tick(1, 1.0)]
+    struck = [{"time": 2.0, "strike": "a@0s:kill", "missed": []}]
+    assert list(phase_problems("transfer", tape, struck)) == []
+    (found,) = phase_problems("idle", tape, struck)
+    assert "did not strike in the phase idle" in found
+    missed = [{**struck[0], "missed": ["a"]}]
+    assert list(phase_problems("merge", tape, missed)) == [
+        "a@0s:kill met no process of ['a']"
+    ]
+    assert list(phase_problems("merge", tape, [])) == ["nothing was struck"]
