@@ -1,4 +1,4 @@
-"""A coordinator that is killed a hundred times at random instants.
+"""A coordinator that is killed again and again at random instants.
 
 Question: two islands train, and SIGKILL meets the coordinator again and again, one to
 six seconds apart: while it starts, recovers, merges, writes or waits. Does it come back

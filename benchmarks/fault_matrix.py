@@ -40,11 +40,11 @@ from typing import Any
 from unittest import mock
 
 import reliability
+import slow_mean
 import support
 import tape_checks
 from fault_cases import AT_A_STEP, CASES, FRAGMENTS, ISLANDS, LEASE_S, Case
 from machine import Stall
-from members.merge import slow_mean
 from phases import Phase, Recovery, open_ticks
 from rich.console import Console
 
