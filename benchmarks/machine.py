@@ -70,7 +70,7 @@ def cpu_seconds(pid: int) -> float:
 def peak_memory(pid: int) -> int:
     """Return the largest resident set of a process so far, in bytes; raises OSError if
     it is gone."""
-    return 1024 * _number(Path(f"/proc/{pid}/status"), "VmHWM:")
+    return 1024 * number_of(Path(f"/proc/{pid}/status"), "VmHWM:")
 
 
 class Watch:
