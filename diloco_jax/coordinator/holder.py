@@ -18,17 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import checkpoint, machine, run_files
-from diloco_jax.config import Config
+from diloco_jax import machine
+from diloco_jax.coordinator.anchors import LostFragments
 from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.restoring import restore
@@ -38,6 +37,7 @@ from diloco_jax.core.fragment_merge import Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
+    AwaitAnchor,
     Commit,
     CycleKept,
     DeltaArrived,
@@ -111,6 +111,9 @@ class StoreHolder:
         self.store, self._inbox = store, inbox
         self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
         self._saver = Saver(store, snapshots, publishes)
+        self.lost = LostFragments(
+            store, self._saver, inbox, self._submit, lambda told: self._tell(told)
+        )
         self._write_within_s = write_within_s
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
@@ -136,10 +139,15 @@ class StoreHolder:
         """Compile what merges need, ahead of the first merge."""
 
         def compile_all() -> None:
-            self.store.warm_up(self._closing.is_set, self._snapshots.fragments)
+            self.store.warm_up(self._closing.is_set, self.fragments)
             self._tell(MergesCompiled())
 
         self._submit(compile_all)
+
+    @property
+    def fragments(self) -> list[int]:
+        """The fragments that are here."""
+        return [f for f in self._snapshots.fragments if f not in self._saver.lost]
 
     def close(self) -> None:
         """Wait for the merge under way and the digests of committed ones; begin no
@@ -154,8 +162,12 @@ class StoreHolder:
         match message:
             case Merge():
                 self._merge(message)
+            case Commit(fragment=fragment) if fragment in self._saver.lost:
+                self.lost.commit(fragment)
             case Commit():
                 self._commit(message)
+            case AwaitAnchor():
+                self.lost.expect(message)
             case KeepFragment():
                 theta = self.store.arrays(message.fragment)["theta"]
                 self._kept.keep(message, theta, self._cycle_kept)
@@ -173,7 +185,9 @@ class StoreHolder:
 
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
         """Bring the fragments to what is committed; see `restoring.restore`."""
-        return restore(asked, self.store, self._snapshots, self._publishes)
+        found = restore(asked, self.store, self._snapshots, self._publishes)
+        self.lost.lose(found.lost)
+        return found
 
     def keep_house(self, now: float) -> None:
         """Begin to write the snapshot that is due, if any is."""
@@ -206,12 +220,17 @@ class StoreHolder:
     # ---- islands' bytes, on many threads --------------------------------------------
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a stripe of a delta that is awaited; see
+        """Return the place of a stripe of a delta or an anchor that is awaited; see
         `Inbox.begin`."""
+        if start.version is not None:
+            return self.lost.begin(start)
+        self.lost.require_here(start.fragment)
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """Accept a stripe in its place; the last one makes the delta an event."""
+        if start.version is not None:
+            return self.lost.end(start, place)
         if not self._inbox.end(start, place):
             return False
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
@@ -245,6 +264,7 @@ class StoreHolder:
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Return published fragments for an island."""
+        self.lost.require_here(request.fragment)
         try:
             return self.store.fetch(
                 request.fragment, request.want, request.have, request.part
@@ -366,30 +386,3 @@ def merges_at_once(cores: int) -> int:
     time.
     """
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
-
-
-def make_holder(
-    config: Config,
-    store: Store,
-    kept: KeptCycles,
-    workdir: Path,
-    whose: dict[str, Any],
-    fragments: Sequence[int],
-) -> StoreHolder:
-    """Return the holder of these fragments, with their folders. whose: see
-    `checkpoint`."""
-    placement, plan = config.placement, store.plan
-    rooms = Rooms(
-        placement.merge_buffer_bytes // placement.workers,
-        workdir,
-        SPARED_BYTES * plan.total,
-    )
-    folder = checkpoint.snapshots_folder(placement, workdir)
-    return StoreHolder(
-        store,
-        Inbox(store.layouts_up, rooms),
-        Publishes(workdir / run_files.PUBLISHES, fragments),
-        FragmentSnapshots(folder, placement, fragments, whose),
-        kept,
-        write_within_s=placement.alone_s,
-    )

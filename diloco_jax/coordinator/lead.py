@@ -35,6 +35,7 @@ from diloco_jax.protocol.coordinator.events import (
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
+    AnchorKept,
     CycleKept,
     DeltaArrived,
     FromHolder,
@@ -236,7 +237,9 @@ class Lead(EngineThread[State, Event]):
     def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
         """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | CycleKept() | WorkerBack():
+            case DeltaArrived() | MergePrepared() | AnchorKept():
+                self.post(message)
+            case CycleKept() | WorkerBack():
                 self.post(message)
             case WorkerAway(worker=worker):
                 self.post(message)

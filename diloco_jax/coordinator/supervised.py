@@ -216,7 +216,9 @@ class Supervised:
                     if first and restored is not None:
                         self._restored.put(restored)
                     else:
-                        self._hear(WorkerBack(worker=self._begin.worker))
+                        lost = () if restored is None else restored.lost
+                        back = tuple(f.fragment for f in lost)
+                        self._hear(WorkerBack(worker=self._begin.worker, lost=back))
                 case WorkerAlive(alerts=alerts, memory_bytes=nbytes):
                     self.alerts, self._memory_bytes = alerts, nbytes
                 case AllSaved():

@@ -22,8 +22,8 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import bulk_server_of
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
@@ -31,7 +31,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.protocol.holding import Forget, RestoreFragments
-from diloco_jax.protocol.tickets import Checker, Permit
+from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     AllSaved,
@@ -144,7 +144,7 @@ class HoldingWorker:
         """Write the last snapshots; nothing is merged any more."""
         self.closing.set()
         self.holder.close()
-        digests = {f: self._store.digest_of(f) for f in self._begin.fragments}
+        digests = {f: self._store.digest_of(f) for f in self.holder.fragments}
         patience_s = self._config.placement.outage_budget_s
         text = ""
         if self.holder.wait(lambda: patience_s):
@@ -159,11 +159,12 @@ class HoldingWorker:
     # ---- islands' bytes, on many threads --------------------------------------------
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a delta's stripe."""
+        """Return the place of a stripe of a delta, or of an anchor."""
         self._require_own(start)
+        of: int | Version = start.tick
         if start.version is not None:
-            raise Refused("anchor", "a worker asks for no anchors")
-        self._require_ticket(start, start.tick)
+            of = of_anchor(self.holder.lost.term_of(start))
+        self._require_ticket(start, of)
         return self.holder.upload_begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:

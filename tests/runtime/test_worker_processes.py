@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
 
 from diloco_jax import checkpoint, cli
-from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.models.build import build

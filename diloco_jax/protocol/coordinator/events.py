@@ -17,6 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from diloco_jax.protocol.holding import (
+    AnchorKept,
     CycleKept,
     DeltaArrived,
     MergePrepared,
@@ -74,9 +75,11 @@ class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker has brought its fragments to what is committed."""
+    """A worker has brought its fragments to what is committed, but for those that it
+    has lost with its disk."""
 
     worker: int
+    lost: tuple[int, ...] = ()
 
 
 Event = (
@@ -84,6 +87,7 @@ Event = (
     | Said
     | DeltaArrived
     | MergePrepared
+    | AnchorKept
     | Disconnected
     | RunResumed
     | RunExtended
