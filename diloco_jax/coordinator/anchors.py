@@ -32,6 +32,8 @@ from diloco_jax.wire.errors import Busy, Refused
 
 logger = logging.getLogger(__name__)
 
+WRITE_AGAIN_S = 2.0
+"""Pause before what could not be written is tried again, in seconds."""
 CODEC = "f32"
 """Anchors travel as they are."""
 
@@ -73,12 +75,14 @@ class LostFragments:
         store: Store,
         saver: Saver,
         deltas: Inbox,
+        closing: threading.Event,
         submit: Callable[[Callable[[], None]], None],
         tell: Callable[[AnchorKept | HolderTroubled], None],
     ) -> None:
-        """saver: knows which are lost. deltas: another inbox for the same place. submit:
-        has a function called on a thread for long work."""
+        """saver: knows which are lost. deltas: an inbox for the same place. closing:
+        set at the end. submit: has a function called on a thread for long work."""
         self._store, self._saver, self._deltas = store, saver, deltas
+        self._closing = closing
         self._submit, self._tell = submit, tell
         self._awaited: dict[int, AwaitAnchor] = {}
         self._prepared: dict[int, tuple[Version, dict[str, list[Any]]]] = {}
@@ -168,13 +172,21 @@ class LostFragments:
         values = values_of(self._layouts[fragment], payload.data)
         arrays = self._store.first(fragment, values)
         version = Version(awaited.term, start.version.number)
-        try:
-            self._saver.begin_fragment(fragment, version, arrays)
-        except OSError as error:
-            self._drop(fragment)
-            text = f"the anchor of lost fragment {fragment} is not kept: {error}"
-            self._tell(HolderTroubled(text=text))
-            return
+        told = False
+        while True:
+            try:
+                self._saver.begin_fragment(fragment, version, arrays)
+                break
+            except OSError as error:
+                if not told:
+                    text = (
+                        f"the anchor of lost fragment {fragment} is not kept: {error}"
+                    )
+                    self._tell(HolderTroubled(text=f"{text}; free some space there"))
+                told = True
+            ended = self._closing.wait(WRITE_AGAIN_S)
+            if ended or self._awaited.get(fragment) is not awaited:
+                return
         self._prepared[fragment] = version, arrays
         give_back()
         kept = AnchorKept(

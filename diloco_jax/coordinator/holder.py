@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax import machine
-from diloco_jax.coordinator.anchors import LostFragments
+from diloco_jax.coordinator.anchors import WRITE_AGAIN_S, LostFragments
 from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.inbox import Inbox
@@ -67,8 +67,6 @@ CORES_PER_MERGE = 4
 """XLA spreads a block of a merge over cores, but Python between two blocks does not."""
 MERGES_AT_ONCE = 4
 """Merges under way, at most: each holds three f32 arrays of its fragment."""
-WRITE_AGAIN_S = 2.0
-"""Pause before a publish that could not be written is tried again, in seconds."""
 CHECKS_AT_ONCE = 2
 """Deltas that are checked at a time; others wait for their turn."""
 
@@ -111,9 +109,6 @@ class StoreHolder:
         self.store, self._inbox = store, inbox
         self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
         self._saver = Saver(store, snapshots, publishes)
-        self.lost = LostFragments(
-            store, self._saver, inbox, self._submit, lambda told: self._tell(told)
-        )
         self._write_within_s = write_within_s
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
@@ -121,6 +116,14 @@ class StoreHolder:
         self._prepared: dict[int, _PreparedMerge] = {}
         self._closing = threading.Event()
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
+        self.lost = LostFragments(
+            store,
+            self._saver,
+            inbox,
+            self._closing,
+            self._submit,
+            lambda told: self._tell(told),
+        )
 
     def answer(
         self,

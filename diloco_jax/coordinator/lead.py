@@ -239,8 +239,10 @@ class Lead(EngineThread[State, Event]):
         match message:
             case DeltaArrived() | MergePrepared() | AnchorKept():
                 self.post(message)
-            case CycleKept() | WorkerBack():
+            case CycleKept():
                 self.post(message)
+            case WorkerBack():
+                self.post(message, lambda: self._note_recovered(message))
             case WorkerAway(worker=worker):
                 self.post(message)
                 # After that decision: no merge of its fragments is under way then.
@@ -257,6 +259,15 @@ class Lead(EngineThread[State, Event]):
         assert isinstance(self._holder, WorkersHolder)
         versions = [fragment.version for fragment in self.state.fragments]
         self._holder.bring_back(worker, versions)
+
+    def _note_recovered(self, back: WorkerBack) -> None:
+        if back.restored:
+            note = notes.WorkerRecovered(
+                worker=back.worker,
+                fragments=tuple(f.fragment for f in back.restored),
+                snapshot_versions=tuple(f.snapshot for f in back.restored),
+            )
+            self.journal.note(note)
 
     def _write_down(self) -> None:
         """Write what the holder had to tell people, on the lead's thread."""

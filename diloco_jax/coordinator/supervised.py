@@ -216,9 +216,14 @@ class Supervised:
                     if first and restored is not None:
                         self._restored.put(restored)
                     else:
-                        lost = () if restored is None else restored.lost
-                        back = tuple(f.fragment for f in lost)
-                        self._hear(WorkerBack(worker=self._begin.worker, lost=back))
+                        assert restored is not None
+                        lost = tuple(f.fragment for f in restored.lost)
+                        back = WorkerBack(
+                            worker=self._begin.worker,
+                            lost=lost,
+                            restored=restored.fragments,
+                        )
+                        self._hear(back)
                 case WorkerAlive(alerts=alerts, memory_bytes=nbytes):
                     self.alerts, self._memory_bytes = alerts, nbytes
                 case AllSaved():

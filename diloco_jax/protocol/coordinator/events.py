@@ -21,6 +21,7 @@ from diloco_jax.protocol.holding import (
     CycleKept,
     DeltaArrived,
     MergePrepared,
+    RestoredFragment,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
@@ -80,6 +81,8 @@ class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: int
     lost: tuple[int, ...] = ()
+    restored: tuple[RestoredFragment, ...] = ()
+    """The others, for the tape; none at a start of the lead."""
 
 
 Event = (

@@ -148,10 +148,10 @@ def _search(
     versions = {
         name: account.adopted
         for name, account in fragment.accounts.items()
-        if islands[name].answers
-        and not islands[name].quarantined
-        and _is_known(fragment, account.adopted)
+        if islands[name].answers and _is_known(fragment, account.adopted)
     }
+    sound = {n: v for n, v in versions.items() if not islands[n].quarantined}
+    versions = sound or versions
     if versions.keys() <= set(failed):
         failed = ()  # Each of them has had its time: begin anew.
     able = {name: v for name, v in versions.items() if name not in failed}
@@ -169,16 +169,25 @@ def _search(
         until=now + config.outage_budget_s,
         failed=failed,
     )
-    term = fragment.version.term + 1
+    fragment = replace(fragment, lost=lost)
     awaited = AwaitAnchor(
         fragment=fragment.index,
         island=name,
         incarnation=island.incarnation,
-        term=term,
+        term=fragment.version.term + 1,
     )
+    return fragment, [awaited, *ask_again(fragment, island)]
+
+
+def ask_again(fragment: Fragment, island: Island) -> list[Effect]:
+    """Ask an island for the anchor that is awaited from it, if any is: the request may
+    be lost with an old connection."""
+    lost = fragment.lost
+    if lost is None or lost.island != island.name:
+        return []
+    term = fragment.version.term + 1
     request = AnchorRequest(fragment=fragment.index, term=term)
-    asks: list[Effect] = [awaited, Tell(session=island.session, message=request)]
-    return replace(fragment, lost=lost), asks
+    return [Tell(session=island.session, message=request)]
 
 
 def _in_next_term(fragment: Fragment, version: Version) -> Version:

@@ -19,6 +19,7 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
+    lost_fragments,
     schedule,
     takes,
 )
@@ -287,6 +288,7 @@ def _resume(
         if len(event.versions) == config.fragments:
             version = event.versions[fragment.index]
             fragment = takes.adopted(fragment, name, version)
+        effects += lost_fragments.ask_again(fragment, island)
         outstanding = held.get(fragment.index)
         if outstanding is None:
             fragment, found = _ask_again(fragment, fleet, name)
