@@ -23,6 +23,7 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
+    lost_fragments,
     members,
     quarantine,
     recovery,
@@ -39,7 +40,11 @@ from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.disk import Disk
+from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
+
+WAITING_S = 3.0
+"""Seconds after the death of a worker until its last messages come, if they do."""
 
 
 class Plant(NamedTuple):
@@ -90,6 +95,21 @@ def _holds_all_the_time(unheld: Callable[..., Any]) -> Callable[..., Any]:
 
 def _loses_nothing(lose: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, fragment, reason: fragment
+
+
+def _loses_none_of_it(merged_above: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fragment, version: {}
+
+
+def _forgets_nothing(forget_line: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(coordinator: Any, fragments: Any) -> None:
+        """The old messages come when the lead has heard of the death."""
+        waiting = coordinator._from_worker
+        forget_line(coordinator, fragments)
+        for event in waiting:
+            coordinator.clock.after(WAITING_S, lambda e=event: coordinator.hear(e))
+
+    return broken
 
 
 def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,6 +305,12 @@ PLANTS = {
     "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
     "deltas_outlive_their_worker": Plant(
         "held", workers, "_unheld", _keeps_what_a_worker_had
+    ),
+    "what_was_merged_above_an_anchor_stays_merged": Plant(
+        "gathered", lost_fragments, "_merged_above", _loses_none_of_it
+    ),
+    "messages_outlive_their_worker": Plant(
+        "held", FaultyCoordinator, "forget_line", _forgets_nothing
     ),
     "ticks_ask_for_what_is_away": Plant(
         "held", workers, "_unheld", _holds_all_the_time
