@@ -47,6 +47,7 @@ from diloco_jax.protocol.working import (
 )
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer, FetchSource
+from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
 from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.tls import TlsFiles
@@ -75,7 +76,7 @@ class HoldingWorker:
             folder = workdir / run_files.PUBLISHES / f"{fragment:05d}"
             folder.mkdir(parents=True, exist_ok=True)
             locks.enter_context(workdirs.held(folder, "another worker", LOCKED_S))
-        self._tls = TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
+        self._tls = _own_tls(placement.certificates, begin.worker)
         plan = build_plan(config.run, build(config.run))
         whose = checkpoint.whose(config.run, begin.run_id, plan)
         # Arrays come with `RestoreFragments`, for its own fragments alone.
@@ -213,6 +214,13 @@ class HoldingWorker:
                 f"{call.incarnation}, for fragment {call.fragment}, {of}, is {flaw}; "
                 f"the coordinator gives another one",
             )
+
+
+def _own_tls(folder: str, number: int) -> TlsFiles | None:
+    """Load the worker's own key, or the coordinator's if it has none; None: no TLS."""
+    own = principal.worker(number)
+    has_own = bool(folder) and own in principals(folder)
+    return TlsFiles.load_given(folder, own if has_own else principal.COORDINATOR)
 
 
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:

@@ -41,7 +41,7 @@ from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.certificates import make_certificates
-from diloco_jax.wire.errors import NO_TICKET, Refused
+from diloco_jax.wire.errors import NO_TICKET, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = pytest.mark.dist
@@ -123,7 +123,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
     """What it prepared never was; the other worker notices nothing; the same merge
     once more gives the bits of a process that was not killed. All of it over TLS."""
     folder = tmp_path / "certificates"
-    make_certificates(folder, [], 1, islands=["a"])
+    make_certificates(folder, [], 1, islands=["a"], workers=2)
     certificates = str(folder)
     config = placed(
         make_config(text),
@@ -184,7 +184,9 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
         address = workers.processes()[own].address
         with client(address, tls=tls) as island:
-            there = island.transfers_at(address)
+            there = island.transfers_at(address, own)
+            with pytest.raises(SecurityError, match=f"of worker {own}, and has to be"):
+                island.transfers_at(address, 1 - own).upload(start, payload.data)
 
             def send(start: UploadStart) -> object:
                 who = hello(config, incarnation=start.incarnation)
