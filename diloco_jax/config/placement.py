@@ -209,7 +209,7 @@ class Placement:
         (),
         group=PROCESSES,
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
-        "coordinator@12:kill (its step is a merge).",
+        "coordinator@12:kill or worker-1@12:kill (a step is a merge).",
     )
 
     @property

@@ -35,6 +35,7 @@ from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.faults import Faults
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
@@ -113,6 +114,8 @@ class StoreHolder:
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
         )
+        self.faults, self._committed = Faults(), 0
+        """Faults are fired with the number of each merge of this process."""
         self._prepared: dict[int, _PreparedMerge] = {}
         self._closing = threading.Event()
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
@@ -285,6 +288,8 @@ class StoreHolder:
         self._submit(lambda: self._prepare(merge, payloads, squares))
 
     def _commit(self, commit: Commit) -> None:
+        self._committed += 1
+        self.faults.fire(self._committed)
         prepared = self._prepared.pop(commit.fragment)
         self.store.commit(commit.fragment, prepared.merged)
         for key in prepared.merge.deltas:
@@ -320,6 +325,7 @@ class StoreHolder:
         prepared = self._written(merge, merged)
         if prepared is None:
             return
+        self.faults.fire(self._committed + 1, prepared=True)
         self._prepared[merge.fragment] = _PreparedMerge(merge, merged, seconds)
         self._tell(
             MergePrepared(

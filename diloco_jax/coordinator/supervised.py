@@ -175,6 +175,7 @@ class Supervised:
                     )
                 )
                 return
+            self._begin = replace(self._begin, life=self._begin.life + 1)
             logger.error("%s is away: %s", self.name, why)
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)

@@ -25,8 +25,9 @@ from diloco_jax.config.loading import from_builtins
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.settings import bulk_server_of
+from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
+from diloco_jax.faults import worker_name
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
@@ -89,6 +90,8 @@ class HoldingWorker:
             whose,
             begin.fragments,
         )
+        name = worker_name(begin.worker)
+        self.holder.faults = faults_of(config, name, begin.life)
         self._tickets = Checker(begin.ticket_key)
         self.closing = threading.Event()
         self._server: BulkServer | None = None
