@@ -13,8 +13,8 @@ lost fragments go on, too.
 Prediction: no gap above 2 medians beyond the machine's own hiccups; the ledger exact,
 and lost there exactly what was merged above the anchors; replay bit for bit.
 
-Command: `python -m benchmarks.workers`. Cost: about 20 minutes on two idle cores, 20 GiB
-of memory, 9 GB of disk; `--quick` takes a model of 3 M parameters and shorter steps.
+Command: `python -m benchmarks.workers`. Cost: about 20 minutes on two idle cores, 20
+GiB of memory, 9 GB of disk; `--quick` takes 3 M parameters and shorter steps.
 """
 
 from __future__ import annotations

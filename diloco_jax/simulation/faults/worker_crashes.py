@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from diloco_jax.protocol.coordinator import workers
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.simulation.faults.fault import DrawnFault
-from diloco_jax.simulation.faults.schedule import LEASE_S
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.processes import FaultyCoordinator
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 AGAIN_S = 0.5
 """Seconds between two looks whether the lead hears again, or whether a lost fragment
 can be gathered."""
-SILENCE_S = 2 * LEASE_S
-"""Seconds without a word of the lead after which a worker ends."""
+SILENT_LEASES = 2
+"""Leases without a word of the lead after which a worker ends."""
 
 
 class WorkerCrash(DrawnFault, frozen=True):
@@ -58,8 +57,9 @@ class WorkerPartition(DrawnFault, frozen=True):
 class WorkerCrashes:
     """The faults of workers in one world; one crash is armed at a time."""
 
-    def __init__(self, world: FaultyWorld) -> None:
-        self._world = world
+    def __init__(self, world: FaultyWorld, gathered_within_s: float) -> None:
+        """gathered_within_s: from a worker's return to the anchors of what it lost."""
+        self._world, self._gathered_within_s = world, gathered_within_s
         self._armed: WorkerCrash | None = None
         self._effects_left = 0
 
@@ -86,7 +86,7 @@ class WorkerCrashes:
         if not coordinator.dead_fragments.issuperset(fragments):
             if fault.disk_lost:
                 world.disk.lose(fragments)
-                lasts_s += self.gathers_s
+                lasts_s += self._gathered_within_s
             self._crash(coordinator, fault.worker, fault.noticed_s, fault.down_s)
         world.begun(fault, lasts_s)
 
@@ -106,24 +106,16 @@ class WorkerCrashes:
 
         def end() -> None:
             if not coordinator.dead and coordinator.parted == set(fragments):
-                self._crash(coordinator, fault.worker, LEASE_S, fault.down_s)
+                self._crash(coordinator, fault.worker, lease_s, fault.down_s)
 
-        lasts_s = fault.for_s
-        if fault.for_s <= SILENCE_S:
+        lasts_s, lease_s = fault.for_s, world.config.lease_s
+        silence_s = SILENT_LEASES * lease_s
+        if fault.for_s <= silence_s:
             world.clock.after(fault.for_s, heal)
         else:
-            world.clock.after(SILENCE_S, end)
-            lasts_s = SILENCE_S + LEASE_S + fault.down_s
+            world.clock.after(silence_s, end)
+            lasts_s = silence_s + lease_s + fault.down_s
         return world.begun(fault, lasts_s)
-
-    @property
-    def gathers_s(self) -> float:
-        """Seconds from a worker's return to the anchors of all that it lost."""
-        schedule = self._world.schedule
-        agreed_s = schedule.slowest_s * (
-            1 + max(plan.lead for plan in schedule.islands.values())
-        )
-        return LEASE_S + AGAIN_S + agreed_s + schedule.transfer_s
 
     def fragments_of(self, worker: int) -> list[int]:
         """Return the fragments of a worker."""

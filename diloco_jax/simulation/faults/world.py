@@ -73,7 +73,7 @@ class FaultyWorld(Links):
         self._calls = 0
         self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
-        self.worker_crashes = WorkerCrashes(self)
+        self.worker_crashes = WorkerCrashes(self, liveness.gathered_within_s(schedule))
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
         self._snapshot_failures: list[DrawnFault] = []
 
