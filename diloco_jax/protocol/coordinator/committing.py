@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import alerts, fragments
+from diloco_jax.protocol.coordinator import alerts, fragments, leases
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.machines import ignored
 from diloco_jax.protocol.coordinator.state import (
@@ -32,7 +32,7 @@ def prepared(
     fragment, verdicts, effects = fragments.computed(
         config, fragment, counted_islands(state), now
     )
-    state = with_fragment(state, fragment)
+    state = leases.contributed(with_fragment(state, fragment), contributions)
     record = records.Merged(
         fragment=event.fragment,
         version=event.version,

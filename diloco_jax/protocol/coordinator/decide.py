@@ -287,6 +287,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     """
     same_live = same_live_islands(before, state)
     effects: list[Effect] = []
+    state = leases.free_departed(state)
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
         state, effects = ending.stop(config, state, now)
     if state.islands is not before.islands:
