@@ -203,7 +203,8 @@ def test_a_version_whose_merges_are_lost_is_never_gathered() -> None:
     d.wait(LEASE_S / 2), d.report("a"), d.wait(LEASE_S / 2)
     d.kept("a", 1)
     d.hello("b", phase="training", steps=d.steps)
-    assert requests(d.lose()) == [("a", 0, 3)], "b has version 2 of the first term"
+    d.lose()
+    assert requests(d.pass_lease()) == [("a", 0, 3)], "b has version 2 of term 1"
     (record,) = persisted(d.kept("a", 1, term=3), "term_begun")
     assert (record["version"], record["lost_tokens"]) == ([3, 1], {})
 
@@ -257,16 +258,19 @@ def test_a_lead_that_comes_up_is_told_what_its_worker_lost_before() -> None:
 
 
 def test_a_fragment_that_is_lost_in_the_flush_is_in_it_all_the_same() -> None:
-    d = Gathering(total_tokens=80)
+    d = Gathering(total_tokens=100)
     d.adopt(1, "a", "b")
+    for name in "ab":
+        d.report(name, 5)
     for name in "ab":
         d.report(name, phase="stopped")
     assert d.state.phase == "flushing"
     d.lose()
     d.wait(d.config.flush_s - 1)
-    d.kept("a", 1)
+    d.kept("b", 1)  # By then a has had its time.
     d.wait(d.config.flush_s - 1)
     assert d.state.phase == "flushing", "what it lacked has a time of its own"
-    d.merge(0, a=4, b=4)
+    d.merge(0, a=5, b=5)
+    d.merge(1, a=5, b=5)
     assert d.state.phase == "done"
     assert d.totals("a").lost == {}
