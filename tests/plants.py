@@ -43,8 +43,7 @@ from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 
-WAITING_S = 3.0
-"""Seconds after the death of a worker until its last messages come, if they do."""
+SOON_S = 0.05
 
 
 class Plant(NamedTuple):
@@ -103,11 +102,21 @@ def _loses_none_of_it(merged_above: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forgets_nothing(forget_line: Callable[..., Any]) -> Callable[..., Any]:
     def broken(coordinator: Any, fragments: Any) -> None:
-        """The old messages come when the lead has heard of the death."""
+        """The old messages come when the next process is there."""
         waiting = coordinator._from_worker
         forget_line(coordinator, fragments)
-        for event in waiting:
-            coordinator.clock.after(WAITING_S, lambda e=event: coordinator.hear(e))
+
+        def come() -> None:
+            if coordinator.dead:
+                return
+            if any(coordinator.state.fragments[f].away for f in fragments):
+                coordinator.clock.after(SOON_S, come)
+            else:
+                for event in waiting:
+                    coordinator.hear(event)
+
+        if waiting:
+            coordinator.clock.after(SOON_S, come)
 
     return broken
 

@@ -30,7 +30,7 @@ WORKERS_SHARE = 0.5
 LOST_SHARE = 0.3
 """Share of the crashes of workers that cost the disk; and of the schedules without
 several workers in which they may."""
-PARTED_SHARE = 0.5
+PARTED_SHARE = 0.8
 """Share of the schedules with several workers in which the lead does not reach one."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
@@ -210,7 +210,7 @@ def _worker_partition(rng: random.Random, latest_s: float) -> AnyFault:
     return WorkerPartition(
         at_s=round(rng.uniform(0, latest_s), 2),
         worker=rng.randrange(3),
-        for_s=round(_seconds(rng) * rng.choice([0.3, 1.0, 2.0]), 2),
+        for_s=round(_seconds(rng) * rng.choice([0.3, 1.0, 4.0]), 2),
         down_s=round(rng.choice([0.2, 3.0]) * rng.uniform(0.5, 1), 2),
     )
 
