@@ -170,7 +170,8 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
 
 
 def test_each_worker_has_its_share_and_a_process():
-    run, fragments = CONFIG.run, fragments_of(CONFIG)
+    outer = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+    run, fragments = dataclasses.replace(CONFIG.run, outer=outer), fragments_of(CONFIG)
 
     def planned(workers: int) -> CoordinatorPlan:
         placement = Placement(workers=workers)

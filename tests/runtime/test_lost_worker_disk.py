@@ -33,7 +33,7 @@ from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import State
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 
 CYCLES = 10_000
 """More than the test takes."""

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld
 
 
+FromAWorker = DeltaArrived | MergePrepared | AnchorKept
+
+
 class FaultyCoordinator(VirtualCoordinator):
     """One life of a coordinator. Its world may end it before any effect.
 
@@ -90,8 +93,8 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        told = isinstance(event, DeltaArrived | MergePrepared | AnchorKept)
-        if told and event.fragment in self.parted:
+        told = event if isinstance(event, FromAWorker) else None
+        if told is not None and told.fragment in self.parted:
             self._from_worker.append(event)
         elif self._effects:
             self._wait(event)

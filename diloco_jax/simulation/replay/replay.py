@@ -188,10 +188,9 @@ class Replay(contextlib.ExitStack):
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
-        between = sorted(
-            (*self._recording.recoveries, *self._recording.begun),
-            key=lambda event: (event.merges, event.line),
-        )
+        between: list[Recovery | BegunTerm] = [*self._recording.recoveries]
+        between += self._recording.begun
+        between.sort(key=lambda event: (event.merges, event.line))
         for merge in self._recording.merges:
             while between and between[0].merges < merge.number:
                 match between.pop(0):
