@@ -26,7 +26,14 @@ PROCESSES = "process"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Addresses, folders, deadlines and injected faults of the processes."""
+    """Addresses, folders, deadlines and injected faults of the processes.
+
+    Example:
+      >>> from diloco_jax import Config
+      >>> config = Config().replace("faults", ("a@30:kill",))  # at island a's 30th step
+      >>> config.placement.faults
+      ('a@30:kill',)
+    """
 
     workdir: str = setting(
         "", help="Folder of the run; empty = runs/CONFIG-TIME in the current folder."
