@@ -40,10 +40,7 @@ from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-
-SOON_S = 0.05
 
 
 class Plant(NamedTuple):
@@ -98,27 +95,6 @@ def _loses_nothing(lose: Callable[..., Any]) -> Callable[..., Any]:
 
 def _loses_none_of_it(merged_above: Callable[..., Any]) -> Callable[..., Any]:
     return lambda fragment, version: {}
-
-
-def _forgets_nothing(forget_line: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(coordinator: Any, fragments: Any) -> None:
-        """The old messages come when the next process is there."""
-        waiting = coordinator._from_worker
-        forget_line(coordinator, fragments)
-
-        def come() -> None:
-            if coordinator.dead:
-                return
-            if any(coordinator.state.fragments[f].away for f in fragments):
-                coordinator.clock.after(SOON_S, come)
-            else:
-                for event in waiting:
-                    coordinator.hear(event)
-
-        if waiting:
-            coordinator.clock.after(SOON_S, come)
-
-    return broken
 
 
 def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,9 +297,6 @@ PLANTS = {
     ),
     "what_was_merged_above_an_anchor_stays_merged": Plant(
         "gathered", lost_fragments, "_merged_above", _loses_none_of_it
-    ),
-    "messages_outlive_their_worker": Plant(
-        "held", FaultyCoordinator, "forget_line", _forgets_nothing
     ),
     "ticks_ask_for_what_is_away": Plant(
         "held", workers, "_unheld", _holds_all_the_time
