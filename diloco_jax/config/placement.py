@@ -233,8 +233,8 @@ class Placement:
         (),
         group=PROCESSES,
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
-        "v5p-a@40:nan and v5p-a@40:scale100 (its parameters), coordinator@12:kill (its "
-        "step is a merge).",
+        "v5p-a@40:nan and v5p-a@40:scale100 (its parameters), coordinator@12:kill or "
+        "worker-1@12:kill (a step is a merge).",
     )
 
     @property

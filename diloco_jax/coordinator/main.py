@@ -33,13 +33,14 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     admitted,
+    faults_of,
     policy_config,
     require_room,
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
-from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.merge_route import require as require_route
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
@@ -181,7 +182,7 @@ class Coordinator:
             tape=self._tape,
             metrics=self._metrics,
             sessions=sessions,
-            faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
+            faults=faults_of(config, COORDINATOR),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
         )

@@ -16,7 +16,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     code = message = ""
     known = state.islands.get(event.island)
     resumes = known is not None and known.incarnation == event.incarnation
-    term = state.fragments[0].version.term
+    term = state.term
     if event.run_id not in ("", config.run_id):
         code = "run_id"
         message = (
@@ -132,4 +132,4 @@ def _other_batch(config: PolicyConfig, event: Hello) -> str:
 
 def is_carrying(state: State, event: Hello) -> bool:
     """Tell whether the island joined before the coordinator lost its state."""
-    return 0 < event.term < state.fragments[0].version.term
+    return 0 < event.term < state.term

@@ -19,6 +19,7 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
+    lost_fragments,
     schedule,
     takes,
 )
@@ -288,10 +289,14 @@ def _resume(
     )
     effects += leases.regrant(state, name, event.sequences_granted)
     # A late hello may also list takes of an earlier term.
-    earlier = schedule.ticks_before(config, state.fragments[0].version.term)
+    earlier = schedule.ticks_before(config, state.term)
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     fleet = Fleet(config, state)
     for fragment in state.fragments:
+        if len(event.versions) == config.fragments:
+            version = event.versions[fragment.index]
+            fragment = takes.adopted(fragment, name, version)
+        effects += lost_fragments.ask_again(fragment, island)
         outstanding = held.get(fragment.index)
         if outstanding is None:
             fragment, found = _ask_again(fragment, fleet, name)
@@ -376,7 +381,7 @@ def _welcome(
     versions = tuple(fragment.version for fragment in state.fragments)
     welcome = Welcome(
         run_id=config.run_id,
-        term=versions[0].term,
+        term=state.term,
         resumed=resumed,
         versions=versions,
     )

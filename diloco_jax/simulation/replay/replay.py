@@ -28,6 +28,7 @@ from diloco_jax import (
 )
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.coordinator.anchors import layouts_of, values_of
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.coordinator.store import ComputedMerge, Store
@@ -45,6 +46,7 @@ from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
+    BegunTerm,
     Digests,
     RecordedMerge,
     Recording,
@@ -168,7 +170,7 @@ class Replay(contextlib.ExitStack):
         self._starts_left = Counter(
             start
             for recovery in recording.recoveries
-            for start in enumerate(recovery.snapshot_versions)
+            for start in recovery.starts.items()
         )
         self._snapshots: dict[tuple[int, Version], dict[str, list[Any]]] = {}
         for fragment, version in enumerate(self._versions):
@@ -180,10 +182,16 @@ class Replay(contextlib.ExitStack):
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
-        recoveries = list(self._recording.recoveries)
+        between: list[Recovery | BegunTerm] = [*self._recording.recoveries]
+        between += self._recording.begun
+        between.sort(key=lambda event: (event.merges, event.line))
         for merge in self._recording.merges:
-            while recoveries and recoveries[0].merges < merge.number:
-                self._recover(recoveries.pop(0))
+            while between and between[0].merges < merge.number:
+                match between.pop(0):
+                    case Recovery() as recovery:
+                        self._recover(recovery)
+                    case BegunTerm() as begun:
+                        self._begin_term(begun)
             payloads = []
             for part in merge.contributions:
                 island = self._island(Who(part.island, part.incarnation))
@@ -301,15 +309,28 @@ class Replay(contextlib.ExitStack):
         if self._starts_left[fragment, version]:
             self._snapshots[fragment, version] = self._store.arrays(fragment)
 
+    def _begin_term(self, begun: BegunTerm) -> None:
+        """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
+        fragment, layouts = begun.fragment, layouts_of(self._store.plan.fragments)
+        anchor = self._published.anchor(fragment, begun.replaced)
+        arrays = self._store.first(fragment, values_of(layouts[fragment], anchor))
+        self._store.load(fragment, arrays, begun.version)
+        self._versions[fragment] = begun.version
+        self._published.begin(fragment, begun.version, tuple(arrays["anchor"]))
+        self._keep_snapshot(fragment, begun.version)
+
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        self._store.use_passes(self._passes.pop(0))
+        if recovery.fragments is None:
+            self._store.use_passes(self._passes.pop(0))
+        starts = recovery.starts
         logged: dict[int, list[RecordedMerge]] = {}
         for merge in self._recording.merges[: recovery.merges]:
-            if merge.version > recovery.snapshot_versions[merge.fragment]:
+            began = starts.get(merge.fragment)
+            if began is not None and merge.version > began:
                 logged.setdefault(merge.fragment, []).append(merge)
-        for start in enumerate(recovery.snapshot_versions):
+        for start in starts.items():
             fragment, version = start
             self._store.load(fragment, self._snapshots[start], version)
             for merge in logged.get(fragment, []):
