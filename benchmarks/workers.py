@@ -2,8 +2,8 @@
 
 Question: two islands train for three cycles of 16 fragments, which two worker processes
 merge. A worker is killed with SIGKILL between prepared and committed, and its successor
-between committed and sent; so is the lead, in the other order. Then that worker is
-killed once more, and its disk is gone. Does an island notice? Is the ledger exact? Does
+between committed and sent. The next one is killed, and its disk is gone. Then the lead
+is killed at the same two moments. Does an island notice? Is the ledger exact? Does
 one process give the same bits for the same decisions?
 
 *Replay* repeats the decisions of the tape with one process that holds all fragments, so
@@ -57,12 +57,12 @@ WORKERS = 2
 STRUCK = 0
 """The worker that is killed."""
 MERGES = FRAGMENTS * CYCLES
-LEAD_KILLS = (round(0.45 * MERGES), round(0.65 * MERGES))
-DISK_AT = round(0.75 * MERGES)
-"""Merges of the run. A worker counts those of its process, so that it is struck in the
-first life of the lead alone."""
-WORKER_KILLS = (6, 3)
-QUICK_STEP_S = 1.5
+DISK_AT = round(0.55 * MERGES)
+LEAD_KILLS = (round(0.75 * MERGES), round(0.88 * MERGES))
+"""Merges of the run. A worker counts those of its process, which in the later lives of
+the lead are too few for its faults to strike again."""
+WORKER_KILLS = (9, 2)
+QUICK_STEP_S = 1.0
 
 
 def main() -> int:
@@ -149,7 +149,8 @@ class DiskLoss:
     def _strike_when_due(self) -> None:
         while not self._ended.wait(1.0):
             kinds = self._kinds()
-            if kinds["recovered"] == len(LEAD_KILLS) and kinds["merged"] >= DISK_AT:
+            back = kinds["worker_recovered"] >= len(WORKER_KILLS)
+            if back and kinds["merged"] >= DISK_AT:
                 self._strike()
                 return
 
