@@ -229,7 +229,7 @@ def measured(
     summary = read_summary(workdir)
     tape = list(read_tape(workdir / run_files.TAPE))
     islands: dict[str, Any] = summary["islands"]
-    spared = set(islands) - set(case.struck("kill", "stop", "slow"))
+    spared = set(islands) - {*case.struck("kill", "stop", "slow"), *case.spoiled}
     gaps = [
         (islands[n]["max_step_gap_seconds"] - hiccup_s)
         / islands[n]["median_step_seconds"]
@@ -305,7 +305,7 @@ def loss_problems(
             yield f"{name} was not killed and lost {lost}"
     for name in case.spoiled:
         lost = lost_of(summary["islands"][name])
-        if not lost or not set(lost) <= {"non_finite", "out_of_bounds"}:
+        if not set(lost) & {"non_finite", "out_of_bounds"}:
             yield f"{name} was not refused, and lost {lost}"
         if sum(lost.values()) > SPOILED_STEPS * BATCH * SEQUENCE:
             yield f"{name} lost {lost}, more than {SPOILED_STEPS} steps"

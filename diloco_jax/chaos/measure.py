@@ -34,7 +34,8 @@ class StrikeOutcome:
     """Until the coordinator noted that the island is absent or ended. None if it was
     merged again before that. Of the coordinator there is no such note."""
     back_s: float | None
-    """Until the island joined or resumed, or the coordinator had recovered."""
+    """Until the island joined or resumed, or the coordinator had recovered. None of an
+    island that was heard again on the connection that it had."""
     merged_s: float | None
     """Until a merge that has the island, after the strike or its return; of the
     coordinator, until its first merge."""
@@ -152,11 +153,14 @@ def _of_island(strike: Line, name: str, window: Sequence[Line]) -> StrikeOutcome
         # A killed island may be back before anyone has noticed.
         since = lost["time"] if lost else over
         back = next((r for r in own if r["kind"] in BACK and r["time"] >= since), None)
-        after = max(over, back["time"]) if back else math.inf
+        after = until = back["time"] if back else math.inf
+        if not (back or killed) and lost and lost["kind"] == "absent":
+            # It was heard again on the connection that it had, of which no line tells.
+            after, until = lost["time"], -math.inf
+        after = max(over, after)
         again = next(
             (r for r in window if r["time"] > after and _has(r, name, back)), None
         )
-        until = back["time"] if back else math.inf
         ended = next(
             (r for r in own if r["kind"] == "left" and r["time"] <= until), None
         )

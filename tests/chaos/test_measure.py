@@ -89,6 +89,20 @@ def test_a_long_partition_that_is_noticed():
     assert found.tokens_lost == 0
 
 
+def test_an_island_that_is_heard_again_on_its_connection_is_merged_again():
+    tape = [
+        note(14.0, "absent", "a"),
+        merged(15.0, ("a", 1)),  # A delta that had arrived before.
+        merged(17.0, ("b", 1)),
+        merged(18.0, ("a", 1)),
+        note(50.0, "left", "a", lost_tokens_by_fragment=[9]),
+    ]
+    strikes = [strike(10.0, "a", "partition", 6.0)]
+    (found,) = measure.measured(strikes, tape, ["a", "b"])
+    assert (found.detected_s, found.back_s, found.merged_s) == (4.0, None, 8.0)
+    assert found.tokens_lost == 0, "that of the end"
+
+
 def test_a_later_strike_there_ends_the_view():
     strikes = [strike(8.0, "a", "delay", 1.0), strike(10.0, "a", "kill")]
     first, second = measure.measured(strikes, KILLED, ["a", "b"])
