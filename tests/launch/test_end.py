@@ -54,8 +54,11 @@ def test_watch_makes_anew_what_was_taken_and_leaves_what_was_given_back(
     cloud, launch, act
 ):
     launch("tpu_vm")
-    cloud.set_state("queued resource", "two-v6e-b", "ACTIVE")
     cloud.set_state("queued resource", "two-v5p", "SUSPENDED")
+    things = cloud.things
+    # It ended with 2, say.
+    del things["queued resource"]["two-v6e-b"]
+    (cloud._folder / "things.json").write_text(json.dumps(things))
     cloud.changes()
     seen = []
 
@@ -165,6 +168,9 @@ def test_a_node_of_gke_is_priced_by_its_machine():
     node = Orphan("machine", "gke-1", "r", "v5p", "z", "RUNNING", "ct5p-hightpu-4t")
     assert told([node], {"v5p": 4.0})[-1] == "1 found: 16.00 per hour"
     assert "1 without a price (--price)" in told([node], {})[-1]
+    # A type counts cores here, and chips with v6e.
+    slice_ = Orphan("TPU VM", "a", "r", "v5p", "z", "READY", "v5p-16")
+    assert told([slice_], {"v5p": 4.0})[-1] == "1 found: 32.00 per hour"
     stopped = node._replace(state="TERMINATED")
     assert told([stopped], {})[-1] == "1 found: 0.00 per hour"
 
