@@ -66,5 +66,6 @@ def setup(app):
     """Write the reference, and give the index its table of contents."""
     site_pages.write_reference(HERE.parent / "reference")
     app.connect("source-read", site_pages.add_contents)
+    app.connect("autodoc-process-signature", site_pages.short_signature)
     # Before napoleon reads them.
     app.connect("autodoc-process-docstring", site_pages.plain_blocks, priority=400)

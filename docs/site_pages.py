@@ -171,6 +171,15 @@ def add_contents(app: Any, page: str, source: list[str]) -> None:
     source[0] = head
 
 
+def short_signature(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str, gives: str
+) -> tuple[str, str] | None:
+    """Return a dataclass's signature without its defaults, which fill a screen."""
+    if not dataclasses.is_dataclass(thing):
+        return None
+    return f"({', '.join(field.name for field in dataclasses.fields(thing))})", gives
+
+
 def plain_blocks(
     app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:

@@ -27,7 +27,7 @@ def history(pause_of_b: float = 0.0, count: int = 20, **changes) -> History:
     for name in "ab":
         late = 0.0
         for step in range(count):
-            late += pause_of_b if name == "b" and step == 8 else 0.0
+            late += pause_of_b if name == "b" and step == 6 else 0.0
             steps.append((name, 1, step, step + late, step + late + 1, 5.0 - step, 0.1))
     for step in range(5):
         steps.append(("c", 1, step, float(step), step + 1.0, 4.0, 0.1))
@@ -77,7 +77,7 @@ def test_the_title_of_a_timeline_says_who_was_away():
 
 
 def test_an_island_that_pauses_meanwhile_is_not_said_to_go_on():
-    axes = history(pause_of_b=4.0).plot_timeline()
+    axes = history(pause_of_b=3.5).plot_timeline()
     assert axes.get_title("left") == "c is away for 7 s"
 
 
@@ -126,3 +126,10 @@ def test_axes_and_title_of_the_caller_are_used():
 @pytest.mark.parametrize("plot", ["plot_timeline", "plot_loss"])
 def test_no_label_lies_on_another(plot):
     assert not overlaps(getattr(history(), plot)())
+
+
+def test_the_key_lies_beside_the_lanes():
+    axes = history().plot_timeline()
+    axes.figure.canvas.draw()
+    key = axes.get_legend().get_window_extent()
+    assert not key.overlaps(axes.get_window_extent())

@@ -10,6 +10,7 @@ from virtual_recording import BEGUN, record
 
 from diloco_jax import ConfigError, read_history
 from diloco_jax.observability.history import COLUMNS, outages
+from diloco_jax.observability.tape import Tape
 
 MEDIAN_S = 0.5
 
@@ -99,6 +100,23 @@ def test_a_run_without_metrics_has_no_steps_yet(tmp_path):
     assert len(history.steps["time"]) == 0
     assert len(history.merges["time"]) > 10
     history.plot_timeline()
+
+
+@pytest.mark.parametrize(("resumed", "ended"), [(False, 4.0), (True, 9.0)])
+def test_a_life_ends_when_it_was_last_heard_of(tmp_path, resumed, ended):
+    who = {"island": "a", "incarnation": 1}
+    lines = [(0.0, {"kind": "begun"}), (1.0, {"kind": "joined", **who})]
+    lines.append((4.0, {"kind": "absent", **who, "why": "silent"}))
+    if resumed:
+        lines.append((6.0, {"kind": "resumed", **who, "steps": 3}))
+    lines.append((9.0, {"kind": "left", **who, "steps": 7, "reason": "died"}))
+    tape = Tape(tmp_path / "tape.jsonl")
+    for at, each in lines:
+        tape.append({**each, "time": BEGUN + at})
+    tape.close()
+    lives = read_history(tmp_path).frame("lives").iloc[0]
+    assert (lives.began, lives.ended, lives.steps) == (1.0, ended, 7)
+    assert lives.end == "died"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
