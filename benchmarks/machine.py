@@ -12,12 +12,14 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 from diloco_jax import run_files
 
+NOT_COUNTED = (run_files.CACHE, run_files.LOGS)
+"""Folders of a workdir whose size is no property of the run."""
 CpuSamples = dict[tuple[str, int], list[tuple[float, float]]]
 """(unix time, CPU seconds so far), by process: (island or "coordinator", pid)."""
 
@@ -51,7 +53,7 @@ def processor() -> str:
 
 def sample_cpu(workdir: Path, samples: CpuSamples) -> None:
     """Add one sample of every process that serves the run in `workdir`."""
-    for name, folder in _processes(workdir):
+    for name, folder in processes(workdir):
         with contextlib.suppress(OSError):
             pid = int(folder.name)
             samples[name, pid].append((time.time(), cpu_seconds(pid)))
@@ -71,7 +73,7 @@ def peak_memory(pid: int) -> int:
     return 1024 * _number(Path(f"/proc/{pid}/status"), "VmHWM:")
 
 
-class _Watch:
+class Watch:
     """A thread that looks every `pause_s` while its block lasts."""
 
     pause_s = 1.0
@@ -96,7 +98,7 @@ class _Watch:
         raise NotImplementedError
 
 
-class Stall(_Watch):
+class Stall(Watch):
     """The longest time by which a thread overslept: the hiccups of the machine."""
 
     pause_s = 0.01
@@ -116,7 +118,7 @@ class Stall(_Watch):
         self._before = now
 
 
-class PeakUse(_Watch):
+class PeakUse(Watch):
     """The most memory of each of a run's processes, and of its disk."""
 
     pause_s = 0.2
@@ -133,21 +135,26 @@ class PeakUse(_Watch):
         self._workdir = workdir
 
     def _look(self) -> None:
-        for name, folder in _processes(self._workdir):
+        for name, folder in processes(self._workdir):
             with contextlib.suppress(OSError, StopIteration):
-                peak = 1024 * _number(folder / "status", "VmHWM:")
+                peak = 1024 * number_of(folder / "status", "VmHWM:")
                 self.memory[name] = max(self.memory.get(name, 0), peak)
-                own = 1024 * _number(folder / "status", "RssAnon:")
+                own = 1024 * number_of(folder / "status", "RssAnon:")
                 self.own[name] = max(self.own.get(name, 0), own)
-        self.disk = max(self.disk, sum(self._file_sizes()))
+        self.disk = max(self.disk, disk_bytes(self._workdir, NOT_COUNTED))
 
-    def _file_sizes(self) -> Iterator[int]:
-        aside = {self._workdir / name for name in (run_files.CACHE, run_files.LOGS)}
-        for folder, names, files in os.walk(self._workdir):
-            names[:] = [name for name in names if Path(folder) / name not in aside]
-            for name in files:
-                with contextlib.suppress(OSError):  # Renamed or removed meanwhile.
-                    yield (Path(folder) / name).stat().st_blocks * 512
+
+def disk_bytes(workdir: Path, aside: Iterable[str]) -> int:
+    """Return the bytes of the files in a workdir, but for those under these names."""
+    total = 0
+    for folder, names, files in os.walk(workdir):
+        if Path(folder) == workdir:
+            names[:] = [name for name in names if name not in aside]
+            files = [name for name in files if name not in aside]
+        for name in files:
+            with contextlib.suppress(OSError):  # Renamed or removed meanwhile.
+                total += (Path(folder) / name).stat().st_blocks * 512
+    return total
 
 
 class Pinned(PeakUse):
@@ -160,7 +167,7 @@ class Pinned(PeakUse):
         self._cores = cores
 
     def _look(self) -> None:
-        for name, folder in _processes(self._workdir):
+        for name, folder in processes(self._workdir):
             with contextlib.suppress(OSError):
                 if name in self._cores:
                     os.sched_setaffinity(int(folder.name), {self._cores[name]})
@@ -184,7 +191,7 @@ class Life:
     seconds: float = 0.0
 
 
-class CoordinatorLives(_Watch):
+class CoordinatorLives(Watch):
     """The lives of a run's coordinator, one for each of its processes."""
 
     pause_s = 0.1
@@ -200,7 +207,7 @@ class CoordinatorLives(_Watch):
         return list(self._found.values())
 
     def _look(self) -> None:
-        for name, folder in _processes(self._workdir):
+        for name, folder in processes(self._workdir):
             if name != "coordinator":
                 continue
             with contextlib.suppress(OSError, StopIteration):
@@ -208,24 +215,24 @@ class CoordinatorLives(_Watch):
 
     def _sample(self, folder: Path) -> None:
         life = self._found.setdefault(folder.name, Life(first=time.time()))
-        life.peak = max(life.peak, 1024 * _number(folder / "status", "VmHWM:"))
-        life.own = max(life.own, 1024 * _number(folder / "status", "RssAnon:"))
+        life.peak = max(life.peak, 1024 * number_of(folder / "status", "VmHWM:"))
+        life.own = max(life.own, 1024 * number_of(folder / "status", "RssAnon:"))
         address = self._workdir / run_files.ADDRESS
         # A life that was killed leaves its address, which is older.
         if not life.start and address.exists():
             served = address.stat().st_mtime
             if served > life.first:
                 life.start, life.seconds = life.peak, served - life.first
-                life.read = _number(folder / "io", "rchar:")
+                life.read = number_of(folder / "io", "rchar:")
 
 
-def _number(path: Path, what: str) -> int:
+def number_of(path: Path, what: str) -> int:
     """Return a number of a file of /proc. Raises StopIteration without it."""
     lines = path.read_text().splitlines()
     return int(next(each for each in lines if each.startswith(what)).split()[1])
 
 
-def _processes(workdir: Path) -> Iterator[tuple[str, Path]]:
+def processes(workdir: Path) -> Iterator[tuple[str, Path]]:
     """Yield the name and the folder in /proc of each process that serves the run."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -84,14 +84,18 @@ def run_config(config: Config, label: str, timeout_s: float) -> Run:
         return run_in(config, Path(folder), timeout_s)
 
 
-def run_in(config: Config, folder: Path, timeout_s: float) -> Run:
-    """Run like `run_config`; files stay in `folder`."""
+def run_in(
+    config: Config, folder: Path, timeout_s: float, command: Sequence[str] = ("run",)
+) -> Run:
+    """Run like `run_config`; files stay in `folder`. command: `diloco run` or `diloco
+    chaos`, and its options."""
     workdir, log = folder / "run", folder / "diloco.log"
     path = folder / run_files.CONFIG
     write_json(dataclasses.asdict(config), path)
-    command = [*DILOCO, "run", str(path), "--workdir", str(workdir)]
+    name, *options = command
+    words = [*DILOCO, name, str(path), "--workdir", str(workdir), *options]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = subprocess.Popen(words, stdout=output, stderr=output)
     cpu: CpuSamples = collections.defaultdict(list)
     deadline = time.monotonic() + timeout_s
     try:

@@ -165,7 +165,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "launch": (
         config_commands.launch_command,
-        "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
+        "CONFIG --on tpu_vm|gke|sky [--action create|watch|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "data": (

@@ -3,14 +3,17 @@
 WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for its
 host 1) or `coordinator`.
 STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
-is `kill` (SIGKILL, like a preempted or crashed host) or `pauseS` (SIGSTOP for S
-seconds, like a stalled host). The coordinator is struck once its merge is committed and
-before anyone is told; by `kill-prepared`, once it is prepared and not committed.
+is `kill` (SIGKILL, like a preempted or crashed host), `pauseS` (SIGSTOP for S
+seconds, like a stalled host), `nan` or `scaleK` (an island's parameters become NaN, or
+K times as large, as on a broken device or an island that lies). The coordinator is
+struck once its merge is committed and before anyone is told; by `kill-prepared`, once
+it is prepared and not committed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -23,12 +26,14 @@ from diloco_jax.errors import ConfigError, suggest
 COORDINATOR = "coordinator"
 
 _FORMS = (
-    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME#INCARNATION@STEP:...', "
+    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:nan', "
+    "'NAME@STEP:scaleFACTOR', 'NAME#INCARNATION@STEP:...', "
     "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'"
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
-    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|pause(?P<pause>\d+(?:\.\d+)?))"
+    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|pause(?P<pause>\d+(?:\.\d+)?)"
+    r"|(?P<nan>nan)|scale(?P<scale>-?\d+(?:\.\d+)?))"
 )
 # Detached, so that it runs on while its parent is stopped.
 _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
@@ -36,7 +41,7 @@ _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. `pause_s` is None for a kill."""
+    """One fault. `pause_s` and `factor` are None for a kill."""
 
     who: str
     incarnation: int
@@ -45,9 +50,19 @@ class Fault:
     host: int = 0
     prepared: bool = False
     """True if it strikes between a merge's preparation and its commit."""
+    factor: float | None = None
+    """The parameters are multiplied by it; NaN included."""
+
+    @property
+    def kills(self) -> bool:
+        """Whether it ends the process."""
+        return self.pause_s is None and self.factor is None
 
     def strike(self) -> None:
-        """Strike this process; return after a pause, and never from a kill."""
+        """Strike this process, and not its parameters; return after a pause, and never
+        from a kill."""
+        if self.factor is not None:
+            return
         if self.pause_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
             return
@@ -71,10 +86,17 @@ class Faults:
             tuple(
                 fault
                 for fault in self.faults
-                if (fault.who, fault.incarnation, fault.host)
-                == (name, incarnation, host)
+                if (fault.who, fault.incarnation) == (name, incarnation)
+                # All hosts hold parts of the parameters.
+                and (fault.host == host or fault.factor is not None)
             )
         )
+
+    def factor(self, step: int) -> float | None:
+        """Return the factor of the parameters after this step; None if no fault is
+        set."""
+        found = (f.factor for f in self.faults if f.step == step)
+        return next((factor for factor in found if factor is not None), None)
 
     def fire(self, step: int, *, prepared: bool = False) -> None:
         """Strike if a fault is set for this step. Call it once per step. prepared: the
@@ -82,6 +104,11 @@ class Faults:
         for fault in self.faults:
             if (fault.step, fault.prepared) == (step, prepared):
                 fault.strike()
+
+
+def is_fault(text: str) -> bool:
+    """Tell whether the text has the form of a fault."""
+    return _PATTERN.fullmatch(text) is not None
 
 
 def parse_faults(texts: Iterable[str], islands: Iterable[str]) -> Faults:
@@ -103,6 +130,14 @@ def _parse(text: str, known: list[str]) -> Fault:
             f"placement.faults has {text!r}, but there is no {who!r}"
             f"{suggest(who, known)}; known are {', '.join(known)}"
         )
+    factor = math.nan if match["nan"] else None
+    if match["scale"]:
+        factor = float(match["scale"])
+    if factor is not None and who == COORDINATOR:
+        raise ConfigError(
+            f"placement.faults has {text!r}, but {COORDINATOR!r} has no parameters of "
+            f"its own; name an island"
+        )
     if match["prepared"] and who != COORDINATOR:
         raise ConfigError(
             f"placement.faults has {text!r}, but merges are prepared by "
@@ -115,4 +150,5 @@ def _parse(text: str, known: list[str]) -> Fault:
         pause_s=float(match["pause"]) if match["pause"] else None,
         host=int(match["host"] or 0),
         prepared=match["prepared"] is not None,
+        factor=factor,
     )

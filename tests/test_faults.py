@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import subprocess
@@ -29,6 +30,18 @@ def test_for_who_keeps_the_incarnation_apart():
     assert [f.step for f in faults.for_who("v6e").faults] == [1]
     assert [f.step for f in faults.for_who("v6e", 2).faults] == [3]
     assert faults.for_who("v6e", 3).faults == ()
+
+
+def test_faults_of_parameters_are_those_of_all_hosts_and_strike_no_process():
+    faults = parse_faults(["v6e@3:nan", "v6e@5:scale-2.5", "v6e@5:kill"], ISLANDS)
+    for host in (0, 1):
+        own = faults.for_who("v6e", host=host)
+        assert math.isnan(own.factor(3))
+        assert (own.factor(4), own.factor(5)) == (None, -2.5)
+        own.fire(3)
+    assert [fault.kills for fault in faults.faults] == [False, False, True]
+    with pytest.raises(ConfigError, match="has no parameters of its own"):
+        parse_faults(["coordinator@3:nan"], ISLANDS)
 
 
 @pytest.mark.parametrize(

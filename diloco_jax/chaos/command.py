@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,78 +13,145 @@ from rich.table import Table
 from diloco_jax import run_files
 from diloco_jax.chaos import measure
 from diloco_jax.chaos.options import ChaosOptions
-from diloco_jax.chaos.schedule import Strike, parse_strikes, random_strikes
-from diloco_jax.chaos.striker import Striker
+from diloco_jax.chaos.schedule import (
+    Strike,
+    divided,
+    parse_strikes,
+    random_strikes,
+    read_schedule,
+    write_schedule,
+)
+from diloco_jax.chaos.striker import LOOK_S, Moment, Striker
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
+from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
 
 
 def run(
-    config: Config, config_path: str, console: Console, options: ChaosOptions
+    config: Config,
+    config_path: str,
+    console: Console,
+    options: ChaosOptions,
+    *,
+    moment: Moment | None = None,
+    look_s: float = LOOK_S,
 ) -> tuple[int, dict[str, Any]]:
     """Run the config under its strikes; return the exit code and the report ({} if the
-    run did not begin). Raises what `cluster.run.run` raises."""
-    islands = tuple(config.islands)
-    strikes = scheduled(config, options)
-    config = with_restarts(config, strikes)
-    for strike in strikes:
-        console.print(f"strike: {strike}", highlight=False)
-    striker = Striker(
-        strikes, islands, lambda text: console.print(f"strike: {text}", highlight=False)
-    )
-    try:
-        code, summary = run_locally(
-            config, config_path, console, baseline=False, route=striker.route
+    run did not begin). moment, look_s: see `Striker`. Raises what `cluster.run.run`
+    raises."""
+    strikes, faults = scheduled(config, options)
+    planned = [*map(str, strikes), *faults]
+    struck = with_restarts(with_faults(config, faults), strikes)
+    if options.save_schedule:
+        write_schedule(planned, Path(options.save_schedule))
+    for text in planned:
+        console.print(f"strike: {text}", highlight=False)
+
+    def run_under(
+        config: Config, strikes: tuple[Strike, ...]
+    ) -> tuple[int, dict[str, Any], Path | None]:
+        striker = Striker(
+            strikes,
+            tuple(config.islands),
+            lambda text: console.print(f"strike: {text}", highlight=False),
+            moment=moment,
+            look_s=look_s,
+            link_bytes_per_s=options.link_bytes_per_s or math.inf,
         )
-    finally:
-        striker.close()
-    if striker.workdir is None or not (striker.workdir / run_files.TAPE).exists():
+        try:
+            ran = run_locally(
+                config, config_path, console, baseline=False, route=striker.route
+            )
+        finally:
+            striker.close()
+        return *ran, striker.workdir
+
+    code, summary, workdir = run_under(struck, strikes)
+    if workdir is None or not (workdir / run_files.TAPE).exists():
         return code, {}
-    told = report(striker.workdir, config, strikes, summary)
+    told = report(workdir, config, planned, summary)
+    write_json(told, workdir / run_files.CHAOS_REPORT)
+    if options.twin and code == EXIT_DONE:
+        console.print("\nthe same without strikes", highlight=False)
+        code, summary, _ = run_under(twin_of(config, workdir), ())
+        told["twin_goodput"] = summary.get("goodput")
+        write_json(told, workdir / run_files.CHAOS_REPORT)
+    told["workdir"] = str(workdir)
     _show(told, console)
     return code, told
 
 
-def scheduled(config: Config, options: ChaosOptions) -> tuple[Strike, ...]:
-    """Return the strikes of the options; ConfigError if they cannot be carried out."""
+def scheduled(
+    config: Config, options: ChaosOptions
+) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
+    """Return the strikes of the options, and faults at a step; ConfigError if they
+    cannot be carried out."""
     islands = tuple(config.islands)
-    strikes = parse_strikes(options.strikes, islands) or random_strikes(
-        options.schedule_seed,
-        islands,
-        every_s=options.every_s,
-        for_s=options.for_s,
-        kinds=options.kinds,
-    )
+    texts = options.strikes
+    if options.schedule:
+        texts += read_schedule(Path(options.schedule))
+    timed, faults = divided(texts)
+    strikes = parse_strikes(timed, islands)
+    if not texts:
+        strikes = random_strikes(
+            options.schedule_seed,
+            islands,
+            every_s=options.every_s,
+            for_s=options.for_s,
+            kinds=options.kinds,
+        )
     workers = config.placement.workers
-    network = next((s for s in strikes if s.of_network), None)
+    network = next((str(s) for s in strikes if s.of_network), "")
+    if options.link_bytes_per_s:
+        network = f"link_bytes_per_s = {options.link_bytes_per_s:g}"
     if workers > 1 and network:
         raise ConfigError(
             f"{network} strikes a link, but placement.workers = {workers} have links "
             f"of their own, which are not struck; set placement.workers = 1"
         )
-    return strikes
+    return strikes, faults
+
+
+def with_faults(config: Config, faults: tuple[str, ...]) -> Config:
+    """Return the config with these faults too."""
+    placement = config.placement
+    placement = dataclasses.replace(placement, faults=placement.faults + faults)
+    return dataclasses.replace(config, placement=placement).validate()
 
 
 def with_restarts(config: Config, strikes: tuple[Strike, ...]) -> Config:
     """Return the config with a restart for each kill: they are in a row."""
-    restarts = config.placement.restarts + sum(s.kind == "kill" for s in strikes)
-    placement = dataclasses.replace(config.placement, restarts=restarts)
+    islands = tuple(config.islands)
+    faults = parse_faults(config.placement.faults, islands).faults
+    kills = sum(s.kind == "kill" for s in strikes)
+    kills += sum(fault.kills for fault in faults)
+    placement = config.placement
+    placement = dataclasses.replace(placement, restarts=placement.restarts + kills)
+    return dataclasses.replace(config, placement=placement)
+
+
+def twin_of(config: Config, workdir: Path) -> Config:
+    """Return the config of a run in a folder beside the workdir, without faults."""
+    beside = str(workdir.with_name(f"{workdir.name}-twin"))
+    placement = dataclasses.replace(config.placement, faults=(), workdir=beside)
     return dataclasses.replace(config, placement=placement)
 
 
 def report(
     workdir: Path,
     config: Config,
-    strikes: tuple[Strike, ...],
+    planned: list[str],
     summary: dict[str, Any],
 ) -> dict[str, Any]:
-    """Measure, write report and plot to the workdir, and return the report."""
+    """Measure, draw the plot in the workdir, and return the report. planned: the
+    schedule."""
     found = measure.outcomes(workdir, config.islands)
     told = {
-        "planned": [str(strike) for strike in strikes],
+        "planned": planned,
         "outcomes": [dataclasses.asdict(outcome) for outcome in found],
         "goodput": summary.get("goodput"),
         "tokens_lost": {
@@ -92,10 +160,8 @@ def report(
         },
         "longest_gap_medians": measure.longest_gaps(summary),
     }
-    write_json(told, workdir / run_files.CHAOS_REPORT)
     tape = list(read_tape(workdir / run_files.TAPE))
     measure.write_plot(found, tape, workdir / run_files.CHAOS_PLOT)
-    told["workdir"] = str(workdir)
     return told
 
 
@@ -112,6 +178,8 @@ def _show(told: dict[str, Any], console: Console) -> None:
         text = f"{name}: longest gap {gap:.1f} median steps, {lost:,} tokens lost"
         console.print(text, highlight=False)
     if told["goodput"] is not None:
-        console.print(f"goodput {told['goodput']:.1%}", highlight=False)
+        twin = told.get("twin_goodput")
+        beside = f", without strikes {twin:.1%}" if twin is not None else ""
+        console.print(f"goodput {told['goodput']:.1%}{beside}", highlight=False)
     path = Path(told["workdir"]) / run_files.CHAOS_PLOT
     console.print(f"plot: {path}", highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.chaos.schedule import OF_NETWORK
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import read_lines, read_tape
 
@@ -58,7 +59,7 @@ def measured(
     met: list[tuple[Line, str]] = []
     for strike in struck:
         names: list[str] = list(strike["who"])
-        if strike["kind"] not in ("kill", "stop") and COORDINATOR in names:
+        if strike["kind"] in OF_NETWORK and COORDINATOR in names:
             names = list(islands)  # It struck all links.
         met += [(strike, name) for name in names if name not in strike["missed"]]
     found = []

@@ -1,7 +1,8 @@
 """A schedule of strikes on a local run, written as `WHO@TIMEs:KIND[SECONDS][=VALUE]`.
 
 WHO is an island, `coordinator`, or several joined with `+` (all of a site). TIME counts
-from the run's first merge. Faults at an exact step are `placement.faults`.
+from the run's first merge. A schedule may also have faults at an exact step, in the
+form of `placement.faults`. A file of it has one strike or fault a line.
 """
 
 from __future__ import annotations
@@ -10,26 +11,32 @@ import dataclasses
 import random
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.faults import COORDINATOR
+from diloco_jax.faults import COORDINATOR, is_fault
+from diloco_jax.files import write_text
 
 KINDS = {
     "kill": "SIGKILL, once",
     "stop": "SIGSTOP for SECONDS",
+    "slow": "it runs for the share VALUE of the time, below 1",
     "partition": "no byte passes, in either direction",
     "partition-up": "no byte passes towards the coordinator",
     "partition-down": "no byte passes towards the island",
     "throttle": "VALUE bytes/s in each direction",
     "delay": "VALUE seconds more in each direction",
+    "full": "the disk of the workdir is full, if less than 1 GiB of it is free",
+    "corrupt": "a bit of each larger piece of bulk is wrong, in both directions",
 }
 """Meaning of each kind of strike."""
-OF_PROCESSES = ("kill", "stop")
-WITH_VALUE = ("throttle", "delay")
+OF_PROCESSES = ("kill", "stop", "slow")
+OF_DISK = ("full",)
+OF_NETWORK = tuple(kind for kind in KINDS if kind not in OF_PROCESSES + OF_DISK)
 SECONDS_DRAWN = (1.0, 6.0)
 """Shortest and longest strike of a random schedule."""
-THROTTLED_BYTES_PER_S, DELAYED_S = 1e6, 0.1
-"""Values of a random schedule."""
+DRAWN_VALUES = {"slow": 0.5, "throttle": 1e6, "delay": 0.1}
+"""Values of a random schedule, of all kinds that have one."""
 
 _NUMBER = r"\d+(?:\.\d+)?"
 _PATTERN = re.compile(
@@ -50,24 +57,60 @@ class Strike:
     seconds: float = 0.0
     """Its duration; 0 for a kill."""
     value: float = 0.0
-    """Bytes/s of a throttle, seconds of a delay."""
+    """Share of a slow one, bytes/s of a throttle, seconds of a delay."""
 
     def __str__(self) -> str:
         seconds = _number(self.seconds) if self.seconds else ""
-        value = f"={_number(self.value)}" if self.kind in WITH_VALUE else ""
+        value = f"={_number(self.value)}" if self.kind in DRAWN_VALUES else ""
         who = "+".join(self.who)
         return f"{who}@{_number(self.at_s)}s:{self.kind}{seconds}{value}"
 
     @property
     def of_network(self) -> bool:
-        """Whether it strikes a link and no process."""
-        return self.kind not in OF_PROCESSES
+        """Whether it strikes a link, and neither a process nor a disk."""
+        return self.kind in OF_NETWORK
 
     def links(self, islands: Iterable[str]) -> tuple[str, ...]:
         """Return the islands whose links it strikes; the coordinator stands for all."""
         if not self.of_network:
             return ()
         return tuple(n for n in islands if n in self.who or COORDINATOR in self.who)
+
+
+def read_schedule(path: Path) -> tuple[str, ...]:
+    """Return the strikes and faults of a file, one a line; empty lines and those that
+    begin with # are left out. Raises ConfigError."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"schedule = {str(path)!r} cannot be read ({error}); give a text file with "
+            f"one strike a line, as --save-schedule writes it"
+        ) from error
+    if not (found := tuple(line for line in lines if line and line[0] != "#")):
+        raise ConfigError(
+            f"schedule = {str(path)!r} has no strike; write one a line, as in "
+            f"'a@30s:kill'"
+        )
+    return found
+
+
+def write_schedule(texts: Iterable[str], path: Path) -> None:
+    """Write a file that `read_schedule` reads. Raises ConfigError."""
+    try:
+        write_text("".join(f"{text}\n" for text in texts), path)
+    except OSError as error:
+        raise ConfigError(
+            f"save_schedule = {str(path)!r} cannot be written ({error}); give a file "
+            f"in a folder that exists"
+        ) from error
+
+
+def divided(texts: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Divide a schedule into strikes, and faults at a step (`placement.faults`)."""
+    texts = tuple(texts)
+    faults = tuple(filter(is_fault, texts))
+    return tuple(text for text in texts if text not in faults), faults
 
 
 def parse_strikes(texts: Iterable[str], islands: Sequence[str]) -> tuple[Strike, ...]:
@@ -99,7 +142,8 @@ def random_strikes(
 ) -> tuple[Strike, ...]:
     """Draw one strike each `every_s` seconds, for `for_s` seconds.
 
-    Kills and stops meet islands and the coordinator alike, others a link of an island.
+    Processes of islands and of the coordinator are struck alike; of links, those of
+    islands.
     Strikes last up to 6 s, and end before the next one. Raises ConfigError.
     """
     for kind in kinds:
@@ -118,7 +162,9 @@ def random_strikes(
     strikes = []
     for number in range(1, int(for_s / every_s) + 1):
         kind = numbers.choice(list(kinds))
-        known = [*islands, *([COORDINATOR] if kind in OF_PROCESSES else [])]
+        known = [] if kind in OF_DISK else [*islands]
+        if kind in OF_PROCESSES + OF_DISK:
+            known.append(COORDINATOR)
         longest = round(min(high, every_s * 0.9), 3)
         seconds = round(numbers.uniform(low, max(low, longest)), 1)
         strikes.append(
@@ -127,9 +173,7 @@ def random_strikes(
                 who=(numbers.choice(known),),
                 kind=kind,
                 seconds=0.0 if kind == "kill" else min(seconds, longest),
-                value={"throttle": THROTTLED_BYTES_PER_S, "delay": DELAYED_S}.get(
-                    kind, 0.0
-                ),
+                value=DRAWN_VALUES.get(kind, 0.0),
             )
         )
     return tuple(strikes)
@@ -145,14 +189,16 @@ def _parse(text: str, islands: Sequence[str]) -> Strike:
     if (
         match is None
         or (kind == "kill") != (match["seconds"] is None)
-        or (kind in WITH_VALUE) != (match["value"] is not None)
+        or (kind in DRAWN_VALUES) != (match["value"] is not None)
         or (kind != "kill" and not float(match["seconds"]))
-        or (kind == "throttle" and not float(match["value"]))
+        or (kind in ("throttle", "slow") and not float(match["value"]))
+        or (kind == "slow" and float(match["value"]) >= 1)
     ):
         raise ConfigError(
             f"strikes has {text!r}; the forms are {_FORMS}, as in 'a@30s:stop5' or "
-            f"'a+b@60s:delay10=0.2'; SECONDS and bytes/s are above 0, throttle and "
-            f"delay alone have a VALUE; kinds are {', '.join(KINDS)}"
+            f"'a+b@60s:delay10=0.2'; SECONDS and bytes/s are above 0, the share of "
+            f"slow is between 0 and 1, {', '.join(DRAWN_VALUES)} alone have a VALUE; "
+            f"kinds are {', '.join(KINDS)}"
         )
     known = [*islands, COORDINATOR]
     who = tuple(dict.fromkeys(match["who"].split("+")))
@@ -162,6 +208,11 @@ def _parse(text: str, islands: Sequence[str]) -> Strike:
                 f"strikes has {text!r}, but there is no {name!r}"
                 f"{suggest(name, known)}; known are {', '.join(known)}"
             )
+    if kind in OF_DISK and who != (COORDINATOR,):
+        raise ConfigError(
+            f"strikes has {text!r}, but the disk of the workdir is the coordinator's; "
+            f"write {COORDINATOR}@{match['at']}s:{kind}{match['seconds']}"
+        )
     return Strike(
         at_s=float(match["at"]),
         who=who,

@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.chaos import disk
+from diloco_jax.chaos.live import LiveReport
 from diloco_jax.chaos.relay import Relay
-from diloco_jax.chaos.schedule import Strike
-from diloco_jax.observability.tape import JsonLines, read_tape
+from diloco_jax.chaos.schedule import OF_DISK, Strike
+from diloco_jax.chaos.tail import Tail
+from diloco_jax.observability.tape import JsonLines
 
 LOOK_S = 0.5
-"""Seconds between two looks for the first merge."""
+"""Seconds between two looks for the moment from which times count, and at the tape."""
+SLICE_S = 0.2
+"""Seconds of one run and one stop of a process that is slowed."""
+
+Moment = Callable[[Path], bool]
+"""Tells of a workdir whether the moment has come from which times count."""
+
+
+class FirstMerge:
+    """The moment at which the first merge is on the tape."""
+
+    def __init__(self) -> None:
+        self._tail: Tail | None = None
+
+    def __call__(self, workdir: Path) -> bool:
+        """Tell whether it has come."""
+        if self._tail is None:
+            self._tail = Tail(workdir / run_files.TAPE)
+        return any(line["kind"] == "merged" for line in self._tail.new())
 
 
 class Striker:
-    """Strikes a run of this machine on a thread of its own, from the first merge on.
+    """Strikes a run of this machine on a thread of its own, from a moment on.
 
     Call `route` for every start of an island; the first call begins the watch.
     say: tells people about a strike.
@@ -32,13 +55,25 @@ class Striker:
         strikes: Sequence[Strike],
         islands: Sequence[str],
         say: Callable[[str], None],
+        *,
+        moment: Moment | None = None,
+        look_s: float = LOOK_S,
+        link_bytes_per_s: float = math.inf,
     ) -> None:
+        """moment: looked for every `look_s`; None = the first merge. link_bytes_per_s:
+        rate of each whole link; all links pass through relays if it is given."""
         self.workdir: Path | None = None
         """Workdir of the run, once an island was started."""
         self._strikes, self._islands, self._say = strikes, tuple(islands), say
+        self._moment, self._look_s = moment or FirstMerge(), look_s
+        self._link_bytes_per_s = link_bytes_per_s
         self._relayed = {n for s in strikes for n in s.links(islands)}
+        if link_bytes_per_s < math.inf:
+            self._relayed = set(islands)
         self._relays: dict[str, Relay] = {}
         self._stopped: dict[Strike, list[int]] = {}
+        self._unwritten: list[dict[str, Any]] = []
+        """Notes that wait for space on the disk."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
 
@@ -46,7 +81,9 @@ class Striker:
         """Return the address at which this island reaches the coordinator."""
         if self.workdir is None:
             self.workdir = workdir
-            self._relays = {name: Relay(address) for name in self._relayed}
+            self._relays = {
+                name: Relay(address, self._link_bytes_per_s) for name in self._relayed
+            }
             self._thread.start()
         return self._relays[name].address if name in self._relays else address
 
@@ -62,44 +99,66 @@ class Striker:
 
     def _run(self) -> None:
         assert self.workdir is not None
-        while not _merged_once(self.workdir):
-            if self._over.wait(LOOK_S):
+        while not self._moment(self.workdir):
+            if self._over.wait(self._look_s):
                 return
-        acts: list[tuple[float, int, Strike]] = []
-        for strike in self._strikes:
-            acts.append((strike.at_s, 1, strike))
-            if strike.seconds:
-                acts.append((strike.at_s + strike.seconds, 0, strike))
-        # What ends at the time at which another begins comes first.
-        acts.sort(key=lambda act: act[:2])
         notes = JsonLines(self.workdir / run_files.CHAOS)
+        live = LiveReport(self.workdir, self._islands, self._say)
         began = time.monotonic()
         try:
-            for at_s, begins, strike in acts:
-                if self._over.wait(max(0.0, began + at_s - time.monotonic())):
+            for at_s, act, strike in _acts(self._strikes):
+                if not self._wait_until(began + at_s, live):
                     return
-                if not begins:
+                if act == "begin":
+                    live.struck(self._note(notes, strike))
+                elif act == "end":
                     self._end(strike)
+                    self._write(notes)
                     self._say(f"{strike} is over")
-                    continue
-                at = time.time()
-                missed = self._begin(strike)
-                notes.append(
-                    {
-                        "time": at,
-                        "strike": str(strike),
-                        "who": strike.who,
-                        "kind": strike.kind,
-                        "seconds": strike.seconds,
-                        "missed": missed,
-                    }
-                )
-                gone = f"; not running: {', '.join(missed)}" if missed else ""
-                self._say(f"{strike}{gone}")
+                else:
+                    number = signal.SIGSTOP if act == "stop" else signal.SIGCONT
+                    self._signal_stopped(strike, number)
+            self._wait_until(math.inf, live)
         finally:
-            notes.close()
             for strike in self._strikes:
                 self._end(strike)
+            self._write(notes)
+            notes.close()
+
+    def _wait_until(self, due: float, live: LiveReport) -> bool:
+        """Follow the tape until a monotonic time; return False if all is over before
+        it."""
+        while (left := due - time.monotonic()) > 0:
+            if self._over.wait(min(left, LOOK_S)):
+                return False
+            if left > LOOK_S:
+                live.look()
+        return not self._over.is_set()
+
+    def _note(self, notes: JsonLines, strike: Strike) -> dict[str, Any]:
+        """Begin a strike, write it down, and return that line."""
+        at = time.time()
+        missed = self._begin(strike)
+        noted = {
+            "time": at,
+            "strike": str(strike),
+            "who": strike.who,
+            "kind": strike.kind,
+            "seconds": strike.seconds,
+            "missed": missed,
+        }
+        self._unwritten.append(noted)
+        self._write(notes)
+        gone = f"; not running: {', '.join(missed)}" if missed else ""
+        self._say(f"{strike}{gone}")
+        return noted
+
+    def _write(self, notes: JsonLines) -> None:
+        """Write down what is not yet, as far as there is space for it."""
+        with contextlib.suppress(OSError):
+            while self._unwritten:
+                notes.append(self._unwritten[0])
+                del self._unwritten[0]
 
     def _begin(self, strike: Strike) -> list[str]:
         """Strike; return the names of processes that did not run."""
@@ -110,17 +169,21 @@ class Striker:
                 "partition-down": {"down": False},
                 "throttle": {"bytes_per_s": strike.value},
                 "delay": {"delay_s": strike.value},
+                "corrupt": {"corrupt": True},
             }[strike.kind]
             for name in strike.links(self._islands):
                 self._relays[name].set(**changes)  # type: ignore[arg-type]
             return []
+        if strike.kind in OF_DISK:
+            assert self.workdir is not None
+            return [] if disk.fill(self.workdir) else [*strike.who]
         missed, struck = [], []
         number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
         for name in strike.who:
             hit = [pid for pid in self._pids(name) if _signal(pid, number)]
             struck += hit
             missed += [] if hit else [name]
-        if strike.kind == "stop":
+        if strike.kind != "kill":
             self._stopped[strike] = struck
         return missed
 
@@ -128,8 +191,14 @@ class Striker:
         for name in strike.links(self._islands):
             if name in self._relays:
                 self._relays[name].set()
-        for pid in self._stopped.pop(strike, ()):
-            _signal(pid, signal.SIGCONT)
+        if strike.kind in OF_DISK and self.workdir is not None:
+            disk.free(self.workdir)
+        self._signal_stopped(strike, signal.SIGCONT)
+        self._stopped.pop(strike, None)
+
+    def _signal_stopped(self, strike: Strike, number: signal.Signals) -> None:
+        for pid in self._stopped.get(strike, ()):
+            _signal(pid, number)
 
     def _pids(self, name: str) -> list[int]:
         assert self.workdir is not None
@@ -149,7 +218,20 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def _merged_once(workdir: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return any(r["kind"] == "merged" for r in read_tape(workdir / run_files.TAPE))
-    return False
+def _acts(strikes: Sequence[Strike]) -> list[tuple[float, str, Strike]]:
+    """Return what is to be done in order, as (seconds, what, strike). What ends at the
+    time at which another begins comes first."""
+    acts: list[tuple[float, str, Strike]] = []
+    for strike in strikes:
+        acts.append((strike.at_s, "begin", strike))
+        over = strike.at_s + strike.seconds
+        if strike.kind == "slow":
+            stopped = strike.at_s  # By its beginning.
+            while (goes_on := stopped + SLICE_S * (1 - strike.value)) < over:
+                acts.append((goes_on, "go on", strike))
+                stopped += SLICE_S
+                acts.append((min(stopped, over), "stop", strike))
+        if strike.seconds:
+            acts.append((over, "end", strike))
+    ranks = {"go on": 0, "stop": 1, "end": 2, "begin": 3}
+    return sorted(acts, key=lambda act: (act[0], ranks[act[1]]))

@@ -65,6 +65,8 @@ class Loop(Stepping):
                 self.sleep(remaining)
         self.done += 1
         self.faults.fire(self.done)
+        if (factor := self.faults.factor(self.done)) is not None:
+            self.replica.spoil(factor)
 
     def _read_metrics(self) -> None:
         if self._last_metrics is not None:

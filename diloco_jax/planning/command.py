@@ -18,7 +18,7 @@ from rich.console import Console
 from diloco_jax import files
 from diloco_jax.config import Config
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 from diloco_jax.observability.bar import lines
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.planning.chips import chip_of

@@ -4,8 +4,14 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.chaos.command import scheduled, with_restarts
+from diloco_jax.chaos.command import (
+    scheduled,
+    twin_of,
+    with_faults,
+    with_restarts,
+)
 from diloco_jax.chaos.options import ChaosOptions
+from diloco_jax.chaos.schedule import KINDS, write_schedule
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 
 CUT = ChaosOptions(strikes=("a@5s:partition3",))
@@ -18,20 +24,70 @@ def config(workers=1):
 
 
 def test_strikes_go_before_a_random_schedule():
-    assert [str(s) for s in scheduled(config(), CUT)] == ["a@5s:partition3"]
+    found, _ = scheduled(config(), CUT)
+    assert [str(s) for s in found] == ["a@5s:partition3"]
     options = ChaosOptions(schedule_seed=4, every_s=10.0, for_s=50.0)
-    found = scheduled(config(), options)
+    found, _ = scheduled(config(), options)
     assert len(found) == 5
     other = dataclasses.replace(options, schedule_seed=5)
-    assert found != scheduled(config(), other)
+    assert found != scheduled(config(), other)[0]
+
+
+def test_a_random_schedule_is_repeated_from_its_file(tmp_path):
+    path = tmp_path / "schedule"
+    kinds = tuple(KINDS)
+    options = ChaosOptions(schedule_seed=4, every_s=3.0, for_s=300.0, kinds=kinds)
+    drawn, _ = scheduled(config(), options)
+    write_schedule(map(str, drawn), path)
+    read = ChaosOptions(schedule=str(path), schedule_seed=5)
+    assert scheduled(config(), read) == (drawn, ())
+
+
+def test_a_file_has_strikes_by_time_and_faults_by_step(tmp_path):
+    path = tmp_path / "schedule"
+    path.write_text("# a site is lost\n\na+b@9s:kill\n  a#2@40:kill\n")
+    options = ChaosOptions(strikes=("a@5s:stop1", "b@7:pause2"), schedule=str(path))
+    strikes, faults = scheduled(config(), options)
+    assert [str(s) for s in strikes] == ["a@5s:stop1", "a+b@9s:kill"]
+    assert faults == ("b@7:pause2", "a#2@40:kill")
+    struck = with_restarts(with_faults(config(), faults), strikes)
+    assert struck.placement.faults == faults
+    assert struck.placement.restarts == 2 + 2, "one for each kill"
+    alone = ChaosOptions(strikes=("b@7:pause2",))
+    assert scheduled(config(), alone) == ((), ("b@7:pause2",)), "nothing is drawn"
+
+
+def test_a_file_without_strikes_and_one_that_is_not_there_are_named(tmp_path):
+    path = tmp_path / "schedule"
+    options = ChaosOptions(schedule=str(path))
+    with pytest.raises(ConfigError, match=r"schedule = .*cannot be read"):
+        scheduled(config(), options)
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="has no strike"):
+        scheduled(config(), options)
+    with pytest.raises(ConfigError, match=r"save_schedule = .*cannot be written"):
+        write_schedule(["a@5s:kill"], tmp_path / "no" / "schedule")
+
+
+def test_a_fault_that_cannot_strike_is_refused():
+    with pytest.raises(ConfigError, match=r"placement\.faults has a/1@9"):
+        with_faults(config(), ("a/1@9:kill",))
+
+
+def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
+    struck = with_faults(config(), ("a@9:kill",))
+    twin = twin_of(struck, tmp_path / "run").placement
+    assert (twin.faults, twin.workdir) == ((), str(tmp_path / "run-twin"))
 
 
 def test_links_of_workers_are_not_struck():
     with pytest.raises(ConfigError, match=r"placement\.workers = 2 have links"):
         scheduled(config(2), CUT)
     assert scheduled(config(2), ChaosOptions(strikes=("a@5s:kill",)))
+    with pytest.raises(ConfigError, match=r"link_bytes_per_s = 5 strikes"):
+        scheduled(config(2), ChaosOptions(strikes=("a@5s:kill",), link_bytes_per_s=5.0))
 
 
 def test_each_kill_has_a_restart():
-    strikes = scheduled(config(), ChaosOptions(strikes=("a@5s:kill", "b@5s:stop1")))
+    strikes, _ = scheduled(config(), ChaosOptions(strikes=("a@5s:kill", "b@5s:stop1")))
     assert with_restarts(config(), strikes).placement.restarts == 3

@@ -112,6 +112,18 @@ def test_strikes_on_links_of_the_coordinator_and_those_that_missed():
     assert [(o.who, o.kind) for o in found] == [("a", "partition"), ("b", "partition")]
 
 
+def test_strikes_on_the_process_or_disk_of_the_coordinator_are_its_own():
+    strikes = [
+        strike(1.0, "coordinator", "slow", 2.0),
+        strike(5.0, "coordinator", "full", 2.0),
+    ]
+    found = measure.measured(strikes, [merged(8.0, ("a", 1))], ["a", "b"])
+    assert [(o.who, o.kind, o.merged_s) for o in found] == [
+        ("coordinator", "slow", None),
+        ("coordinator", "full", 3.0),
+    ]
+
+
 def test_rows_say_what_is_missing():
     strikes = [strike(10.0, "a", "kill"), strike(20.0, "a", "kill")]
     _, row = measure.rows(measure.measured(strikes, KILLED, ["a"]))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from diloco_jax.chaos.relay import Relay
+from diloco_jax.chaos.relay import LEAST_CORRUPT_BYTES, Relay
 from diloco_jax.wire import addresses
 
 PATIENCE_S = 30.0
@@ -89,6 +89,60 @@ def test_delay_and_rate_take_their_time(ends):
     near.sendall(bytes(30_000))
     assert comes(far, bytes(30_000))
     assert time.monotonic() - began >= 0.3
+
+
+def test_corrupt_bulk_has_a_wrong_bit_and_messages_are_whole(ends):
+    relay, near, far = ends
+    relay.set(corrupt=True)
+    near.sendall(b"message")
+    assert comes(far, b"message")
+    large = bytes(LEAST_CORRUPT_BYTES)
+    near.sendall(large)
+    found = b""
+    while len(found) < len(large):
+        found += far.recv(len(large))
+    assert found.count(0) < len(large)
+    relay.set()
+    near.sendall(large)
+    assert comes(far, large)
+
+
+def test_control_is_never_corrupt():
+    with contextlib.ExitStack() as stack:
+        address, bulk = addresses.reserve("127.0.0.1:0")
+        bulk.close()
+        control = stack.enter_context(addresses.listen(address))
+        relay = Relay(address)
+        stack.callback(relay.close)
+        relay.set(corrupt=True)
+        to = addresses.parse_address(relay.address)
+        near = stack.enter_context(socket.create_connection(to, PATIENCE_S))
+        control.settimeout(PATIENCE_S)
+        far, _ = control.accept()
+        stack.enter_context(far)
+        far.settimeout(PATIENCE_S)
+        near.sendall(bytes(LEAST_CORRUPT_BYTES))
+        assert comes(far, bytes(LEAST_CORRUPT_BYTES))
+
+
+def test_a_slow_link_is_slow_when_nothing_strikes_it():
+    address, bulk = addresses.reserve("127.0.0.1:0")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(bulk)
+        relay = Relay(address, bytes_per_s=100_000)
+        stack.callback(relay.close)
+        relay.set(bytes_per_s=1e9)
+        relay.set()
+        to = addresses.parse_address(addresses.bulk_address(relay.address))
+        near = stack.enter_context(socket.create_connection(to, PATIENCE_S))
+        bulk.settimeout(PATIENCE_S)
+        far, _ = bulk.accept()
+        stack.enter_context(far)
+        far.settimeout(PATIENCE_S)
+        began = time.monotonic()
+        near.sendall(bytes(30_000))
+        assert comes(far, bytes(30_000))
+        assert time.monotonic() - began >= 0.3
 
 
 def test_a_closed_relay_ends_its_connections_even_if_cut(ends):

@@ -4,15 +4,17 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from diloco_jax import run_files
+from diloco_jax.chaos import disk
 from diloco_jax.chaos.schedule import parse_strikes
-from diloco_jax.chaos.striker import Striker
+from diloco_jax.chaos.striker import Striker, _acts
 from diloco_jax.files import write_json
-from diloco_jax.observability.tape import Tape
+from diloco_jax.observability.tape import JsonLines, Tape
 
 PATIENCE_S = 30.0
 ISLANDS = ("a", "b")
@@ -86,6 +88,73 @@ def test_what_is_stopped_goes_on_when_the_striker_is_closed(tmp_path, children):
     until(lambda: said and {state(c) for c in children.values()} == {"T"})
     striker.close()
     until(lambda: {state(c) for c in children.values()} == {"S"})
+
+
+@linux
+def test_what_is_slowed_runs_and_stops_in_turn(tmp_path, children):
+    striker, said = begin(tmp_path, "a@0s:slow500=0.5")
+    for expected in ("T", "S", "T", "S"):
+        until(lambda expected=expected: state(children["a"]) == expected)
+    assert state(children["b"]) == "S"
+    striker.close()
+    until(lambda: state(children["a"]) == "S")
+    assert len(said) == 1
+
+
+def test_acts_of_a_slow_strike_end_with_it():
+    strikes = parse_strikes(["a@1s:slow0.5=0.25", "b@1.5s:kill"], ISLANDS)
+    acts = [(round(at, 2), what) for at, what, _ in _acts(strikes)]
+    assert acts == [
+        *[(1.0, "begin"), (1.15, "go on"), (1.2, "stop"), (1.35, "go on")],
+        *[(1.4, "stop"), (1.5, "end"), (1.5, "begin")],
+    ]
+
+
+def test_a_moment_may_be_another_than_the_first_merge(tmp_path, children):
+    said, come = [], threading.Event()
+    strikes = parse_strikes(["a@0s:kill"], ISLANDS)
+    striker = Striker(
+        strikes, ISLANDS, said.append, moment=lambda _: come.is_set(), look_s=0.01
+    )
+    striker.route(tmp_path, "a", "127.0.0.1:9")
+    assert children["a"].poll() is None
+    come.set()
+    assert children["a"].wait(PATIENCE_S) == -signal.SIGKILL
+    striker.close()
+
+
+def test_all_links_go_through_relays_if_they_are_slow(tmp_path, children):
+    striker = Striker((), ISLANDS, print, link_bytes_per_s=1e6)
+    address = "127.0.0.1:9"
+    assert striker.route(tmp_path, "a", address) != address
+    striker.close()
+
+
+def test_a_full_disk_is_noted_when_it_has_space_again(tmp_path, children, monkeypatch):
+    full = []
+    append = JsonLines.append
+
+    def refuse(notes, record):
+        if full:
+            raise OSError("no space left")
+        append(notes, record)
+
+    monkeypatch.setattr(disk, "fill", lambda folder: full.append(folder) or True)
+    monkeypatch.setattr(disk, "free", lambda folder: full.clear())
+    monkeypatch.setattr(JsonLines, "append", refuse)
+    striker, said = begin(tmp_path, "coordinator@0s:full0.3", "a@0.1s:kill")
+    until(lambda: len(said) == 3)
+    striker.close()
+    lines = (tmp_path / run_files.CHAOS).read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["full", "kill"]
+    assert said[-1] == "coordinator@0s:full0.3 is over"
+
+
+def test_a_large_disk_is_never_filled(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "LARGEST_BYTES", 0)
+    assert not disk.fill(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    disk.free(tmp_path)
 
 
 def test_only_links_that_are_struck_go_through_a_relay(tmp_path, children):

@@ -6,8 +6,11 @@ from diloco_jax.chaos.schedule import (
     KINDS,
     OF_PROCESSES,
     Strike,
+    divided,
     parse_strikes,
     random_strikes,
+    read_schedule,
+    write_schedule,
 )
 from diloco_jax.config import ConfigError
 
@@ -30,6 +33,14 @@ def test_forms_are_read_and_sorted():
     [
         *("a@5s:explode", "a@5:kill", "a@5s:kill3", "a@5s:stop", "a@5s:stop0"),
         *("a@5s:throttle3", "a@5s:throttle3=0", "a@5s:stop3=1", "", "@5s:kill"),
+        *(
+            "a@5s:full",
+            "coordinator@5s:full3=1",
+            "a@5s:slow3",
+            "a@5s:slow3=0",
+            "a@5s:slow3=1",
+            "a@5s:corrupt3=1",
+        ),
     ],
 )
 def test_another_form_is_refused_with_the_forms(text):
@@ -40,6 +51,21 @@ def test_another_form_is_refused_with_the_forms(text):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match=r"there is no 'c'; known are a, b, coord"):
         parse_strikes(["a+c@5s:kill"], ISLANDS)
+
+
+def test_a_full_disk_is_the_coordinators():
+    (strike,) = parse_strikes(["coordinator@5s:full3"], ISLANDS)
+    assert not strike.of_network
+    with pytest.raises(ConfigError, match="write coordinator@5s:full3"):
+        parse_strikes(["a+coordinator@5s:full3"], ISLANDS)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path):
+    path = tmp_path / "schedule"
+    texts = ("a@5s:slow3=0.25", "b@9:kill", "coordinator@6.5s:corrupt2")
+    write_schedule(texts, path)
+    assert read_schedule(path) == texts
+    assert divided(read_schedule(path)) == ((texts[0], texts[2]), (texts[1],))
 
 
 @pytest.mark.parametrize(

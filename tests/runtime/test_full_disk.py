@@ -14,6 +14,7 @@ import pytest
 from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
 
 from diloco_jax import run_files
+from diloco_jax.chaos import disk
 from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
@@ -32,23 +33,6 @@ def small_disk(tmp_path):
         pytest.skip("mounting a small file system needs root")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder):
-    """Take all the space there is; return the file that takes it."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1 << 20))
-        except OSError:
-            pass
-        try:
-            while True:
-                file.write(b"x")
-        except OSError:
-            pass
-    return ballast
 
 
 def await_that(holds, what):
@@ -96,7 +80,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
             return [host.mailbox.status().steps for host in hosts]
 
         await_that(lambda: merges() >= 2, "no merge")
-        ballast = fill(small_disk)
+        assert disk.fill(small_disk)
         assert os.statvfs(small_disk).f_bavail == 0
 
         def waits():
@@ -114,7 +98,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
         await_that(lambda: min(trained()) >= 5, "islands wait for the disk")
         assert merges() == merged, "a merge without its record"
         assert not endings
-        ballast.unlink()
+        disk.free(small_disk)
         await_that(lambda: merges() > merged, "no merge after the wait")
         for thread in threads:
             thread.join(2 * PATIENCE_S)

@@ -422,6 +422,9 @@ def test_a_coordinators_fault_is_refused(text) -> None:
     config = with_placement(make_config(text), faults=("coordinator@3:kill",))
     with pytest.raises(ConfigError, match="an emulated coordinator does not fail"):
         emulate(config)
+    config = with_placement(make_config(text), faults=("a@3:nan",))
+    with pytest.raises(ConfigError, match="which no emulated island has"):
+        emulate(config)
 
 
 def test_the_command_leaves_config_history_and_summary(text, tmp_path, capsys) -> None:

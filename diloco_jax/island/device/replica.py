@@ -72,6 +72,10 @@ class Replica(LentParams[Params]):
         self.params, self._moments = state
         return metrics
 
+    def spoil(self, factor: float) -> None:
+        """Multiply all parameters, as a fault that was asked for does."""
+        self.params = jax.tree.map(lambda value: value * factor, self.params)
+
 
 class Restored(NamedTuple):
     """Part of a checkpoint that a returned island begins with."""

@@ -91,7 +91,7 @@ class _World(World):
     def __init__(self, calibration: Calibration, config: Config) -> None:
         run, placement = config.run, config.placement
         faults = parse_faults(placement.faults, config.islands).for_who(COORDINATOR)
-        kills = [fault for fault in faults.faults if fault.pause_s is None]
+        kills = [fault for fault in faults.faults if fault.kills]
         if len(kills) < len(faults.faults) or len(kills) > placement.restarts:
             raise ConfigError(
                 f"placement.faults = {', '.join(placement.faults)}: a paused "

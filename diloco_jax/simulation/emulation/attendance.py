@@ -153,7 +153,7 @@ class Attendance:
         faults = [fault for fault in self._faults if _strikes(fault, diary)]
         pauses = [f.pause_s for f in faults if f.step == step and f.pause_s is not None]
         seconds = next(usual) + sum(pauses)
-        if any(f.step == step + 1 and f.pause_s is None for f in faults):
+        if any(f.step == step + 1 and f.kills for f in faults):
             crash = functools.partial(self._crash, name, diary.incarnation)
             self._clock.after(seconds, crash)
         diary.step_seconds.append(seconds)

@@ -152,6 +152,11 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"placement.faults has {COORDINATOR}@{fault.step}, but an emulated "
                 f"coordinator does not fail; leave it out, or use diloco run"
             )
+        if fault.factor is not None:
+            raise ConfigError(
+                f"placement.faults has {fault.who}@{fault.step} with other parameters, "
+                f"which no emulated island has; leave it out, or use diloco run"
+            )
 
 
 def run(

@@ -1,0 +1,209 @@
+"""Real runs under `diloco chaos`: every fault in every phase, of which one run is in
+the default suite; the others are nightly."""
+
+import json
+
+import pytest
+from fault_cases import CASES, ISLANDS, PHASES
+from fault_matrix import (
+    BATCH,
+    SEQUENCE,
+    loss_problems,
+    phase_problems,
+    run_cell,
+)
+from phases import Phase, Recovery, open_ticks
+from tiny import MODEL
+
+DEFAULT = ("an island is killed, then the coordinator", "transfer")
+CELLS = [
+    pytest.param(
+        case,
+        phase,
+        id=f"{case.name}-{phase}".replace(" ", "_"),
+        marks=[] if (case.name, phase) == DEFAULT else [pytest.mark.nightly],
+    )
+    for case in CASES
+    for phase in case.phases
+]
+
+
+@pytest.mark.dist
+@pytest.mark.timing
+@pytest.mark.parametrize(("case", "phase"), CELLS)
+def test_a_fault_harms_nobody_else(case, phase, tmp_path):
+    cell = run_cell(case, phase, tmp_path, MODEL)
+    assert cell.problems == ()
+    if case.struck("kill"):
+        assert cell.back_s is not None
+        assert cell.merged_s > cell.back_s
+
+
+def test_there_are_enough_cases_and_each_can_be_carried_out():
+    assert len(CASES) >= 30
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert case.spoiled or case.strikes[0].at_s == 0, "it strikes in the phase"
+        assert case.victim in ISLANDS
+    kinds = {strike.kind for case in CASES for strike in case.strikes}
+    assert kinds >= {"kill", "stop", "slow", "partition", "corrupt", "delay"}
+
+
+def test_what_a_case_strikes():
+    case = next(
+        c for c in CASES if c.name == "all are cut off, and an island is killed"
+    )
+    assert case.struck("kill") == ("a",)
+    assert case.struck("partition") == ISLANDS
+    assert case.struck("stop") == ()
+
+
+def tick(number, time=0.0):
+    return {"kind": "tick", "tick": number, "time": time}
+
+
+def took(island, number):
+    record = {"kind": "took", "tick": number}
+    return {"kind": "island", "island": island, "record": record, "time": 0.0}
+
+
+def merged(number, *islands, time=0.0):
+    parts = [{"island": name} for name in islands]
+    return {"kind": "merged", "tick": number, "contributions": parts, "time": time}
+
+
+@pytest.fixture
+def tape(tmp_path):
+    """Appends lines to the tape of a workdir; returns the phases that are told."""
+    merging = tmp_path / "merging"
+    told = {phase: Phase(phase, "a", ("a", "b"), merging) for phase in PHASES}
+
+    def append(*records):
+        with (tmp_path / "tape.jsonl").open("a") as file:
+            for record in records:
+                file.write(json.dumps(record) + "\n")
+        return {name for name, phase in told.items() if phase(tmp_path)}
+
+    append.merging = merging
+    return append
+
+
+def test_phases_are_told_from_the_tape_and_from_the_merges_file(tape):
+    for number in range(4):
+        assert tape(tick(number), took("a", number), merged(number, "b")) == set()
+    for number in range(4, 6):
+        found = tape(tick(number), took("a", number), merged(number, "a", "b"))
+    assert found == {"idle"}, "two merges of all"
+    assert tape(tick(8)) == set()
+    assert tape(took("b", 8)) == set(), "it is not the victim's"
+    assert tape(took("a", 8)) == {"transfer"}
+    tape.merging.touch()
+    assert tape() == {"transfer", "merge"}
+    tape.merging.unlink()
+    assert tape(merged(8, "a")) == {"idle"}
+    assert tape(tick(9), {"kind": "skipped", "tick": 9, "time": 0.0}) == {"idle"}
+
+
+def test_a_line_that_is_being_written_is_read_later(tmp_path):
+    phase = Phase("idle", "a", ("a",), tmp_path / "merging")
+    assert not phase(tmp_path)
+    with (tmp_path / "tape.jsonl").open("w") as file:
+        file.write('{"kind": "ti')
+        file.flush()
+        assert not phase(tmp_path)
+        file.write('ck", "tick": 3}\n')
+        file.flush()
+        phase(tmp_path)
+    assert list(phase._open) == [3]
+
+
+def test_ticks_that_were_open_at_a_time():
+    tape = [tick(1, 1.0), tick(2, 2.0), merged(1, "a", time=3.0), tick(3, 4.0)]
+    assert open_ticks(tape, 0.5) == []
+    assert open_ticks(tape, 2.5) == [1, 2]
+    assert open_ticks(tape, 3.5) == [2]
+
+
+def of(case_name):
+    return next(case for case in CASES if case.name == case_name)
+
+
+def part(island, incarnation=1, end=0):
+    return {"island": island, "incarnation": incarnation, "end": end}
+
+
+def merge(time, fragment, *parts):
+    return {
+        "kind": "merged",
+        "time": time,
+        "fragment": fragment,
+        "contributions": parts,
+    }
+
+
+def write(path, *records):
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+
+
+def test_all_have_recovered_once_each_was_merged_in_its_next_life(tmp_path):
+    recovered = Recovery(of("an island is killed"))
+    tape, chaos = tmp_path / "tape.jsonl", tmp_path / "chaos.jsonl"
+    everybody = [part(name) for name in ISLANDS]
+    write(tape, merge(1.0, 0, *everybody), merge(2.0, 1, *everybody))
+    assert not recovered(tmp_path), "nothing was struck"
+    write(chaos, {"time": 3.0, "seconds": 0.0})
+    assert not recovered(tmp_path)
+    write(tape, merge(4.0, 0, *everybody), merge(5.0, 1, *everybody))
+    assert not recovered(tmp_path), "a delta that the old life had left behind"
+    write(tape, merge(6.0, 0, part("a", 2)))
+    assert recovered(tmp_path)
+
+
+def test_a_spoiled_island_recovers_once_all_of_it_is_merged_again(tmp_path):
+    recovered = Recovery(of("the parameters of an island become NaN"))
+    tape = tmp_path / "tape.jsonl"
+    everybody = [part(name) for name in ISLANDS]
+    write(tape, merge(1.0, 0, *everybody), merge(2.0, 1, *everybody))
+    assert not recovered(tmp_path), "nothing was refused"
+    write(tape, {"kind": "refused"}, merge(3.0, 0, *everybody))
+    assert not recovered(tmp_path), "the other fragment may be refused yet"
+    write(tape, merge(4.0, 1, *everybody))
+    assert recovered(tmp_path)
+
+
+def test_losses_are_held_to_the_open_steps_of_those_that_were_killed():
+    islands = {name: {"tokens_lost": {"stopped": 900}} for name in ISLANDS}
+    step = BATCH * SEQUENCE
+
+    def problems(lost, **islands):
+        left = {
+            "kind": "left",
+            "island": "a",
+            "incarnation": 1,
+            "steps": 10,
+            "lost_tokens_by_fragment": lost,
+        }
+        tape = [merge(1.0, 0, part("a", end=4)), merge(2.0, 1, part("a", end=7)), left]
+        summary = {"islands": islands}
+        return list(loss_problems(of("an island is killed"), summary, tape))
+
+    assert problems([6 * step, 3 * step], **islands) == []
+    (found,) = problems([6 * step, 3 * step + 1], **islands)
+    assert "fragment 1, with 3 steps" in found
+    islands["b"] = {"tokens_lost": {"stale": 5}}
+    assert problems([0, 0], **islands) == ["b was not killed and lost {'stale': 5}"]
+
+
+def test_a_strike_outside_its_phase_is_a_problem():
+    tape = [tick(1, 1.0)]
+    struck = [{"time": 2.0, "strike": "a@0s:kill", "missed": []}]
+    assert list(phase_problems("transfer", tape, struck)) == []
+    (found,) = phase_problems("idle", tape, struck)
+    assert "did not strike in the phase idle" in found
+    missed = [{**struck[0], "missed": ["a"]}]
+    assert list(phase_problems("merge", tape, missed)) == [
+        "a@0s:kill met no process of ['a']"
+    ]
+    assert list(phase_problems("merge", tape, [])) == ["nothing was struck"]
