@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import io
 import json
 import re
 import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from made_runs import BEGIN, MadeRun, write_run
+from rich.console import Console
 
 from diloco_jax import run_files
+from diloco_jax.cluster import beside
 from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.dashboard import sources
@@ -152,6 +157,34 @@ def onlook():
     yield onlook
     for onlooker in opened:
         onlooker.close()
+
+
+@pytest.mark.dist
+def test_a_local_run_has_it_beside_and_ends_it(tmp_path):
+    workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run")
+    said = io.StringIO()
+    with beside.dashboard(workdir, Console(file=said, width=200)):
+        (port,) = re.findall(r"dashboard: http://localhost:(\d+)", said.getvalue())
+        assert answered(int(port)) == 200
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)), START_S).close()
+    assert f"diloco dashboard {workdir}" in said.getvalue()
+    assert "shows" in (workdir / run_files.LOGS / "dashboard.log").read_text()
+
+
+def answered(port: int) -> int:
+    """The status of the first answer, once there is one."""
+    deadline = time.monotonic() + START_S
+    while True:
+        connection = http.client.HTTPConnection("localhost", port, timeout=START_S)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().status
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        finally:
+            connection.close()
 
 
 def test_a_run_that_is_written_is_followed(tmp_path, onlook):
