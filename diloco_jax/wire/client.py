@@ -117,6 +117,14 @@ class Client:
         """
         return self._ask("Keep", timeout_s, encode(CycleRequest(cycle=cycle)))
 
+    def steer(self, order: messages.Steer, timeout_s: float) -> dict[str, Any]:
+        """Change who takes part in the run; durable when this returns.
+
+        Returns the islands that operators have let in (`admitted`) and those in
+        quarantine (`quarantined`). Raises Refused if it cannot be done.
+        """
+        return self._ask("Steer", timeout_s, encode(order))
+
     def kept(self, cycle: int, name: str) -> Iterator[memoryview]:
         """Yield the checked bytes of a file of a kept cycle.
 

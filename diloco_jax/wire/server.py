@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.messages import Steer
 from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
@@ -49,6 +50,9 @@ class Handlers(ControlHandlers, BulkHandlers, Protocol):
 
     def keep(self, cycle: int) -> dict[str, Any]:
         """Have a cycle kept; see `Client.keep`. May raise Refused or Busy."""
+
+    def steer(self, order: Steer) -> dict[str, Any]:
+        """Change who takes part; see `Client.steer`. May raise Refused or Busy."""
 
 
 class Server:
@@ -158,6 +162,7 @@ class Server:
         return {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
             "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
@@ -187,6 +192,12 @@ class Server:
             require_operator(self._identify(context))
             wanted = decoded(encoding.cycle_request, request, context.peer())
             return json.dumps(self._handlers.keep(wanted.cycle)).encode()
+
+    def _steer(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            require_operator(self._identify(context))
+            order = decoded(encoding.steer, request, context.peer())
+            return json.dumps(self._handlers.steer(order)).encode()
 
     def _give_config(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from wire_support import ISLAND, WAIT_S, fetch_request, hello, report, upload_start
 
+from diloco_jax.protocol.messages import Steer
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import peers
-from diloco_jax.wire.errors import Refused, SecurityError, WireError
+from diloco_jax.wire.errors import (
+    ProtocolError,
+    Refused,
+    SecurityError,
+    WireError,
+)
 from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
@@ -97,6 +103,23 @@ def test_nobody_speaks_for_another_island(
 
 
 @pytest.mark.parametrize("who", [island("a"), READER, COORDINATOR])
+def test_only_the_operator_steers(serve, connect, handlers, certificates, tls):
+    orders = []
+    handlers.steer = lambda order: orders.append(order) or {"admitted": ["c"]}
+    _, address = serve(tls=tls["coordinator"])
+    order = Steer(how="admit", island="c")
+    for who in (island("a"), READER, COORDINATOR):
+        client = connect(address, tls=TlsFiles.load(certificates, who))
+        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
+            client.steer(order, WAIT_S)
+    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
+    assert operator.steer(order, WAIT_S) == {"admitted": ["c"]}
+    assert orders == [order]
+    with pytest.raises(ProtocolError, match="cannot be understood"):
+        operator.steer(Steer(how="crown", island="c"), WAIT_S)
+    assert orders == [order]
+
+
 def test_only_the_operator_takes_parameters_out(
     serve, connect, handlers, certificates, tls, who
 ):

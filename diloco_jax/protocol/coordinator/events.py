@@ -22,7 +22,13 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
     ToHolder,
 )
-from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    Goodbye,
+    Hello,
+    Report,
+    Steer,
+)
 from diloco_jax.protocol.records import Durable, Noted
 
 # ---- events -------------------------------------------------------------------
@@ -82,6 +88,7 @@ class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
 Event = (
     Hello
     | Said
+    | Steer
     | DeltaArrived
     | MergePrepared
     | Disconnected

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol.coordinator import (
+    admission,
     cycles,
     ending,
     leases,
@@ -26,6 +27,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.records import (
+    Admitted,
     Carried,
     Durable,
     Extended,
@@ -36,6 +38,7 @@ from diloco_jax.protocol.records import (
     Merged,
     Quarantined,
     Released,
+    Removed,
     Stopping,
     Ticks,
 )
@@ -137,6 +140,9 @@ def _replayed(state: State, record: Durable) -> State:
         case Quarantined() | Released():
             quarantined = isinstance(record, Quarantined)
             return quarantine.moved(state, record.island, quarantined=quarantined)
+        case Admitted() | Removed():
+            admitted = isinstance(record, Admitted)
+            return admission.with_admitted(state, record.island, admitted=admitted)
         case Merged():
             return _replayed_merge(state, record)
         case Ticks(through=through):

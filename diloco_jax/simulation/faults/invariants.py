@@ -17,6 +17,7 @@ from diloco_jax.simulation.faults import (
     safe_books,
     safe_bounds,
     safe_disk,
+    safe_door,
     safe_merges,
     safe_versions,
 )
@@ -38,6 +39,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.StaleOut,
     safe_bounds.BoundsKept,
     safe_bounds.QuarantineKept,
+    safe_door.DoorKept,
     safe_merges.HeldOnly,
     safe_books.LedgerExact,
     safe_books.DataOnce,
