@@ -57,9 +57,10 @@ class RunFacts:
 
 
 def make_workdir(workdir: Path) -> None:
-    """Make the folder if it is missing; raise ConfigError if it is not writable."""
+    """Make the folder, for its owner alone, if it is missing; raise ConfigError if it
+    is not writable."""
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        workdir.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError(
             f"cannot make workdir {workdir}: {error.strerror}; give another --workdir"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.cluster.private import with_own_keys
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.observability.terminal import duration_text
@@ -85,7 +86,8 @@ def _own(workdir: Path, placement: Placement) -> Placement:
     """Return the placement with which to call a workdir's coordinator."""
     if placement.certificates:
         return placement
-    return read_config_json(workdir / run_files.CONFIG).placement
+    own = read_config_json(workdir / run_files.CONFIG).placement
+    return with_own_keys(own, workdir)
 
 
 def _cut_off(workdir: Path) -> str:

@@ -46,7 +46,8 @@ class Placement:
         help="Folder made by diloco certs; required on any but a loopback address.",
     )
     insecure: bool = setting(
-        False, help="Serve an address that is not loopback without TLS."
+        False,
+        help="Serve an address that is not loopback, or a local run, without TLS.",
     )
     admit: tuple[str, ...] = setting(
         (),

@@ -296,7 +296,7 @@ class Coordinator:
         gathered = term.gather(config, workdir, self._plan, self._serve)
         run_id = gathered.opened.run_id
         self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
-        workdir.mkdir(parents=True, exist_ok=True)
+        workdirs.make_workdir(workdir)
         return gathered
 
     def _make_state(

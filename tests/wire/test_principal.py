@@ -234,6 +234,41 @@ def test_renewed_certificates_serve_new_connections_without_a_restart(
     assert connect(address, tls=old).status(WAIT_S)
 
 
+def test_an_island_renews_its_key_without_a_restart(serve, connect, copy, at_once):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    stream = client.open_control(hello())
+    client.transfers.upload(upload_start(8), b"12345678")
+    old = authority._certificate(copy, island(ISLAND)).serial_number
+    authority.add(copy, [], 1, islands=[ISLAND])
+    stream.send(report(1))
+    assert stream.alive, "the old certificate counts until it is revoked"
+    (copy / peers.REVOKED).write_text(f"{old:x}\n")
+    # No transfer goes over a connection of the old one, not even over an idle one.
+    client.transfers.upload(upload_start(8), b"12345678")
+    assert client.status(WAIT_S)
+    stream.send(report(1))
+    with pytest.raises(WireError, match="revoked"):
+        list(iter(lambda: stream.receive(WAIT_S), None))
+    assert client.open_control(hello()).welcome.run_id == "r"
+
+
+def test_a_key_without_its_new_certificate_is_left_alone(
+    serve, connect, copy, tmp_path
+):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    made = Path(shutil.copytree(copy, tmp_path / "made"))
+    authority.add(made, [], 1, islands=[ISLAND])
+    stem = island(ISLAND).stem
+    shutil.copy(made / f"{stem}.key", copy)
+    assert client.status(WAIT_S)
+    client.transfers.upload(upload_start(8), b"12345678")
+    shutil.copy(made / f"{stem}.pem", copy)
+    assert client.status(WAIT_S)
+    assert client._secured.files.certificate_pem == (made / f"{stem}.pem").read_bytes()
+
+
 def test_files_that_are_not_fit_leave_a_server_as_it_was(serve, connect, copy, caplog):
     _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
     (copy / "coordinator.pem").write_text("garbled")
