@@ -38,6 +38,7 @@ from diloco_jax.coordinator.settings import (
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.telling import Telling
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
@@ -55,9 +56,6 @@ from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
-
-REFRESH_S = 0.5
-"""Greatest age of what `diloco status` shows, in seconds."""
 
 
 def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> int:
@@ -118,7 +116,6 @@ class Coordinator:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
         self._deadlines = config.placement.deadlines
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
-        self._refreshed = 0.0
         self._end_by: float | None = None
         self._interrupted = False
 
@@ -194,7 +191,18 @@ class Coordinator:
                 self._facts, self._roster, workdir
             )
             self.lead.post(resumed)
-        self._refresh(self.lead)
+        self._telling = Telling(
+            placement,
+            workdir,
+            roster=self._roster,
+            metrics=self._metrics,
+            holder=self.holder,
+            snapshots=self._states.writer,
+            disk=self._disk,
+            begun_unix=self._facts.begun_unix,
+        )
+        self._telling.begin(self.lead)
+        self._open.callback(lambda: self._telling.stop(self._deadlines.stop_s))
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
@@ -203,7 +211,7 @@ class Coordinator:
             roster=self._roster,
             metrics=self._metrics,
             kept=self._kept,
-            status=self._shown,
+            status=self._telling.shown,
         )
         if gathered is not None or given is not None:
             self._server.hand_over(service)
@@ -347,9 +355,8 @@ class Coordinator:
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
-        if now - self._refreshed >= REFRESH_S:
-            self._refreshed = now
-            self._refresh(lead)
+        if self._telling.due(now):
+            self._telling.refresh(lead)
             with self._disk.put_off("islands' measures"):
                 self._roster.save()
         for waited in self._disk.over():
@@ -367,25 +374,6 @@ class Coordinator:
                 self._end_by = now + (waits.stop_s if lead.finished else waits.report_s)
             if not self._sessions.connected() or now >= self._end_by:
                 lead.stop()
-
-    def _refresh(self, lead: Lead) -> None:
-        now, clock = time.time(), time.monotonic()
-        own = [*self._states.writer.alerts(clock), *self.holder.alerts(clock)]
-        self._status = summary.status(
-            lead.config,
-            lead.state,
-            self._roster,
-            seconds=now - self._facts.begun_unix,
-            alerts=[*lead.journal.alerts, *own, *self._metrics.alerts],
-            now=now,
-            tally=lead.tally,
-        )
-
-    def _shown(self) -> dict[str, Any]:
-        """Return the status, with what holds up the next one: a full disk."""
-        shown = self._status
-        alerts = [*self._disk.alerts, *shown["alerts"]]
-        return {**shown, **self.holder.shown(), "alerts": alerts}
 
     def _patience_s(self) -> float:
         """Return the longest wait for the snapshot that is being written at the end."""
