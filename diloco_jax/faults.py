@@ -3,19 +3,22 @@
 WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for its
 host 1) or `coordinator`.
 STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
-is `kill` (SIGKILL, like a preempted or crashed host) or `pauseS` (SIGSTOP for S
-seconds, like a stalled host). The coordinator is struck once its merge is committed and
-before anyone is told; by `kill-prepared`, once it is prepared and not committed.
+is `kill` (SIGKILL, like a preempted or crashed host), `pauseS` (SIGSTOP for S seconds,
+like a stalled host) or `hang` (its thread never goes on, as in a collective that
+hangs). The coordinator is struck once its merge is committed and before anyone is told;
+by `kill-prepared`, once it is prepared and not committed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 
 from diloco_jax.errors import ConfigError, suggest
@@ -23,12 +26,14 @@ from diloco_jax.errors import ConfigError, suggest
 COORDINATOR = "coordinator"
 
 _FORMS = (
-    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME#INCARNATION@STEP:...', "
+    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:hang', "
+    "'NAME#INCARNATION@STEP:...', "
     "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'"
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
-    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|pause(?P<pause>\d+(?:\.\d+)?))"
+    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|(?P<hang>hang)"
+    r"|pause(?P<pause>\d+(?:\.\d+)?))"
 )
 # Detached, so that it runs on while its parent is stopped.
 _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)"
@@ -36,7 +41,7 @@ _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. `pause_s` is None for a kill."""
+    """One fault. `pause_s` is None for a kill, and infinite for a hang."""
 
     who: str
     incarnation: int
@@ -47,10 +52,12 @@ class Fault:
     """True if it strikes between a merge's preparation and its commit."""
 
     def strike(self) -> None:
-        """Strike this process; return after a pause, and never from a kill."""
+        """Strike this process; return after a pause, and never otherwise."""
         if self.pause_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
             return
+        if self.pause_s == math.inf:
+            threading.Event().wait()
         subprocess.Popen(
             [sys.executable, "-c", _WAKE.format(s=self.pause_s, pid=os.getpid())],
             start_new_session=True,
@@ -90,6 +97,10 @@ def parse_faults(texts: Iterable[str], islands: Iterable[str]) -> Faults:
     return Faults(tuple(_parse(text, known) for text in texts))
 
 
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text else None
+
+
 def _parse(text: str, known: list[str]) -> Fault:
     match = _PATTERN.fullmatch(text)
     if match is None:
@@ -112,7 +123,7 @@ def _parse(text: str, known: list[str]) -> Fault:
         who=who,
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),
-        pause_s=float(match["pause"]) if match["pause"] else None,
+        pause_s=math.inf if match["hang"] else _seconds(match["pause"]),
         host=int(match["host"] or 0),
         prepared=match["prepared"] is not None,
     )

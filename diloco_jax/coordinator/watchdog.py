@@ -46,7 +46,7 @@ MACHINE_EVERY_S = 5.0
 TRAINS = ("training", "quarantined")
 
 
-class Machine(NamedTuple):
+class Gauges(NamedTuple):
     """What a machine says of itself, in seconds and bytes."""
 
     unix: Callable[[], float] = time.time
@@ -73,7 +73,7 @@ class Watchdog:
         folders: Sequence[Path],
         budget_s: float,
         now: float,
-        machine: Machine = Machine(),  # noqa: B008
+        machine: Gauges = Gauges(),  # noqa: B008
     ) -> None:
         """folders: those that the coordinator writes to. budget_s: the time budget.
         now: seconds of the clock of later times."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.coordinator import watchdog
-from diloco_jax.coordinator.watchdog import Machine, Watchdog
+from diloco_jax.coordinator.watchdog import Gauges, Watchdog
 
 BUDGET_S = 10.0
 GB = 1 << 30
@@ -28,7 +28,7 @@ class World:
             "seconds": 60.0,
             "islands": self.islands,
         }
-        machine = Machine(
+        machine = Gauges(
             unix=lambda: self.now + self.ahead,
             resident=lambda: self.resident,
             left=lambda: self.left,
