@@ -39,13 +39,16 @@ def with_keys(config: Config, workdir: Path) -> Config:
     """Return the config of a local run with the keys in its workdir, which are made if
     they are missing.
 
-    A run with certificates of its config, or with `placement.insecure`, has none.
+    A run with certificates of its config, or with `placement.insecure`, has none, even
+    if it had some before it was stopped.
     """
-    placement = config.placement
+    placement, folder = config.placement, workdir / run_files.KEYS
     host, _ = addresses.parse_address(placement.bind)
     if placement.certificates or placement.insecure or not addresses.is_loopback(host):
+        if Path(placement.certificates) != folder:
+            shutil.rmtree(folder, ignore_errors=True)
         return config
-    folder, names = workdir / run_files.KEYS, (*config.islands, *placement.admit)
+    names = (*config.islands, *placement.admit)
     if not folder.exists():
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
         shutil.rmtree(scratch, ignore_errors=True)

@@ -232,6 +232,7 @@ class Placement:
         (),
         group=PROCESSES,
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
+        "v5p-a@40:hang, "
         "coordinator@12:kill (its step is a merge).",
     )
 

@@ -70,6 +70,8 @@ class ComputedMerge(NamedTuple):
     measures: MergeMeasures
     sample: tuple[Sample, ...]
     """Sampled tiles of the merged delta, by piece."""
+    directions: tuple[float | None, ...] = ()
+    """See `Measuring.directions`."""
 
 
 @dataclasses.dataclass

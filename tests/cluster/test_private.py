@@ -70,11 +70,19 @@ def test_a_run_that_says_otherwise_has_none(
     workdir: Path, placement: dict[str, object]
 ) -> None:
     config = config_of(**placement)
-    assert with_keys(config, workdir) == config
+    with_keys(config_of(), workdir)
+    assert with_keys(config, workdir) == config, "it had keys before it was stopped"
     assert os.listdir(workdir) == []
     assert with_own_keys(config.placement, workdir) == config.placement
     command = commands.coordinator_command(workdir, "127.0.0.1:0", "--init")
     assert "--certificates" not in command
+
+
+def test_a_run_that_names_its_own_keys_keeps_them(workdir: Path) -> None:
+    with_keys(config_of(), workdir)
+    named = config_of(certificates=str(workdir / run_files.KEYS))
+    assert with_keys(named, workdir) == named
+    TlsFiles.load(workdir / run_files.KEYS, COORDINATOR)
 
 
 def test_only_the_owner_may_use_what_a_local_run_makes(workdir: Path) -> None:
