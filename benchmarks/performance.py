@@ -113,7 +113,8 @@ def told(raw: Path) -> str:
                 continue
             about = [facts[key] for key in ("command", "date", "machine", "versions")]
             about.append(f"load {facts.get('load', 'not noted')}")
-            parts.append(f"[raw/{name}.json](raw/{name}.json): {', '.join(about)}.")
+            links = f"[{name}]({name}.md) ([raw numbers](raw/{name}.json))"
+            parts.append(f"{links}: {', '.join(about)}.")
             parts.append(support.markdown_table(map(bound, facts["checks"])))
     return support.wrapped("\n\n".join(parts) + "\n")
 

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+Incarnation = tuple[str, int]
 Record = Mapping[str, Any]
 TOKEN_FIELDS = (
     "tokens_computed",
@@ -72,20 +73,29 @@ def interval_problems(tape: Sequence[Record]) -> list[str]:
 def row_problems(tape: Sequence[Record]) -> list[str]:
     """Return positions of the data that were leased against the rule: those that an
     ended incarnation has in no merge come again, lowest first; else the next new one
-    does. A coordinator that lost deltas left behind may have lost their positions."""
+    does. Where a delta may still have been merged at the end, they may come again, too,
+    unless it was."""
     wrong: list[str] = []
     free: list[int] = []
     new = 0
-    size: dict[tuple[str, int], int] = {}
-    held: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
-    settled: dict[tuple[str, int], int] = {}
-    merged: dict[tuple[str, int], int] = collections.Counter()
+    size: dict[Incarnation, int] = {}
+    held: dict[Incarnation, list[int]] = collections.defaultdict(list)
+    merged: dict[Incarnation, set[int]] = collections.defaultdict(set)
+    waiting: dict[Incarnation, set[int]] = {}
+    """Positions that may yet be merged, of incarnations that have ended."""
+
+    def positions(who: Incarnation, start: int, stop: int) -> list[int]:
+        return held[who][start * size[who] : stop * size[who]]
+
     for record in tape:
         who = (record.get("island", ""), record.get("incarnation", 0))
         if record["kind"] == "joined":
             size[who] = record["sequences_per_step"]
         elif record["kind"] == "granted":
             for position in range(record["start"], record["stop"]):
+                for ended in [e for e, left in waiting.items() if position in left]:
+                    for again in waiting.pop(ended):
+                        heapq.heappush(free, again)
                 due = free[0] if free else new
                 if position != due:
                     wrong.append(f"{who}: position {position} was leased before {due}")
@@ -94,18 +104,19 @@ def row_problems(tape: Sequence[Record]) -> list[str]:
                 new = max(new, position + 1)
                 held[who].append(position)
         elif record["kind"] == "left":
-            settled[who] = record["merged_steps"]
-            for position in held[who][record["merged_steps"] * size[who] :]:
+            kept = {p for s in record["in_merges"] for p in positions(who, *s)}
+            if missing := merged[who] - kept:
+                wrong.append(f"{who}: {sorted(missing)} are in merges, and are free")
+            waiting[who] = kept - merged[who]
+            for position in set(held[who]) - kept:
                 heapq.heappush(free, position)
         elif record["kind"] == "merged":
             for part in record["contributions"]:
                 of = (part["island"], part["incarnation"])
-                merged[of] = max(merged[of], part["end"])
-    return wrong + [
-        f"{who}: {steps} steps are settled, and {merged[who]} are in merges"
-        for who, steps in settled.items()
-        if steps != merged[who]
-    ]
+                found = positions(of, part["start"], part["end"])
+                merged[of].update(found)
+                waiting.get(of, set()).difference_update(found)
+    return wrong
 
 
 def version_problems(tape: Sequence[Record]) -> list[str]:

@@ -54,6 +54,9 @@ def eval_command(arguments: Sequence[str]) -> int:
         "tasks. Those of the newest ones are added to summary.json if the run has "
         "ended.",
     )
+    for option, given in (("--tasks", options.tasks), ("--lm-eval", options.lm_eval)):
+        if option in arguments and not given:
+            raise ConfigError(f"{option} names nothing; give at least one after it")
     read_config(options.workdir, options.paths or None, trust_code=options.trust_code)
     from diloco_jax.island.environment import fit_threads, skip_absent_tpu
 
@@ -82,13 +85,17 @@ def eval_command(arguments: Sequence[str]) -> int:
 
 def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
     """Return the loss for programs and for people."""
+    from rich.console import Console
+
     from diloco_jax.evaluation import run
+    from diloco_jax.observability.bar import bar
     from diloco_jax.observability.report import loss_line
 
     config = read_config(
         options.workdir, options.paths or None, trust_code=options.trust_code
     )
-    result = run(config, options.workdir, options.cycle or None)
+    with bar(Console(stderr=True), "evaluating") as report:
+        result = run(config, options.workdir, options.cycle or None, report)
     return result, (
         f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
         f"{result['eval_tokens']:,} tokens"

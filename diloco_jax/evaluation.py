@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,23 @@ from diloco_jax.workdir import read_config
 BATCH_SIZE = 32
 
 
-def run(config: Config, workdir: Path, cycle: int | None = None) -> dict[str, Any]:
+def run(
+    config: Config,
+    workdir: Path,
+    cycle: int | None = None,
+    report: Callable[[float], None] = lambda share: None,
+) -> dict[str, Any]:
     """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the newest
     snapshot or of a kept cycle, and the `eval_tokens` and `eval_merges` in its
     parameters.
+
+    report: told the share of the text that is evaluated.
 
     Raises ConfigError if the workdir has no snapshot, or does not keep the cycle.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
     params, facts = params_of(config, workdir, model, cycle)
-    found = whole_validation(config, trainer, trainer.place_params(params))
+    found = whole_validation(config, trainer, trainer.place_params(params), report)
     return {
         **as_json(found),
         "eval_tokens": facts["tokens"],
@@ -67,16 +74,26 @@ def load_params(
     return params_of(config, Path(workdir), build(config.run), cycle)[0]
 
 
-def whole_validation(config: Config, trainer: Trainer, params: Params) -> Evaluation:
+def whole_validation(
+    config: Config,
+    trainer: Trainer,
+    params: Params,
+    report: Callable[[float], None] = lambda share: None,
+) -> Evaluation:
     """Evaluate on the whole validation split, every token predicted once.
 
     Raises ConfigError if the data here is not the run's.
     """
-    return of_data(load_data(config.run), config.run.sequence_length, trainer, params)
+    data = load_data(config.run)
+    return of_data(data, config.run.sequence_length, trainer, params, report)
 
 
 def of_data(
-    data: Data, sequence_length: int, trainer: Trainer, params: Params
+    data: Data,
+    sequence_length: int,
+    trainer: Trainer,
+    params: Params,
+    report: Callable[[float], None] = lambda share: None,
 ) -> Evaluation:
     """Evaluate on all that is held out, and on each source of a mixture."""
 
@@ -90,9 +107,9 @@ def of_data(
         )
 
     if not data.held_out:
-        return evaluate_all(trainer, params, batches(data.validation))
+        return evaluate_all(trainer, params, batches(data.validation), report)
     parts = {name: batches(source) for name, source in data.held_out.items()}
-    return evaluate_parts(trainer, params, parts)
+    return evaluate_parts(trainer, params, parts, report)
 
 
 def params_of(

@@ -224,7 +224,11 @@ def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _frees_all_data(release: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda state, name, merged_steps: release(state, name, 0)
+    return lambda state, name, kept: release(state, name, ())
+
+
+def _keeps_it_for_good(free: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state: state
 
 
 def _writes_last(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,6 +344,9 @@ PLANTS = {
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),
     "merged_data_is_free": Plant("data", leases, "release", _frees_all_data),
+    "data_of_lost_deltas_stays_away": Plant(
+        "data", leases, "free_departed", _keeps_it_for_good
+    ),
     "the_log_is_written_last": Plant("durable", decide, "step", _writes_last),
     "a_full_disk_counts_as_written": Plant(
         "prepared", VirtualCoordinator, "_prepare", _says_prepared

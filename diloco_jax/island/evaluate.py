@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from diloco_jax.data.validation import ValidationBatches
@@ -88,31 +88,54 @@ class Watcher:
 
 
 def evaluate_all(
-    trainer: Trainer, params: Params, validation: ValidationBatches
+    trainer: Trainer,
+    params: Params,
+    validation: ValidationBatches,
+    report: Callable[[float], None] = lambda share: None,
 ) -> Evaluation:
     """Return the loss over the whole validation text, with each token predicted
-    once."""
-    return _evaluation(_sums(trainer, params, validation), validation.bytes_per_token)
+    once.
+
+    report: told the share that is done, after each batch.
+    """
+    sums = _sums(trainer, params, validation, report)
+    return _evaluation(sums, validation.bytes_per_token)
 
 
 def evaluate_parts(
-    trainer: Trainer, params: Params, parts: Mapping[str, ValidationBatches]
+    trainer: Trainer,
+    params: Params,
+    parts: Mapping[str, ValidationBatches],
+    report: Callable[[float], None] = lambda share: None,
 ) -> Evaluation:
-    """Return the loss over all parts of the validation text, and that of each."""
-    found = {name: _sums(trainer, params, part) for name, part in parts.items()}
+    """Return the loss over all parts of the validation text, and that of each.
+
+    report: told the share that is done, after each batch.
+    """
+    found = {}
+    for number, (name, part) in enumerate(parts.items()):
+
+        def told(share: float, before: int = number) -> None:
+            report((before + share) / len(parts))
+
+        found[name] = _sums(trainer, params, part, told)
     (per_token,) = {part.bytes_per_token for part in parts.values()}
     whole = _evaluation([pair for sums in found.values() for pair in sums], per_token)
     return whole._replace(by_source={name: _mean(sums) for name, sums in found.items()})
 
 
 def _sums(
-    trainer: Trainer, params: Params, validation: ValidationBatches
+    trainer: Trainer,
+    params: Params,
+    validation: ValidationBatches,
+    report: Callable[[float], None],
 ) -> list[tuple[float, float]]:
     """Return the weighted sum of losses, and of weights, of every batch."""
     sums = []
     for index in range(len(validation)):
         total, weight = trainer.eval_step(params, validation[index])
         sums.append((float(total), float(weight)))
+        report(len(sums) / len(validation))
     return sums
 
 

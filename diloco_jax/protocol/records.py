@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from diloco_jax.protocol.reasons import EndReason, RefusalReason
-from diloco_jax.protocol.values import Contribution, Record, Verdict, Version
+from diloco_jax.protocol.values import Contribution, Record, Span, Verdict, Version
 
 R = TypeVar("R", bound="Written")
 
@@ -80,13 +80,13 @@ class LeftBehind(Contribution, frozen=True, kw_only=True):
 class Left(_OfIncarnation, frozen=True, kw_only=True):
     """An incarnation ended after `steps` steps; `said` is its explanation for people.
 
-    settled_steps_by_fragment, merged_steps: the arguments of `members.ended`."""
+    settled_steps_by_fragment, in_merges: the arguments of `members.ended`."""
 
     steps: int
     reason: EndReason
     said: str
     settled_steps_by_fragment: tuple[int, ...]
-    merged_steps: int
+    in_merges: tuple[Span, ...]
     lost_tokens_by_fragment: tuple[int, ...]
     left_behind: tuple[LeftBehind, ...]
 

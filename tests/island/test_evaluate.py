@@ -13,7 +13,7 @@ from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.data.windows import ValidationWindows
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.evaluate import Evaluator, evaluate_all
+from diloco_jax.island.evaluate import Evaluator, evaluate_all, evaluate_parts
 from diloco_jax.models.model import Model, split_batch, weighted_loss
 
 TEXT = np.random.default_rng(0).integers(0, 256, 103).astype(np.uint8)
@@ -55,6 +55,20 @@ def test_the_whole_text_counts_once(trainer):
         loss, bits, _ = evaluate_all(trainer, params, validation)
         assert loss == pytest.approx(0.5 * TEXT[1:].mean(), rel=1e-6)
         assert bits == pytest.approx(loss / math.log(2))
+
+
+def test_the_share_that_is_done_is_told_after_each_batch(trainer):
+    params = trainer.place_params({"scale": np.float32(0.5)})
+    told = []
+    evaluate_all(trainer, params, batches(5), told.append)
+    assert len(told) > 1
+    assert told == [(number + 1) / len(told) for number in range(len(told))]
+
+    parts = {"first": batches(5), "second": batches(200)}
+    alone, told[:] = len(told), []
+    evaluate_parts(trainer, params, parts, told.append)
+    assert told == sorted(told)
+    assert (told[alone - 1], told[-1]) == (0.5, 1.0)
 
 
 def test_a_hosts_own_rows_count_like_the_whole_batch(trainer):

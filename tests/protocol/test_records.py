@@ -35,7 +35,7 @@ DURABLE = [
         "reason": "preempted",
         "said": "bye",
         "settled_steps_by_fragment": [12, 8],
-        "merged_steps": 8,
+        "in_merges": [[0, 3], [5, 8]],
         "lost_tokens_by_fragment": [0, 40],
         "left_behind": [{"fragment": 1, **CONTRIBUTION}],
     },

@@ -179,3 +179,9 @@ def test_two_files_of_one_name_are_refused(workdir, tmp_path, capsys):
     both = [str(tmp_path / "t.json"), str(tmp_path / "a" / "t.json")]
     assert cli.main(["eval", str(workdir), "--tasks", *both]) == 2
     assert "two files of the name 't'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tasks", "--lm-eval"])
+def test_an_option_that_names_no_task_does_not_give_the_loss(option, workdir, capsys):
+    assert cli.main(["eval", str(workdir), option]) == 2
+    assert f"{option} names nothing" in capsys.readouterr().err

@@ -263,7 +263,7 @@ def _prepared(
     fragment, verdicts, effects = fragments.computed(
         config, fragment, counted_islands(state), now
     )
-    state = with_fragment(state, fragment)
+    state = leases.contributed(with_fragment(state, fragment), contributions)
     record = records.Merged(
         fragment=event.fragment,
         version=event.version,
@@ -314,6 +314,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     """
     same_live = same_live_islands(before, state)
     effects: list[Effect] = []
+    state = leases.free_departed(state)
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
         state, effects = ending.stop(config, state, now)
     if state.islands is not before.islands:

@@ -1,21 +1,24 @@
 """Data leases: which island may train on which positions of the global index.
 
 Positions are granted once. When the incarnation that holds them ends, the positions of
-steps that are in no merge return to the pool.
+steps that are in no fragment's merge return to the pool. Those of steps whose deltas
+may still be merged return when the last of these is given up.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records
+from diloco_jax.protocol import records, spans
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.state import (
     FIRST_LEASE_STEPS,
     GRANTS_AT_ONCE,
     SHORTEST_STEP_S,
+    Departed,
     Island,
     Lease,
     PolicyConfig,
@@ -23,11 +26,14 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.messages import Granted
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol.values import Contribution, Span
 
 RATE_MARGIN = 4
 """Steps per second that are believed, as a multiple of what the island's step time
 allows."""
+MOST_LEASES = 1000
+"""Leases that are remembered of an incarnation. Losses in all fragments amid merged
+steps add to them; of the oldest beyond these, such steps do not come again."""
 UNKNOWN_STEP_S = 0.01
 """Step time of an island that has not told its own, as far as its rate is bounded."""
 
@@ -110,25 +116,119 @@ def _grant(state: State, name: str, span: Span) -> tuple[State, list[Effect]]:
 def granted(state: State, name: str, span: Span) -> State:
     """Return the state after a grant; recovery applies it too."""
     island = state.islands[name]
-    kept = _unsettled_leases(state, island)
+    size, merged = island.sequences_per_step, state.in_merges[name]
+    kept = [lease for lease in island.leases if _outside((lease,), merged, size)]
     lease = Lease(offset=island.sequences_granted, span=span)
     return with_island(
         state,
         replace(
             island,
-            leases=(*kept, lease),
+            leases=(*kept, lease)[-MOST_LEASES:],
             sequences_granted=island.sequences_granted + span.stop - span.start,
         ),
     )
 
 
-def release(state: State, name: str, merged_steps: int) -> State:
-    """Free the positions of an ended incarnation's steps after `merged_steps`."""
+def contributed(state: State, contributions: Iterable[Contribution]) -> State:
+    """Return the state with the steps of a finished merge in it; recovery applies it
+    too."""
+    merged, departed = dict(state.in_merges), list(state.departed)
+    for c in contributions:
+        steps = Span(c.start, c.end)
+        if state.islands[c.island].incarnation == c.incarnation:
+            merged[c.island] = spans.joined((*merged[c.island], steps))
+        for index, ended in enumerate(departed):
+            if (ended.island, ended.incarnation) == (c.island, c.incarnation):
+                of = spans.joined((*ended.in_merges, steps))
+                departed[index] = replace(ended, in_merges=of)
+    return replace(state, in_merges=merged, departed=tuple(departed))
+
+
+def perhaps_merged(state: State, island: Island) -> tuple[Span, ...]:
+    """Return the incarnation's steps that are in a merge, merges under way and deltas
+    left behind included."""
+    pending = _pending(state, island.name, island.incarnation)
+    return spans.joined((*state.in_merges[island.name], *pending))
+
+
+def release(state: State, name: str, kept: Sequence[Span]) -> State:
+    """Free the positions of an ended incarnation's steps but for `kept`. Those of them
+    that are in no merge yet wait for `free_departed`."""
     island = state.islands[name]
-    left = _left(island, merged_steps)
-    spans = [*state.free_spans, *(span for span in left if span.start < span.stop)]
-    state = replace(state, free_spans=_joined(spans))
+    size, merged = island.sequences_per_step, state.in_merges[name]
+    free = _outside(island.leases, kept, size)
+    state = replace(state, free_spans=spans.joined((*state.free_spans, *free)))
+    waiting = spans.without(_outside(island.leases, merged, size), free)
+    leases = [part for lease in island.leases for part in _cut(lease, waiting)]
+    if leases:
+        ended = Departed(
+            island=name,
+            incarnation=island.incarnation,
+            sequences_per_step=size,
+            leases=tuple(leases),
+            in_merges=merged,
+        )
+        state = replace(state, departed=(*state.departed, ended))
     return with_island(state, replace(island, leases=()))
+
+
+def free_departed(state: State) -> State:
+    """Free what is in no merge of incarnations of which no delta is left."""
+    for ended in state.departed:
+        if not _pending(state, ended.island, ended.incarnation):
+            state = _forget(state, ended)
+    return state
+
+
+def granted_again(state: State, span: Span) -> State:
+    """Free what departed incarnations had, of whom `span` has a part: it was granted
+    again, so none of their deltas was left."""
+    for ended in state.departed:
+        free = _outside(ended.leases, ended.in_merges, ended.sequences_per_step)
+        if spans.common((span,), free):
+            state = _forget(state, ended)
+    return state
+
+
+def _forget(state: State, ended: Departed) -> State:
+    free = _outside(ended.leases, ended.in_merges, ended.sequences_per_step)
+    return replace(
+        state,
+        departed=tuple(other for other in state.departed if other is not ended),
+        free_spans=spans.joined((*state.free_spans, *free)),
+    )
+
+
+def _pending(state: State, name: str, incarnation: int) -> list[Span]:
+    """Return the steps of an incarnation's deltas in merges under way, and of those
+    that it left behind."""
+    return [
+        Span(c.start, c.end)
+        for fragment in state.fragments
+        for c in (*fragment.merging, *fragment.left_behind)
+        if (c.island, c.incarnation) == (name, incarnation)
+    ]
+
+
+def _outside(
+    leases: Iterable[Lease], merged: Iterable[Span], sequences_per_step: int
+) -> tuple[Span, ...]:
+    """Return the positions in the leases whose steps are not in `merged`."""
+    found: list[Span] = []
+    for lease in leases:
+        shift = lease.span.start - lease.offset
+        taken = (
+            Span(a * sequences_per_step + shift, b * sequences_per_step + shift)
+            for a, b in merged
+        )
+        found += spans.without((lease.span,), taken)
+    return spans.joined(found)
+
+
+def _cut(lease: Lease, positions: Iterable[Span]) -> Iterable[Lease]:
+    """Yield leases of the part that is in `positions`."""
+    for part in spans.common((lease.span,), positions):
+        yield Lease(offset=lease.offset + part.start - lease.span.start, span=part)
 
 
 def _left(island: Island, steps: int) -> list[Span]:
@@ -146,14 +246,7 @@ def trained(state: State) -> list[Span]:
     without = list(state.free_spans)
     for island in state.islands.values():
         without += _left(island, island.steps)
-    found, at = [], 0
-    for span in sorted(without):
-        if span.start > at:
-            found.append(Span(at, span.start))
-        at = max(at, span.stop)
-    if at < state.next_position:
-        found.append(Span(at, state.next_position))
-    return found
+    return list(spans.without((Span(0, state.next_position),), spans.joined(without)))
 
 
 def regrant(state: State, name: str, known: int) -> list[Effect]:
@@ -167,37 +260,3 @@ def regrant(state: State, name: str, known: int) -> list[Effect]:
         for lease in island.leases
         if lease.offset >= known
     ]
-
-
-def merged_steps(state: State, island: Island) -> int:
-    """Return the incarnation's steps up to the last one that may be in some merge,
-    merges under way and deltas left behind included."""
-    ends = []
-    for fragment in state.fragments:
-        ends.append(fragment.accounts[island.name].merged_end)
-        ends += [
-            contribution.end
-            for contribution in (*fragment.merging, *fragment.left_behind)
-            if contribution.island == island.name
-            and contribution.incarnation == island.incarnation
-        ]
-    return max(ends)
-
-
-def _unsettled_leases(state: State, island: Island) -> tuple[Lease, ...]:
-    settled = merged_steps(state, island) * island.sequences_per_step
-    return tuple(
-        lease
-        for lease in island.leases
-        if lease.offset + lease.span.stop - lease.span.start > settled
-    )
-
-
-def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    joined: list[Span] = []
-    for span in sorted(spans):
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)

@@ -47,7 +47,6 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
             "merges_alive": account.merges_alive + 1,
             "missed_merges": 0,
             "start": max(account.start, contribution.end),
-            "merged_end": contribution.end,
             "take": None,
             "told": Told(tick=contribution.tick, verdict="merged", reason=""),
             "norm": contribution.norm,

@@ -45,7 +45,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import DeltaKey, Outstanding
+from diloco_jax.protocol.values import DeltaKey, Outstanding, Span
 
 Step = tuple[State, list[Effect]]
 
@@ -150,13 +150,13 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
     said: text of its goodbye; empty if there was none."""
     island = state.islands[name]
     settled = tuple(ledger.settled_steps(f, island) for f in state.fragments)
-    merged_steps = leases.merged_steps(state, island)
+    kept = leases.perhaps_merged(state, island)
     drops = [
         takes.drop(fragment, name)
         for fragment in state.fragments
         if fragment.accounts[name].take is not None
     ]
-    state = ended(state, name, reason, settled, merged_steps)
+    state = ended(state, name, reason, settled, kept)
     lost = (f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments)
     record = records.Left(
         island=name,
@@ -165,7 +165,7 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
         reason=reason,
         said=said,
         settled_steps_by_fragment=settled,
-        merged_steps=merged_steps,
+        in_merges=kept,
         lost_tokens_by_fragment=tuple(lost),
         left_behind=tuple(
             records.LeftBehind(fragment=fragment.index, **asdict(kept))
@@ -182,12 +182,12 @@ def ended(
     name: str,
     reason: EndReason,
     settled_steps: Sequence[int],
-    merged_steps: int,
+    in_merges: Sequence[Span],
 ) -> State:
-    """Return the state after an incarnation's end; recovery applies it too. Both counts
-    of steps, `settled_steps` by fragment and `merged_steps` over all fragments, include
+    """Return the state after an incarnation's end; recovery applies it too. Both
+    `settled_steps`, by fragment, and the steps `in_merges` of some fragment include
     merges under way and deltas left behind."""
-    state = leases.release(state, name, merged_steps)
+    state = leases.release(state, name, in_merges)
     island = state.islands[name]
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
         fragment = ledger.close_account(fragment, island, reason, settled)
@@ -210,6 +210,7 @@ def joined(state: State, island: Island, *, carrying: bool) -> State:
             quarantined=before.quarantined,
         )
     state = with_island(state, island)
+    state = replace(state, in_merges={**state.in_merges, island.name: ()})
     for fragment in state.fragments:
         opened = ledger.open_account(fragment, island, carrying=carrying)
         state = with_fragment(state, opened)

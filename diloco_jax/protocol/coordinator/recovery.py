@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import asdict, replace
 
+from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator import (
     admission,
     cycles,
@@ -71,6 +72,7 @@ def recover(
             },
         )
         state = with_fragment(state, fragment)
+    state = leases.free_departed(state)
     for island in state.islands.values():
         steps = max(
             [island.steps, *(f.accounts[island.name].start for f in state.fragments)]
@@ -120,10 +122,11 @@ def _replayed(state: State, record: Durable) -> State:
             return with_fragment(state, fragment)
         case Granted():
             span = Span(record.start, record.stop)
+            state = leases.granted_again(state, span)
             state = replace(
                 state,
                 next_position=max(state.next_position, span.stop),
-                free_spans=tuple(_without(state.free_spans, span)),
+                free_spans=spans.without(state.free_spans, (span,)),
             )
             return leases.granted(state, record.island, span)
         case Left():
@@ -135,7 +138,7 @@ def _replayed(state: State, record: Durable) -> State:
                 record.island,
                 record.reason,
                 record.settled_steps_by_fragment,
-                record.merged_steps,
+                record.in_merges,
             )
         case Quarantined() | Released():
             quarantined = isinstance(record, Quarantined)
@@ -178,12 +181,4 @@ def _replayed_merge(state: State, record: Merged) -> State:
         final=record.final,
     )
     state = replace(state, tick=max(state.tick, record.tick))
-    return with_fragment(state, fragment)
-
-
-def _without(spans: Iterable[Span], taken: Span) -> Iterable[Span]:
-    for span in spans:
-        if span.start < taken.start:
-            yield Span(span.start, min(span.stop, taken.start))
-        if taken.stop < span.stop:
-            yield Span(max(span.start, taken.stop), span.stop)
+    return leases.contributed(with_fragment(state, fragment), record.contributions)

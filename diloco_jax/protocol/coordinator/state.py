@@ -126,7 +126,6 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     tokens_per_step: int
     start: int = 0
-    merged_end: int = 0
     carrying: bool = False
     """True while an incarnation from an earlier term has not said yet which of its
     steps are in that term's books."""
@@ -225,7 +224,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens computed by earlier incarnations."""
     joins: int = 1
     leases: tuple[Lease, ...] = ()
-    """Grants of steps from the last merged one on; merges keep them few."""
+    """Grants of which some step is in no merge; merges keep them few."""
     sequences_granted: int = 0
     granted_at: float = 0.0
     """Time of the last grant."""
@@ -258,6 +257,17 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     def counted(self) -> bool:
         """True if the island makes steps that pacing and requests may count on."""
         return self.status == "live" and self.phase == "training"
+
+
+class Departed(msgspec.Struct, frozen=True, kw_only=True):
+    """An ended incarnation of which a delta may still be merged, with the leases of the
+    steps that are in no merge but for that."""
+
+    island: str
+    incarnation: int
+    sequences_per_step: int
+    leases: tuple[Lease, ...]
+    in_merges: tuple[Span, ...]
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,6 +307,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Positions to grant again. They are granted first, so there are no more than what
     ended incarnations had left.
     """
+    departed: tuple[Departed, ...] = ()
+    in_merges: dict[str, tuple[Span, ...]] = msgspec.field(default_factory=dict)
+    """Steps of each island's incarnation that are in some fragment's merge. They are
+    not the island's, so that a merge does not change islands."""
 
 
 def initial(config: PolicyConfig) -> State:

@@ -108,7 +108,7 @@ class DataOnce(Invariant):
     """An island trains on the data that it was durably granted, in order.
 
     A share of the data is granted to one incarnation at a time, and no longer once a
-    merge has it.
+    merge has it. What an ended incarnation had is granted again unless a merge has it.
 
     If a term was lost before any offering island heard of it, its number is used again.
     The grants of the lost term are lost with it. A process that joined only that term
@@ -136,8 +136,11 @@ class DataOnce(Invariant):
         """Positions granted in a lost term, until the process joins again."""
         self._void: set[Process] = set()
         """Processes that joined only a lost term."""
+        self._given: set[int] = set()
+        """Positions granted in this term."""
 
     def opened(self, opened: Opened) -> None:
+        self._given = set()
         term = opened.anchors[0].version.term
         if term == self._term:
             for process, (carried, before) in self._before.items():
@@ -195,6 +198,16 @@ class DataOnce(Invariant):
             f"{who} trains step {step} on {positions.tolist()}, granted are {granted}",
         )
 
+    def recovered(self, state: State) -> None:
+        known = self._merged.keys() | set().union(*self._held.values())
+        for span in state.free_spans:
+            known |= set(range(span.start, span.stop))
+        lost = self._given - known
+        self.hold(not lost, "neither free, nor held, nor merged:", sorted(lost))
+
+    def finished(self, state: State) -> None:
+        self.recovered(state)
+
     def _process(self, who: Incarnation) -> Process:
         return who, self._sessions[who]
 
@@ -210,6 +223,7 @@ class DataOnce(Invariant):
             self._merged.keys().isdisjoint(positions), "part of it is merged:", record
         )
         self._held[who].update(positions)
+        self._given.update(positions)
         granted.extend(positions)
 
     def _merge(self, c: Contribution) -> None:

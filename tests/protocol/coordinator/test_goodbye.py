@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from kit import Driver, asked, notes, of, only, persisted, verdicts
 
+from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
@@ -111,6 +112,7 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     d.report("b", 2)
     d.take("b", 0, 2, arrive=False)
     d.take("a", 0, 2)
+    leases = spans.joined(lease.span for lease in d.state.islands["b"].leases)
     # It arrives, and b leaves, while the merge that it is too late for is under way.
     d.arrive("b", 0)
     d.goodbye("b", "preempted")
@@ -124,6 +126,8 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     assert (drop.island, drop.incarnation, drop.fragment) == ("b", 1, 0)
     assert notes(effects, "refused")[0]["reason"] == "stale"
     assert totals.lost == {"preempted": 5, "stale": 15}
+    assert d.state.departed == ()
+    assert spans.common(d.state.free_spans, leases) == leases
 
 
 def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:
@@ -150,6 +154,25 @@ def test_its_data_is_not_granted_again() -> None:
     d = left_behind()
     (free,) = d.state.free_spans
     assert free.start == 2, "positions of the steps in the delta stay granted"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_its_data_is_granted_again_if_its_last_delta_is_in_no_merge(merged) -> None:
+    d = left_behind()
+    if merged:
+        d.take("b", 0, 2)
+        d.take("c", 0, 2)
+        d.computed(0)
+        assert d.state.departed == ()
+    d.crash()
+    (free,) = d.state.free_spans
+    assert free.start == (2 if merged else 0)
+    # What is granted of it by the next life is not free after the next crash.
+    (granted,) = (r for r in d.state.free_spans)
+    d.hello("d")
+    left = d.state.free_spans
+    d.crash()
+    assert d.state.free_spans == left != (granted,)
 
 
 def test_a_fenced_incarnation_leaves_nothing_behind() -> None:

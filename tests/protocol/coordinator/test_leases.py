@@ -152,10 +152,26 @@ def test_only_steps_of_no_merge_are_free_whichever_lease_they_are_of() -> None:
     for start in (1000, 2000):
         d.state = leases.granted(d.state, "a", Span(start, start + 8))
     inside = first.span.stop - first.span.start + 6
-    state = leases.release(d.state, "a", merged_steps=inside // 2)
+    state = leases.release(d.state, "a", (Span(0, inside // 2),))
     assert state.free_spans == (Span(1006, 1008), Span(2000, 2008))
-    state = leases.release(d.state, "a", merged_steps=0)
+    state = leases.release(d.state, "a", ())
     assert state.free_spans == (first.span, Span(1000, 1008), Span(2000, 2008))
+    amid = (Span(0, 2), Span(3, inside // 2))
+    assert leases.release(d.state, "a", amid).free_spans[0] == Span(4, 6)
+
+
+def test_steps_that_every_merge_lacks_come_again_though_later_ones_are_merged() -> None:
+    d = Driver(fragment_sizes=(4,), quorum=1)
+    d.join("a")
+    d.report("a", 4)
+    d.merge(0, a=4)
+    d.report("a", 8)
+    d.take("a", 0, 8, start=6)  # Steps 4 and 5 were overwritten.
+    d.computed(0)
+    d.goodbye("a")
+    assert [*d.state.free_spans[0]] == [4, 6]
+    assert d.state.free_spans[1].start == 8
+    assert d.state.departed == ()
 
 
 def test_what_is_left_of_a_free_span_stays_free() -> None:

@@ -369,12 +369,12 @@ def test_the_flush_begins_anew_after_a_crash() -> None:
 def test_a_grant_takes_its_own_positions_of_what_is_free_and_no_others() -> None:
     d = Driver()
     d.hello("a")
-    free = (Span(900, 910), Span(910, 950), Span(950, 960), Span(990, 999))
+    free = (Span(900, 905), Span(910, 950), Span(955, 960), Span(990, 999))
     snapshot = replace(d.state, free_spans=free, next_position=999)
     for start, stop, left in (
-        (910, 950, [(900, 910), (950, 960)]),
-        (910, 930, [(900, 910), (930, 950), (950, 960)]),
-        (920, 950, [(900, 910), (910, 920), (950, 960)]),
+        (910, 950, [(900, 905), (955, 960)]),
+        (910, 930, [(900, 905), (930, 950), (955, 960)]),
+        (920, 950, [(900, 905), (910, 920), (955, 960)]),
     ):
         record = records.Granted(
             island="a", incarnation=1, start=start, stop=stop, offset=0
