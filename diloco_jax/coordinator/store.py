@@ -59,19 +59,15 @@ BLOCK_BYTES = 4 << 20
 
 
 class ComputedMerge(NamedTuple):
-    """A computed merge that is not visible yet."""
+    """A computed merge that is not visible yet: a `PreparedMerge` of a version."""
 
     version: Version
     state: FragmentState
     payload: memoryview
-    """The encoded publish."""
     norm: float
-    """Length of the merged delta."""
     measures: MergeMeasures
     sample: tuple[Sample, ...]
-    """Sampled tiles of the merged delta, by piece."""
     directions: tuple[float | None, ...] = ()
-    """See `Measuring.directions`."""
 
 
 @dataclasses.dataclass
