@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from etils import epath
@@ -70,8 +71,6 @@ class Kind(NamedTuple):
     path: Path
     read: Callable[[], Any]
     prefix: bool = False
-    least: int = 0
-    """Bytes that are left of it."""
     named: str = ""
     """What a message has to name; empty = the file."""
 
@@ -142,7 +141,7 @@ def older_segment_of_the_log(folder: Path) -> Kind:
             log.rotate()
     log.close()
     path = min(folder.glob("log-*.bin"))
-    return Kind(path, lambda: list(durable.read(folder, -1)), least=1)
+    return Kind(path, lambda: list(durable.read(folder, -1)))
 
 
 def state_snapshot(folder: Path) -> Kind:
@@ -252,7 +251,7 @@ def roster(folder: Path) -> Kind:
         tokens_per_step=3, first_seen=1.0, last_seen=2.0, active=[(1.0, 2.0)] * 9
     )
     made.save()
-    return Kind(path, lambda: Roster(path).members)
+    return Kind(path, lambda: msgspec.msgpack.encode(Roster(path).members))
 
 
 def config_json(folder: Path) -> Kind:
@@ -288,13 +287,13 @@ def attempts(folder: Path) -> Kind:
 def certificate(folder: Path) -> Kind:
     make_certificates(folder, [], 1)
     path = folder / "coordinator.pem"
-    return Kind(path, lambda: TlsFiles.load(folder, COORDINATOR))
+    return Kind(path, lambda: str(TlsFiles.load(folder, COORDINATOR).who))
 
 
 def key(folder: Path) -> Kind:
     make_certificates(folder, [], 1)
     path = folder / "coordinator.key"
-    return Kind(path, lambda: TlsFiles.load(folder, COORDINATOR))
+    return Kind(path, lambda: str(TlsFiles.load(folder, COORDINATOR).who))
 
 
 KINDS = (
@@ -324,10 +323,9 @@ CUTS = 50
 """Files of each kind."""
 
 
-def cuts(least: int, size: int) -> list[int]:
+def cuts(size: int) -> list[int]:
     """Lengths up to one byte less than the whole, evenly apart."""
-    lengths = {least + (size - least) * n // CUTS for n in range(CUTS)}
-    return sorted(lengths | {1, size - 1})
+    return sorted({size * n // CUTS for n in range(CUTS)} | {1, size - 1})
 
 
 def opened() -> tuple[int, int]:
@@ -350,7 +348,7 @@ def test_a_file_that_ends_early_is_named(make: Any, tmp_path: Path) -> None:
     whole = kind.read()
     before = opened()
     tracemalloc.start()
-    for length in cuts(kind.least, len(octets)):
+    for length in cuts(len(octets)):
         kind.path.write_bytes(octets[:length])
         tracemalloc.reset_peak()
         found, said = read(kind)

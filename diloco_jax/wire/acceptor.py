@@ -62,8 +62,8 @@ class Acceptor:
         """When connections that shake hands are closed, oldest first."""
         self._idle: dict[BulkConnection, None] = {}
         """Connections that may ask for something, longest silence first."""
-        self._strange, self._told = 0, -TOLD_EVERY_S
-        """Connections that failed since the last line of the log, and its time."""
+        self._told: dict[str, tuple[int, float]] = {}
+        """By what failed: how often since the last line of the log, and its time."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -197,11 +197,12 @@ class Acceptor:
 
     def _failed(self, what: str, error: Exception) -> None:
         """Log that a connection failed, now and then."""
-        self._strange += 1
-        if (now := time.monotonic()) - self._told >= TOLD_EVERY_S:
-            others = f", and {self._strange - 1} more" if self._strange > 1 else ""
-            logger.warning("%s: %s%s", what, error, others)
-            self._strange, self._told = 0, now
+        now = time.monotonic()
+        others, told = self._told.get(what, (0, -TOLD_EVERY_S))
+        if now - told >= TOLD_EVERY_S:
+            logger.warning("%s: %s, and %d more before it", what, error, others)
+            others, told = -1, now
+        self._told[what] = others + 1, told
 
     def _drop(self, secured: socket.socket) -> None:
         self._selector.unregister(secured)

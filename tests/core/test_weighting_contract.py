@@ -51,10 +51,13 @@ def test_nobody_has_more_than_the_cap_if_there_are_enough(weights, most) -> None
 
 
 def test_those_below_the_cap_keep_their_proportions() -> None:
-    assert capped([1.0, 1.0, 8.0], 0.5) == [1.0, 1.0, 2.0]
-    assert capped([1.0, 2.0, 3.0, 94.0], 0.4) == [1.0, 2.0, 3.0, 4.0]
-    assert capped([1.0, 1.0, 40.0, 58.0], 0.3) == [1.0, 1.0, 1.5, 1.5]
-    assert capped([3.0, 5.0], 1.0) == [3.0, 5.0]
+    for weights, most, expected in (
+        ([1.0, 1.0, 8.0], 0.5, [1.0, 1.0, 2.0]),
+        ([1.0, 2.0, 3.0, 94.0], 0.4, [1.0, 2.0, 3.0, 4.0]),
+        ([1.0, 1.0, 40.0, 58.0], 0.3, [1.0, 1.0, 1.5, 1.5]),
+        ([3.0, 5.0], 1.0, [3.0, 5.0]),
+    ):
+        assert capped(weights, most) == pytest.approx(expected)
 
 
 def test_with_too_few_for_the_cap_all_weigh_the_same() -> None:
