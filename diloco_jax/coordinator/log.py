@@ -57,6 +57,7 @@ class RecordLog:
         self._folder, self._repeat = folder, repeat
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
+        self._file: Appended
         self._repeat("a segment of the log", self._begin)
         sync_path(folder.parent)
 

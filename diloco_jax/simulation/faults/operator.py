@@ -56,8 +56,8 @@ class Operator:
             if coordinator is None or coordinator.waits:
                 return
             if (name in coordinator.state.admitted) != admitted:
-                how = "admit" if admitted else "remove"
-                coordinator.hear(Steer(how=how, island=name))
+                order = Steer(how="admit" if admitted else "remove", island=name)
+                coordinator.hear(order)
 
     def _look(self) -> None:
         if self._wanted:
