@@ -71,12 +71,13 @@ def _remove(state: State, name: str) -> Step:
     """Let an island in no longer; its incarnation ends, and what it had open is lost.
     What is in a merge already is merged."""
     state = admission.with_admitted(state, name, admitted=False)
-    effects: list[Effect] = [Persist(record=records.Removed(island=name))]
+    removed = Persist(record=records.Removed(island=name))
     island = state.islands.get(name)
     if island is None or island.status == "gone":
-        return state, effects
+        return state, [removed]
     message = f"an operator removed island {name!r} from the run"
     state, ended = members.end(state, name, "refused", message)
     refused = Refused(code="removed", message=f"{message}; stop this process")
     turned_away = members.turned_away(name, island.session, refused)
-    return state, [*effects, *ended, *turned_away]
+    # In this order: after a crash between the two records, the order is given again.
+    return state, [*ended, removed, *turned_away]

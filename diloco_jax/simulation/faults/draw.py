@@ -30,8 +30,10 @@ WORKERS_SHARE = 0.5
 """Share of the schedules in which workers die."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
+LOSSES = (kinds.DiskGone, kinds.DiskLost)
+"""Losses of a state, and with it of what an operator ordered."""
 REMOVED_SHARE = 0.2
-"""Share of the schedules in which an operator puts an island out for a while."""
+"""Share of the other schedules in which an operator puts an island out for a while."""
 LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
 KEPT_BY_LOSING = 0.7
@@ -102,7 +104,8 @@ def draw(seed: int) -> Schedule:
     if liar.random() < LIAR_SHARE:
         faults.append(_lies(liar, names, storm_s))
     operator = random.Random(f"operator {seed}")
-    if operator.random() < REMOVED_SHARE:
+    lost = any(isinstance(fault, LOSSES) for fault in faults)
+    if operator.random() < REMOVED_SHARE and not lost:
         faults.append(_removal(operator, names, storm_s))
     workers = random.Random(f"workers {seed}")
     if workers.random() < WORKERS_SHARE:

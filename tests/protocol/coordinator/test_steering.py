@@ -85,7 +85,7 @@ def test_a_removed_island_is_put_out_and_stays_out() -> None:
     d.join("a", "c")
     d.report("c", 3)
     effects = steer(d, "remove", "c")
-    assert [r["kind"] for r in map(as_line, effects) if r] == ["removed", "left"]
+    assert [r["kind"] for r in map(as_line, effects) if r] == ["left", "removed"]
     refused = only(effects, Refused)
     assert (refused.island, refused.code) == ("c", "removed")
     assert "an operator removed island 'c'" in refused.message
