@@ -138,6 +138,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "NAME --coordinator HOST:PORT",
         "ends an island's quarantine",
     ),
+    "dashboard": (
+        _of("diloco_jax.dashboard.command", "dashboard_command"),
+        "WORKDIR or HOST:PORT [--port N]",
+        "shows a run in a browser: islands over time, merges, losses, alerts",
+    ),
     "eval": (
         _of("diloco_jax.eval_command", "eval_command"),
         "WORKDIR [--json]",
@@ -170,7 +175,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "launch": (
         config_commands.launch_command,
-        "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
+        "CONFIG --on tpu_vm|gke|sky [--action create|watch|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "data": (

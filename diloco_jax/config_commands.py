@@ -48,6 +48,7 @@ def run_command(arguments: Sequence[str]) -> int:
         Console(stderr=True, markup=False),
         baseline=options.baseline,
         resume=options.resume,
+        dashboard=options.dashboard,
     )
     if options.json:
         print(json.dumps(summary))
@@ -166,7 +167,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
 
 def launch_command(arguments: Sequence[str]) -> int:
-    """Run `diloco launch CONFIG --on tpu_vm|gke`."""
+    """Run `diloco launch CONFIG --on tpu_vm|gke|sky`."""
     from diloco_jax.launch.command import LaunchOptions, run
 
     path, config, options = _config_and_options("launch", arguments, LaunchOptions())

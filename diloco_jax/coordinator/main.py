@@ -20,7 +20,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, summary, term
+from diloco_jax.coordinator import going_on, origin, summary, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
@@ -230,11 +230,12 @@ class Coordinator:
         return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
-        """Write the last snapshot and summary; return the exit code. Not after a
-        failure.
-        """
-        self._server.stop(self._deadlines.stop_s / 5)
-        finished = self.lead.finished
+        """Write the last snapshot and summary, unless it failed; return the code."""
+        finished, linger_s = self.lead.finished, self._config.placement.linger_s
+        if finished and linger_s:
+            self._server.hand_over(too_late.TooLate(self.lead, self._shown()))
+        else:
+            self._server.stop(self._deadlines.stop_s / 5)
         write = self._disk.until_written if finished else self._disk.once
         write("islands' measures", self._roster.save)
         if not finished:
@@ -257,6 +258,7 @@ class Coordinator:
         if finished:
             # The summary says that the run is over: nothing is left to do.
             write("the summary", self._sum_up)
+            too_late.wait(linger_s, lambda: self._interrupted)
         return EXIT_FAILED if self._disk.alerts else EXIT_DONE
 
     def _save(self) -> None:

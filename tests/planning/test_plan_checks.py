@@ -12,7 +12,7 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import Terms, changed, needs_of, refusals
 from diloco_jax.planning.machines import disk_bytes_per_s, machine_of

@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
             with pytest.raises(ConfigError, match=shown):
                 joined(alone, service, **changes)
         with (
-            pytest.raises(IslandEndedError, match="no island 'bb', only 'b', 'a'; let it"),
+            pytest.raises(IslandEndedError, match="no island 'bb', only 'b', 'a'; let"),
             joined(alone, service, name="bb"),
         ):
             pass

@@ -20,6 +20,7 @@ from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
 from diloco_jax.island.device.placing import abstract, place, zeros
+from diloco_jax.island.device.unless import unless
 from diloco_jax.models.model import (
     Frozen,
     Metrics,
@@ -275,14 +276,17 @@ class Trainer:
         learning_rate: jax.Array,
         frozen: Params,
     ) -> tuple[TrainState, Metrics]:
-        params, opt_state = state
-        loss, tokens, grads = self._loss_and_grads(params, batch, frozen)
+        loss, tokens, grads = self._loss_and_grads(state.params, batch, frozen)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        updates, new_opt_state = self._inner.update(grads, opt_state, params)
-        updates = jax.tree.map(lambda u: learning_rate * u, updates)
-        new = TrainState(optax.apply_updates(params, updates), new_opt_state)
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+
+        def applied(state: TrainState) -> TrainState:
+            params, opt_state = state
+            updates, opt_state = self._inner.update(grads, opt_state, params)
+            updates = jax.tree.map(lambda u: learning_rate * u, updates)
+            return TrainState(optax.apply_updates(params, updates), opt_state)
+
+        new = unless(~finite, applied, state, self.mesh.devices.flat[0].platform)
         skipped = 1.0 - finite.astype(jnp.float32)
         metrics = {"loss": loss, "tokens": tokens, "grad_norm": grad_norm}
         return new, {**metrics, "skipped": skipped}

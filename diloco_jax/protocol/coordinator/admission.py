@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import claims
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Refused
 
 
@@ -65,6 +65,8 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
                 f"same incarnation {event.incarnation}; choose another name, or "
                 f"replace that process by starting incarnation {event.incarnation + 1}"
             )
+    elif known is not None and (message := _fruitless(config, known)):
+        code = "no_progress"
     elif event.term >= term:
         code = "other_term"
         message = (
@@ -107,6 +109,21 @@ def wrong_claim(name: str, incarnation: int, wrong: str) -> str:
         f"incarnation {incarnation} of island {name!r} claims the impossible: {wrong}; "
         f"its unmerged steps are lost, start it again with incarnation "
         f"{incarnation + 1}"
+    )
+
+
+def _fruitless(config: PolicyConfig, known: Island) -> str:
+    """Explain why no further incarnation of the island is let in; empty if it may be.
+    The last one counts if it was not heard to end."""
+    unheard = known.status != "gone" and not known.steps
+    failures = known.fruitless + unheard
+    if not config.fruitless_starts or failures < config.fruitless_starts:
+        return ""
+    return (
+        f"island {known.name!r} failed {failures} times in a row before its first step "
+        f"(placement.fruitless_starts = {config.fruitless_starts}); its logs say why. "
+        f"Put that right, and start the coordinator again with a higher number: the "
+        f"run goes on"
     )
 
 

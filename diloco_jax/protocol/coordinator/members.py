@@ -44,7 +44,7 @@ from diloco_jax.protocol.coordinator.state import (
 )
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
-from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.reasons import FAILURES, EndReason
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Span
 
 Step = tuple[State, list[Effect]]
@@ -192,7 +192,13 @@ def ended(
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
         fragment = ledger.close_account(fragment, island, reason, settled)
         state = with_fragment(state, fragment)
-    return with_island(state, replace(island, status=ISLAND.move(island.status, "end")))
+    fruitless = island.fruitless
+    if island.steps:
+        fruitless = 0
+    elif reason in FAILURES:
+        fruitless += 1
+    status = ISLAND.move(island.status, "end")
+    return with_island(state, replace(island, status=status, fruitless=fruitless))
 
 
 def joined(state: State, island: Island, *, carrying: bool) -> State:
@@ -208,6 +214,7 @@ def joined(state: State, island: Island, *, carrying: bool) -> State:
             tokens_before=before.computed_tokens,
             joins=before.joins + 1,
             quarantined=before.quarantined,
+            fruitless=before.fruitless,
         )
     state = with_island(state, island)
     state = replace(state, in_merges={**state.in_merges, island.name: ()})

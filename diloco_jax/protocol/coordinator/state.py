@@ -63,6 +63,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     delta_bound: float = 0.0
     quarantine_after: int = 0
     release_cycles: int = 1
+    fruitless_starts: int = 0
+    """Incarnations in a row that fail without a step, after which none is let in; 0 =
+    any number."""
     workers: int = 1
     """Holders of fragments, see `workers.deal`."""
     export_every: int = 0
@@ -223,6 +226,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     tokens_before: int = 0
     """Tokens computed by earlier incarnations."""
     joins: int = 1
+    fruitless: int = 0
+    """Ended incarnations in a row that failed without a step."""
     leases: tuple[Lease, ...] = ()
     """Grants of which some step is in no merge; merges keep them few."""
     sequences_granted: int = 0

@@ -24,7 +24,7 @@ from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.simulation.calibration.fit import LEAST_S, Calibration
 from diloco_jax.simulation.emulation.attendance import Attendance
-from diloco_jax.simulation.emulation.history import Diary
+from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.fleets.checks import in_reach
 from diloco_jax.simulation.progress import Progress, nobody

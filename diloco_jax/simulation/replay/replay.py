@@ -18,13 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from diloco_jax import (
     checkpoint,
@@ -44,6 +37,7 @@ from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.bar import bar
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.sealed import digest_of
@@ -109,15 +103,15 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
         require_writable(there, f"--save {save}: in")
     began = time.monotonic()
     merges, mismatch = 0, None
-    with Replay(recording) as replay, _bar(console) as bar:
-        task = bar.add_task("merges", total=len(recording.merges))
+    total = len(recording.merges)
+    with Replay(recording) as replay, bar(console, f"{total:,} merges") as report:
         try:
             for merge, digests in replay.merges():
                 if digests != merge.digests:
                     mismatch = _mismatch(merge, digests)
                     break
                 merges = merge.number
-                bar.update(task, completed=merges)
+                report(merges / total)
         except TapeError as error:
             raise TapeError(f"{recording.workdir / 'tape.jsonl'}, {error}") from error
         if save is not None:
@@ -362,14 +356,3 @@ def _mismatch(merge: RecordedMerge, digests: Digests) -> dict[str, Any]:
         "digest_on_tape": getattr(merge.digests, what),
         "digest": getattr(digests, what),
     }
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
