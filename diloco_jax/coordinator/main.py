@@ -22,6 +22,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import going_on, origin, summary, term, too_late
 from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
@@ -38,7 +39,6 @@ from diloco_jax.coordinator.settings import (
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.telling import Telling
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.merge_route import require as require_route
@@ -191,7 +191,7 @@ class Coordinator:
                 self._facts, self._roster, workdir
             )
             self.lead.post(resumed)
-        self._telling = Telling(
+        self._announcer = Announcer(
             placement,
             workdir,
             roster=self._roster,
@@ -201,8 +201,8 @@ class Coordinator:
             disk=self._disk,
             begun_unix=self._facts.begun_unix,
         )
-        self._telling.begin(self.lead)
-        self._open.callback(lambda: self._telling.stop(self._deadlines.stop_s))
+        self._announcer.begin(self.lead)
+        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
@@ -211,7 +211,7 @@ class Coordinator:
             roster=self._roster,
             metrics=self._metrics,
             kept=self._kept,
-            status=self._telling.shown,
+            status=self._announcer.shown,
         )
         if gathered is not None or given is not None:
             self._server.hand_over(service)
@@ -233,7 +233,7 @@ class Coordinator:
         """Write the last snapshot and summary, unless it failed; return the code."""
         finished, linger_s = self.lead.finished, self._config.placement.linger_s
         if finished and linger_s:
-            self._server.hand_over(too_late.TooLate(self.lead, self._shown()))
+            self._server.hand_over(too_late.TooLate(self.lead, self._announcer.shown()))
         else:
             self._server.stop(self._deadlines.stop_s / 5)
         write = self._disk.until_written if finished else self._disk.once
@@ -357,8 +357,8 @@ class Coordinator:
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
-        if self._telling.due(now):
-            self._telling.refresh(lead)
+        if self._announcer.due(now):
+            self._announcer.refresh(lead)
             with self._disk.put_off("islands' measures"):
                 self._roster.save()
         for waited in self._disk.over():

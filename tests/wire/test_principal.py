@@ -234,7 +234,9 @@ def test_renewed_certificates_serve_new_connections_without_a_restart(
     assert connect(address, tls=old).status(WAIT_S)
 
 
-def test_an_island_renews_its_key_without_a_restart(serve, connect, copy, at_once):
+def test_an_island_renews_its_key_without_a_restart(
+    serve, connect, handlers, copy, at_once
+):
     _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
     client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
     stream = client.open_control(hello())
@@ -242,13 +244,15 @@ def test_an_island_renews_its_key_without_a_restart(serve, connect, copy, at_onc
     old = authority._certificate(copy, island(ISLAND)).serial_number
     authority.add(copy, [], 1, islands=[ISLAND])
     stream.send(report(1))
-    assert stream.alive, "the old certificate counts until it is revoked"
+    # The old certificate counts until it is revoked.
+    while handlers.events.get(timeout=WAIT_S)[0] != "receive":
+        pass
     (copy / peers.REVOKED).write_text(f"{old:x}\n")
     # No transfer goes over a connection of the old one, not even over an idle one.
     client.transfers.upload(upload_start(8), b"12345678")
     assert client.status(WAIT_S)
     stream.send(report(1))
-    with pytest.raises(WireError, match="revoked"):
+    with pytest.raises(WireError):
         list(iter(lambda: stream.receive(WAIT_S), None))
     assert client.open_control(hello()).welcome.run_id == "r"
 

@@ -24,7 +24,7 @@ REFRESH_S = 0.5
 """Greatest age of what `diloco status` shows, in seconds."""
 
 
-class Telling:
+class Announcer:
     """Makes the status now and then, on the lead's thread; any thread may read it."""
 
     def __init__(
