@@ -128,6 +128,16 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "HOST:PORT or WORKDIR [--json]",
         "who is alive, who takes part, versions, tokens, goodput, bandwidth",
     ),
+    "admit": (
+        _of("diloco_jax.cluster.steer_commands", "admit_command"),
+        "NAME --coordinator HOST:PORT [--remove]",
+        "lets an island into a run that goes on, though its config does not name it",
+    ),
+    "release": (
+        _of("diloco_jax.cluster.steer_commands", "release_command"),
+        "NAME --coordinator HOST:PORT",
+        "ends an island's quarantine",
+    ),
     "dashboard": (
         _of("diloco_jax.dashboard.command", "dashboard_command"),
         "WORKDIR or HOST:PORT [--port N]",

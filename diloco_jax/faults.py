@@ -5,10 +5,11 @@ host 1), `coordinator`, or a worker of it (`worker-1`; `worker-1#2` for the seco
 process of a life of the coordinator).
 STEP counts an incarnation's own inner steps; for the coordinator, its merges; for a
 worker, those of the process. ACTION is `kill` (SIGKILL, like a preempted or crashed
-host), `pauseS` (SIGSTOP for S seconds, like a stalled host), `nan` or `scaleK` (an
-island's parameters become NaN, or K times as large, as on a broken device or an island
-that lies). The coordinator and workers are struck once the merge is committed and
-before anyone is told; by `kill-prepared`, once it is prepared and not committed.
+host), `pauseS` (SIGSTOP for S seconds, like a stalled host), `hang` (its thread never
+goes on, as in a collective that hangs), `nan` or `scaleK` (an island's parameters
+become NaN, or K times as large, as on a broken device or an island that lies). The
+coordinator and workers are struck once the merge is committed and before anyone is
+told; by `kill-prepared`, once it is prepared and not committed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 
 from diloco_jax.errors import ConfigError, suggest
@@ -27,14 +29,15 @@ from diloco_jax.errors import ConfigError, suggest
 COORDINATOR = "coordinator"
 
 _FORMS = (
-    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:nan', "
-    "'NAME@STEP:scaleFACTOR', 'NAME#INCARNATION@STEP:...', "
+    "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:hang', "
+    "'NAME@STEP:nan', 'NAME@STEP:scaleFACTOR', 'NAME#INCARNATION@STEP:...', "
     "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'; worker-NUMBER is a "
     "worker"
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
-    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|pause(?P<pause>\d+(?:\.\d+)?)"
+    r"(?:(?P<kill>kill)(?P<prepared>-prepared)?|(?P<hang>hang)"
+    r"|pause(?P<pause>\d+(?:\.\d+)?)"
     r"|(?P<nan>nan)|scale(?P<scale>-?\d+(?:\.\d+)?))"
 )
 # Detached, so that it runs on while its parent is stopped.
@@ -43,7 +46,8 @@ _WAKE = "import os,signal,sys,time;time.sleep({s});os.kill({pid},signal.SIGCONT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault. `pause_s` and `factor` are None for a kill."""
+    """One fault. `pause_s` is None for a kill, and infinite for a hang; it and `factor`
+    are None for a kill."""
 
     who: str
     incarnation: int
@@ -68,6 +72,8 @@ class Fault:
         if self.pause_s is None:
             os.kill(os.getpid(), signal.SIGKILL)
             return
+        if self.pause_s == math.inf:
+            threading.Event().wait()
         subprocess.Popen(
             [sys.executable, "-c", _WAKE.format(s=self.pause_s, pid=os.getpid())],
             start_new_session=True,
@@ -111,6 +117,10 @@ class Faults:
 def is_fault(text: str) -> bool:
     """Tell whether the text has the form of a fault."""
     return _PATTERN.fullmatch(text) is not None
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text else None
 
 
 def worker_name(number: int) -> str:
@@ -159,7 +169,7 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
         who=who,
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),
-        pause_s=float(match["pause"]) if match["pause"] else None,
+        pause_s=math.inf if match["hang"] else _seconds(match["pause"]),
         host=int(match["host"] or 0),
         prepared=match["prepared"] is not None,
         factor=factor,

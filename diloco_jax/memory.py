@@ -1,10 +1,14 @@
-"""Keep little freed memory, and give it back to the operating system."""
+"""This process's memory, what the machine has left, and how to keep little of it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Callable
+from pathlib import Path
+
+PAGE_BYTES = 4096
+GROUP = "sys/fs/cgroup"
 
 _M_ARENA_MAX = -8
 """Number of the parameter in glibc's malloc.h."""
@@ -30,6 +34,44 @@ def give_back() -> None:
     """
     if (trim := _trim()) is not None:
         trim(0)
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process has; 0 if the system does not
+    tell."""
+    words = _read(root / "proc/self/statm").split()
+    return int(words[1]) * PAGE_BYTES if len(words) > 1 else 0
+
+
+def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """Return the bytes that are left of this machine's memory, or of what a control
+    group allows if that is less, and all of it; zeros if the system does not tell."""
+    facts = {
+        name: int(rest.split()[0]) << 10
+        for name, _, rest in (
+            line.partition(":") for line in _read(root / "proc/meminfo").splitlines()
+        )
+        if rest.split()[0:1] and rest.split()[0].isdecimal()
+    }
+    left, whole = facts.get("MemAvailable", 0), facts.get("MemTotal", 0)
+    limit = _read(root / GROUP / "memory.max").strip()
+    if limit.isdecimal() and int(limit) < whole:
+        used = _read(root / GROUP / "memory.current").strip()
+        held = _read(root / GROUP / "memory.stat").split()
+        cached = 0
+        if "inactive_file" in held:  # Pages of files, which are given up for others.
+            cached = int(held[held.index("inactive_file") + 1])
+        if used.isdecimal():
+            left = min(left, max(0, int(limit) - int(used) + cached))
+        whole = int(limit)
+    return left, whole
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 @functools.cache

@@ -103,18 +103,18 @@ def read(
     return header, digest.hexdigest()
 
 
-def mapped(path: Path) -> memoryview:
-    """Map the bytes of a local file, unchecked; they stay readable after the file is
-    deleted.
+def mapped(path: Path) -> tuple[dict[str, Any], memoryview]:
+    """Return the header of a local file, and its bytes mapped, unchecked; they stay
+    readable after the file is deleted.
 
     The system keeps the parts that are read in memory while there is room. Raises
     SealedError.
     """
     with _open(path) as file:
-        _read_header(file, path)
+        header = _read_header(file, path)
         start = file.tell()
         whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return memoryview(whole)[start:-DIGEST_BYTES]
+    return header, memoryview(whole)[start:-DIGEST_BYTES]
 
 
 def sync_path(path: Path) -> None:

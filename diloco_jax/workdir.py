@@ -28,7 +28,7 @@ from diloco_jax.config import (
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.files import require_writable, write_json
 
-FORMAT = 11
+FORMAT = 12
 """The format of config, log, snapshots and tape. It is one higher when a workdir of
 before cannot be read, or when `RunConfig` has other fields, whose fingerprint then
 differs."""
@@ -57,9 +57,10 @@ class RunFacts:
 
 
 def make_workdir(workdir: Path) -> None:
-    """Make the folder if it is missing; raise ConfigError if it is not writable."""
+    """Make the folder, for its owner alone, if it is missing; raise ConfigError if it
+    is not writable."""
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        workdir.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ConfigError(
             f"cannot make workdir {workdir}: {error.strerror}; give another --workdir"
@@ -127,7 +128,7 @@ def read_config(
     require_format(workdir)
     path = workdir / run_files.CONFIG
     config = read_config_json(path)
-    trust.require(config.run, path, trust_code=trust_code)
+    trust.require(config.run, config.placement, path, trust_code=trust_code)
     if text is None:
         return config
     data = dataclasses.replace(config.run.data, paths=tuple(text))

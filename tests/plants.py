@@ -28,6 +28,7 @@ from diloco_jax.protocol.coordinator import (
     quarantine,
     recovery,
     schedule,
+    steering,
     takes,
     workers,
 )
@@ -37,7 +38,7 @@ from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.records import Merged
+from diloco_jax.protocol.records import Merged, Removed
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -167,6 +168,18 @@ def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
 
 def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, state: (state, [])
+
+
+def _leaves_the_door_open(unknown: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, name, also=(): ""
+
+
+def _lets_the_removed_stay(remove: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(state: Any, name: str) -> Any:
+        state = admission.with_admitted(state, name, admitted=False)
+        return state, [Persist(record=Removed(island=name))]
+
+    return broken
 
 
 def _draws_backwards(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,6 +344,10 @@ PLANTS = {
     "quarantined_deltas_are_merged": Plant(
         "quarantine", quarantine, "turn_away", _turns_nothing_away
     ),
+    "whoever_comes_is_let_in": Plant(
+        "door", admission, "unknown", _leaves_the_door_open
+    ),
+    "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),

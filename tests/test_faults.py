@@ -14,7 +14,10 @@ ISLANDS = ["v5p-a", "v6e"]
 
 def test_forms():
     faults = parse_faults(
-        ["v5p-a@40:kill", "v6e@7:pause15", "v6e#2@3:pause0.5", "coordinator@12:kill"],
+        [
+            *("v5p-a@40:kill", "v6e@7:pause15", "v6e#2@3:pause0.5"),
+            *("coordinator@12:kill", "v6e@5:hang"),
+        ],
         ISLANDS,
     )
     assert faults.faults == (
@@ -22,6 +25,7 @@ def test_forms():
         Fault(who="v6e", incarnation=1, step=7, pause_s=15.0),
         Fault(who="v6e", incarnation=2, step=3, pause_s=0.5),
         Fault(who="coordinator", incarnation=1, step=12, pause_s=None),
+        Fault(who="v6e", incarnation=1, step=5, pause_s=math.inf),
     )
 
 
@@ -65,6 +69,14 @@ def fire(action: str, step: int) -> "subprocess.Popen[bytes]":
         f"parse_faults(['a@3:{action}'], ['a']).for_who('a').fire({step})\n"
     )
     return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_a_hang_never_returns():
+    hanging = fire("hang", 3)
+    with pytest.raises(subprocess.TimeoutExpired):
+        hanging.wait(2.0)
+    hanging.kill()
+    hanging.wait(60)
 
 
 def test_kill_and_no_fault():

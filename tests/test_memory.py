@@ -1,10 +1,15 @@
-"""Threads share one of malloc's arenas where they are told to."""
+"""What a machine says of its memory, with and without a control group; malloc's
+arenas."""
 
+import ctypes
 import subprocess
 import sys
 
 import pytest
 
+from diloco_jax import memory
+
+MEMINFO = "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  400 kB\nHugePages: 0\n"
 COUNTED = """
 import ctypes, sys, threading
 from diloco_jax import memory
@@ -24,6 +29,42 @@ out = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w"))
 libc.malloc_info(0, out)
 libc.fclose(out)
 """
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
+    (tmp_path / "proc" / "self" / "statm").write_text("900 30 5 1 0 100 0\n")
+    (tmp_path / memory.GROUP).mkdir(parents=True)
+    return tmp_path
+
+
+def test_what_is_left_of_a_machine(root):
+    assert memory.left_bytes(root) == (400 << 10, 1000 << 10)
+    assert memory.resident_bytes(root) == 30 * memory.PAGE_BYTES
+
+
+def test_a_control_group_allows_less(root):
+    group = root / memory.GROUP
+    (group / "memory.max").write_text("500000\n")
+    (group / "memory.current").write_text("450000\n")
+    (group / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
+    assert memory.left_bytes(root) == (70_000, 500_000)
+    (group / "memory.max").write_text("max\n")
+    assert memory.left_bytes(root) == (400 << 10, 1000 << 10)
+
+
+def test_a_system_that_does_not_tell(tmp_path):
+    assert memory.left_bytes(tmp_path) == (0, 0)
+    assert memory.resident_bytes(tmp_path) == 0
+
+
+def test_this_process_is_seen_to_grow():
+    before = memory.resident_bytes()
+    block = ctypes.create_string_buffer(64 << 20)
+    assert memory.resident_bytes() - before > 32 << 20
+    assert len(block) == 64 << 20
 
 
 def arenas(*arguments: str) -> int:

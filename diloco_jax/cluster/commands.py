@@ -28,7 +28,7 @@ def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
 
     how: "--init" or "--resume" for the first start, "" for later ones."""
     command = [*DILOCO, "coordinator", str(workdir / run_files.CONFIG)]
-    command += ["--workdir", str(workdir), "--bind", bind]
+    command += ["--workdir", str(workdir), "--bind", bind, *_keys(workdir)]
     return [*command, how] if how else command
 
 
@@ -38,11 +38,17 @@ def island_commands(
     """Return the `diloco island` commands of one attempt, one for each host."""
     command = [*DILOCO, "island", str(workdir / run_files.CONFIG), "--name", name]
     command += ["--coordinator", coordinator, "--workdir", str(workdir)]
-    command += ["--incarnation", str(incarnation)]
+    command += ["--incarnation", str(incarnation), *_keys(workdir)]
     if hosts == 1:
         return [command]
     world = ["--world", f"127.0.0.1:{free_port()}"]
     return [[*command, *world, "--host-index", str(n)] for n in range(hosts)]
+
+
+def _keys(workdir: Path) -> list[str]:
+    """Return the option that gives a child the keys of the run, if it has some."""
+    folder = workdir / run_files.KEYS
+    return ["--certificates", str(folder)] if folder.is_dir() else []
 
 
 def free_port() -> int:

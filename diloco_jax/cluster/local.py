@@ -24,6 +24,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster.commands import DILOCO
+from diloco_jax.cluster.private import private_files
 from diloco_jax.cluster.processes import log_tail, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
@@ -114,12 +115,13 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the launcher, which starts everything; return at once."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         path = self.log.with_name(run_files.CONFIG)
-        write_json(dataclasses.asdict(self.config), path)
         command = [*DILOCO, "run", str(path), "--workdir", str(self.workdir)]
-        with self.log.open("wb") as log:
-            self._launcher = start_child(command, {}, log, log)
+        with private_files():
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            write_json(dataclasses.asdict(self.config), path)
+            with self.log.open("wb") as log:
+                self._launcher = start_child(command, {}, log, log)
 
     def status(self) -> dict[str, Any]:
         """Return the status as `diloco status` does. It has only `phase`, "starting",

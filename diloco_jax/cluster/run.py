@@ -18,6 +18,7 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import beside, commands
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.cluster import Cluster, Route, straight
+from diloco_jax.cluster.private import private_files, with_keys
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
     ReplacedFiles,
@@ -68,7 +69,7 @@ def run(
     """
     config.validate()
     _check_security(config)
-    with contextlib.ExitStack() as whole:
+    with private_files(), contextlib.ExitStack() as whole:
         if resume:
             workdir = Path(paths.absolute(resume))
             if workdir.is_dir():
@@ -144,6 +145,7 @@ def _processes(
         tell_extended(cluster.config, cluster.workdir, console)
     change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
     try:
+        cluster.config = with_keys(cluster.config, cluster.workdir)
         cluster.start(interrupt)
     except Exception as error:
         # Nothing has run: leave the workdir as it was.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.cluster.private import with_own_keys
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.observability.terminal import duration_text
@@ -29,6 +30,28 @@ def status_client(address: str, placement: Placement) -> Client:
     )
 
 
+def reached(target: str, placement: Placement) -> tuple[str, Placement]:
+    """Return the address of a coordinator, given as HOST:PORT or by the workdir of its
+    run, and the placement with which to call it.
+
+    For a workdir, certificates are those of the run's config unless `placement` names
+    others. Raises ConfigError, or ConnectionLost if no coordinator is up there.
+    """
+    workdir = expand(target)
+    if not workdir.is_dir():
+        if ":" not in target:
+            raise ConfigError(
+                f"{target!r} is neither a folder nor HOST:PORT; give a run's workdir, "
+                f"or its coordinator's address"
+            )
+        return target, placement
+    require_format(workdir)
+    file = workdir / run_files.ADDRESS
+    if not file.exists():
+        raise ConnectionLost(f"no coordinator is up in {workdir}")
+    return file.read_text().strip(), _own(workdir, placement)
+
+
 def read_status(target: str, placement: Placement) -> dict[str, Any]:
     """Return the status of a run: from its coordinator at HOST:PORT, or of a workdir.
 
@@ -39,12 +62,7 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     """
     workdir = expand(target)
     if not workdir.is_dir():
-        if ":" not in target:
-            raise ConfigError(
-                f"{target!r} is neither a folder nor HOST:PORT; give a run's workdir, "
-                f"or its coordinator's address"
-            )
-        return _ask(target, placement)
+        return _ask(*reached(target, placement))
     require_format(workdir)
     address_file, summary = workdir / run_files.ADDRESS, read_summary(workdir)
     if not address_file.exists() and not summary:
@@ -55,15 +73,21 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
             f"started there, or its coordinator is not up yet"
         )
     if address_file.exists():
-        if not placement.certificates:
-            placement = read_config_json(workdir / run_files.CONFIG).placement
         try:
-            return _ask(address_file.read_text().strip(), placement)
+            return _ask(*reached(target, placement))
         except ConnectionLost as error:
             if not summary:
                 raise ConnectionLost(f"{error}. {_cut_off(workdir)}") from error
     over = summary["phase"] == "done"
     return {**summary, "phase": "done" if over else "stopped"}
+
+
+def _own(workdir: Path, placement: Placement) -> Placement:
+    """Return the placement with which to call a workdir's coordinator."""
+    if placement.certificates:
+        return placement
+    own = read_config_json(workdir / run_files.CONFIG).placement
+    return with_own_keys(own, workdir)
 
 
 def _cut_off(workdir: Path) -> str:

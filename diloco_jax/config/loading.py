@@ -89,7 +89,7 @@ def write_config_json(config: Config, path: str | Path) -> None:
     """Write all fields, those local to this machine included, atomically; and the
     user's seal beside them, if they name code (`trust.py`)."""
     write_json(dataclasses.asdict(config), path)
-    trust.seal(config.run, Path(path))
+    trust.seal(config.run, config.placement, Path(path))
 
 
 def read_config_json(path: str | Path) -> Config:

@@ -20,6 +20,7 @@ MergeRoute = Literal["auto", "native", "xla"]
 DEADLINES = "deadline"
 CHECKPOINTS = "checkpoint"
 EVALUATION = "evaluation"
+ALERTS = "alert"
 PROCESSES = "process"
 """Groups of options that few runs set."""
 
@@ -53,7 +54,8 @@ class Placement:
         help="Folder made by diloco certs; required on any but a loopback address.",
     )
     insecure: bool = setting(
-        False, help="Serve an address that is not loopback without TLS."
+        False,
+        help="Serve an address that is not loopback, or a local run, without TLS.",
     )
     admit: tuple[str, ...] = setting(
         (),
@@ -86,6 +88,14 @@ class Placement:
         group=DEADLINES,
         help='Most seconds that an island may report "compiling", its hosts\' waiting '
         "for each other included.",
+    )
+    hang_budget_s: float = setting(
+        600.0,
+        SECONDS,
+        group=DEADLINES,
+        help="Seconds without a step or a boundary after which an island's process "
+        "says where it hangs and ends, to be started again; 0 = it never does. Loops "
+        "of your own are not watched.",
     )
     hosts_budget_s: float = setting(
         1800.0,
@@ -210,6 +220,19 @@ class Placement:
         'about three times the CPU; "auto" = native where there is a compiler. The '
         "bits are the same.",
     )
+    alert_command: str = setting(
+        "",
+        group=ALERTS,
+        help="Command that the coordinator gives new alerts on standard input, one in "
+        'a line, at most once a minute: "mail -s diloco me@example.org". It is not '
+        "run by a shell.",
+    )
+    alert_url: str = setting(
+        "",
+        group=ALERTS,
+        help="URL to which the coordinator posts new alerts as JSON, at most once a "
+        "minute; its text is in the field that chats read.",
+    )
     restarts: int = setting(
         5,
         NOT_NEGATIVE,
@@ -233,8 +256,8 @@ class Placement:
         (),
         group=PROCESSES,
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
-        "v5p-a@40:nan and v5p-a@40:scale100 (its parameters), coordinator@12:kill or "
-        "worker-1@12:kill (a step is a merge).",
+        "v5p-a@40:hang, v5p-a@40:nan and v5p-a@40:scale100 (its parameters), "
+        "coordinator@12:kill or worker-1@12:kill (a step is a merge).",
     )
 
     @property

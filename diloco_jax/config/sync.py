@@ -10,6 +10,7 @@ from diloco_jax.config.fields import (
     BELOW_1,
     NOT_NEGATIVE,
     SHARE,
+    SOME_SHARE,
     setting,
 )
 
@@ -99,6 +100,12 @@ class SyncConfig:
         '"tokens_times_rate", the same times the island\'s tokens per second (as '
         'published); "uniform". This option, merge, adopt and the codecs also take '
         'a member of your own as "path/to/file.py:name" (docs/extending.md).',
+    )
+    weight_cap: float = setting(
+        1.0,
+        SOME_SHARE,
+        help="Largest share of one island in the weights of a merge, if there are "
+        "enough others for it; 1 = any.",
     )
     partial_merges: PartialMerges = setting(
         "scaled",

@@ -16,6 +16,7 @@ import os
 import secrets
 from pathlib import Path
 
+from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import write_text
@@ -32,14 +33,19 @@ CODE = (
 )
 """Fields that may name code outside of the package, as "path/to/file.py:name" or
 "package.module:name"."""
+ALERTS = "placement.alert_command"
+"""Field that names a command."""
 SEAL = ".seal"
 """Ending of the file beside a config."""
 KEY_BYTES = 32
 
 
-def named_code(run: RunConfig) -> dict[str, str]:
-    """Return the code outside of the package that a config names, by field."""
+def named_code(run: RunConfig, placement: Placement | None = None) -> dict[str, str]:
+    """Return the code outside of the package that a config names, by field. placement:
+    of a run that may go on, whose command for alerts is executed then."""
     found = {}
+    if placement is not None and placement.alert_command:
+        found[ALERTS] = placement.alert_command
     for field in CODE:
         section, name = field.split(".")
         value = getattr(getattr(run, section), name)
@@ -48,40 +54,48 @@ def named_code(run: RunConfig) -> dict[str, str]:
     return found
 
 
-def seal(run: RunConfig, path: Path) -> None:
+def seal(run: RunConfig, placement: Placement, path: Path) -> None:
     """Write the seal of a config at `path`, if the config names code.
 
     If the user has no home folder that can be written, there is no seal, and the run's
     folder counts as foreign.
     """
-    if not named_code(run):
+    if not named_code(run, placement):
         return
     with contextlib.suppress(OSError, ValueError):
-        write_text(_digest(_key(make=True), run), path.with_suffix(SEAL))
+        write_text(_digest(_key(make=True), run, placement), path.with_suffix(SEAL))
 
 
-def require(run: RunConfig, path: Path, *, trust_code: bool) -> None:
+def require(
+    run: RunConfig, placement: Placement, path: Path, *, trust_code: bool
+) -> None:
     """Raise ConfigError if a config at `path` names code and is foreign.
 
     trust_code: execute the code all the same; the folder then gets the user's seal.
     """
-    if trust_code or not named_code(run):
-        seal(run, path)
+    if trust_code or not named_code(run, placement):
+        seal(run, placement, path)
         return
     with contextlib.suppress(OSError, ValueError):
-        wanted = _digest(_key(make=False), run)
+        wanted = _digest(_key(make=False), run, placement)
         found = path.with_suffix(SEAL).read_bytes()
         if hmac.compare_digest(found, wanted.encode()):
             return
-    require_flag(run, f"{path}", trust_code=False)
+    require_flag(run, f"{path}", trust_code=False, placement=placement)
 
 
-def require_flag(run: RunConfig, whose: str, *, trust_code: bool) -> None:
+def require_flag(
+    run: RunConfig,
+    whose: str,
+    *,
+    trust_code: bool,
+    placement: Placement | None = None,
+) -> None:
     """Raise ConfigError if a foreign config names code, unless `trust_code` is True.
 
-    whose: names the config in the message.
+    whose: names the config in the message. placement: see `named_code`.
     """
-    code = named_code(run)
+    code = named_code(run, placement)
     if trust_code or not code:
         return
     named = ", ".join(f"{field} = {value!r}" for field, value in code.items())
@@ -91,8 +105,9 @@ def require_flag(run: RunConfig, whose: str, *, trust_code: bool) -> None:
     )
 
 
-def _digest(key: bytes, run: RunConfig) -> str:
-    sealed = json.dumps([named_code(run), run.fingerprint()], sort_keys=True)
+def _digest(key: bytes, run: RunConfig, placement: Placement) -> str:
+    code = named_code(run, placement)
+    sealed = json.dumps([code, run.fingerprint()], sort_keys=True)
     return hmac.new(key, sealed.encode(), hashlib.sha256).hexdigest()
 
 

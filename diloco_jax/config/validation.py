@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import parse_address
+
+URLS = ("https://", "http://")
 
 if TYPE_CHECKING:
     from diloco_jax.config.config import Config
@@ -172,6 +175,18 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
             f"placement.advertise = {placement.advertise!r} has port 0, which no "
             f"island can dial; give the port at which islands reach the coordinator"
         )
+    if placement.alert_url and not placement.alert_url.startswith(URLS):
+        raise ConfigError(
+            f"placement.alert_url = {placement.alert_url!r} begins with none of "
+            f"{', '.join(URLS)}; give the URL of a webhook"
+        )
+    try:
+        shlex.split(placement.alert_command)
+    except ValueError as error:
+        raise ConfigError(
+            f"placement.alert_command = {placement.alert_command!r} is no command "
+            f"({error}); close its quotes"
+        ) from error
     for fault in parse_faults(placement.faults, islands, placement.workers).faults:
         if fault.step < 1:
             raise ConfigError(

@@ -171,6 +171,10 @@ class Gatherer:
         """Answer Busy: there is nothing to keep yet."""
         raise Busy(f"{self._waits}; come again")
 
+    def steer(self, order: messages.Steer) -> dict[str, Any]:
+        """Answer Busy: there is no state to change yet."""
+        raise Busy(f"{self._waits}; come again")
+
     def kept(self, cycle: int, name: str) -> memoryview:
         """Answer Busy: nothing is kept."""
         raise Busy(f"{self._waits}; come again")

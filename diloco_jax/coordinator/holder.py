@@ -88,6 +88,7 @@ class _PreparedMerge(NamedTuple):
             norm=self.merged.norm,
             seconds=self.seconds,
             measures=self.merged.measures._asdict(),
+            directions=self.merged.directions,
         )
 
 

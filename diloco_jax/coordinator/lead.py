@@ -284,6 +284,7 @@ class Lead(EngineThread[State, Event]):
                     notes.Measured(
                         fragment=message.fragment,
                         version=message.version,
+                        directions=message.directions,
                         **message.measures,
                     )
                 )
@@ -333,5 +334,6 @@ def merge_line(measured: MergeMeasured) -> dict[str, Any]:
         "share": measured.share,
         "norm": measured.norm,
         **measured.measures,
+        "cosine_to_others": list(measured.directions) or None,
         "seconds": measured.seconds,
     }

@@ -5,7 +5,8 @@ A log is a row of numbered segments; a snapshot of the state with number n holds
 everything up to segment n. A frame is a fixed header (magic, length and CRC-32 of the
 record) and a JSON record. Records are small: bulk bytes are in files of their own
 (`publishes.py`). Only the last frame of the last segment can be left unfinished by a
-crash; it is cut off. Any other frame that does not read is damage, and an error.
+crash; it is cut off. Any other frame that does not read is damage, and an error. Each
+segment begins with the size of the one before it, so that nothing is missing there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"dlc2"
+FOLLOWS = "follows"
+"""Kind of the first record of a segment that has one before it."""
 
 
 class DurableError(ConfigError):
@@ -54,7 +57,8 @@ class RecordLog:
         self._folder, self._repeat = folder, repeat
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
-        self._file = self._open(self.segment)
+        self._file: Appended
+        self._repeat("a segment of the log", self._begin)
         sync_path(folder.parent)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -83,10 +87,16 @@ class RecordLog:
         """Close the newest segment."""
         self._file.close()
 
+    def _begin(self) -> None:
+        self._file = self._open(self.segment)
+
     def _open(self, segment: int) -> Appended:
-        path = _path(self._folder, segment)
+        path, before = (_path(self._folder, n) for n in (segment, segment - 1))
         file = Appended(path)
         try:
+            if before.exists() and not path.stat().st_size:
+                follows = {"kind": FOLLOWS, "bytes": before.stat().st_size}
+                file.append(frame(follows), sync=True)
             sync_path(self._folder)
         except OSError:
             # Beside it, an unfinished record of the segment before would be damage.
@@ -118,7 +128,19 @@ def read(folder: Path, after: int) -> Iterator[Line]:
     for number in numbers:
         path = _path(folder, number)
         with path.open("rb+") as file:
-            yield from read_frames(file, str(path), last=number == numbers[-1])
+            for line in read_frames(file, str(path), last=number == numbers[-1]):
+                if line.get("kind") != FOLLOWS:
+                    yield line
+                elif number - 1 in numbers:
+                    _require_whole(_path(folder, number - 1), line["bytes"])
+
+
+def _require_whole(path: Path, nbytes: int) -> None:
+    if (found := path.stat().st_size) != nbytes:
+        raise DurableError(
+            f"{path} has {found:,} bytes, and had {nbytes:,} when the next segment "
+            f"began; records are missing, restore the workdir from a copy"
+        )
 
 
 def frame(record: Mapping[str, Any]) -> bytes:

@@ -22,6 +22,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import going_on, origin, summary, term, too_late
 from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
@@ -56,9 +57,6 @@ from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
-
-REFRESH_S = 0.5
-"""Greatest age of what `diloco status` shows, in seconds."""
 
 
 def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> int:
@@ -119,7 +117,6 @@ class Coordinator:
             self._facts = RunFacts(run_id="", begun_unix=time.time())
         self._deadlines = config.placement.deadlines
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
-        self._refreshed = 0.0
         self._end_by: float | None = None
         self._interrupted = False
 
@@ -195,7 +192,18 @@ class Coordinator:
                 self._facts, self._roster, workdir
             )
             self.lead.post(resumed)
-        self._refresh(self.lead)
+        self._announcer = Announcer(
+            placement,
+            workdir,
+            roster=self._roster,
+            metrics=self._metrics,
+            holder=self.holder,
+            snapshots=self._states.writer,
+            disk=self._disk,
+            begun_unix=self._facts.begun_unix,
+        )
+        self._announcer.begin(self.lead)
+        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
@@ -204,7 +212,7 @@ class Coordinator:
             roster=self._roster,
             metrics=self._metrics,
             kept=self._kept,
-            status=self._shown,
+            status=self._announcer.shown,
         )
         if gathered is not None or given is not None:
             self._server.hand_over(service)
@@ -226,7 +234,7 @@ class Coordinator:
         """Write the last snapshot and summary, unless it failed; return the code."""
         finished, linger_s = self.lead.finished, self._config.placement.linger_s
         if finished and linger_s:
-            self._server.hand_over(too_late.TooLate(self.lead, self._shown()))
+            self._server.hand_over(too_late.TooLate(self.lead, self._announcer.shown()))
         else:
             self._server.stop(self._deadlines.stop_s / 5)
         write = self._disk.until_written if finished else self._disk.once
@@ -299,7 +307,7 @@ class Coordinator:
         gathered = term.gather(config, workdir, self._plan, self._serve)
         run_id = gathered.opened.run_id
         self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
-        workdir.mkdir(parents=True, exist_ok=True)
+        workdirs.make_workdir(workdir)
         return gathered
 
     def _make_state(
@@ -350,9 +358,8 @@ class Coordinator:
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
-        if now - self._refreshed >= REFRESH_S:
-            self._refreshed = now
-            self._refresh(lead)
+        if self._announcer.due(now):
+            self._announcer.refresh(lead)
             with self._disk.put_off("islands' measures"):
                 self._roster.save()
         for waited in self._disk.over():
@@ -370,25 +377,6 @@ class Coordinator:
                 self._end_by = now + (waits.stop_s if lead.finished else waits.report_s)
             if not self._sessions.connected() or now >= self._end_by:
                 lead.stop()
-
-    def _refresh(self, lead: Lead) -> None:
-        now, clock = time.time(), time.monotonic()
-        own = [*self._states.writer.alerts(clock), *self.holder.alerts(clock)]
-        self._status = summary.status(
-            lead.config,
-            lead.state,
-            self._roster,
-            seconds=now - self._facts.begun_unix,
-            alerts=[*lead.journal.alerts, *own, *self._metrics.alerts],
-            now=now,
-            tally=lead.tally,
-        )
-
-    def _shown(self) -> dict[str, Any]:
-        """Return the status, with what holds up the next one: a full disk."""
-        shown = self._status
-        alerts = [*self._disk.alerts, *shown["alerts"]]
-        return {**shown, **self.holder.shown(), "alerts": alerts}
 
     def _patience_s(self) -> float:
         """Return the longest wait for the snapshot that is being written at the end."""

@@ -113,6 +113,9 @@ class Measured(records.Written, frozen=True, kw_only=True):
     cosine_to_last: float | None = None
     length_ratio: float | None = None
     step_ratio: float | None = None
+    directions: tuple[float | None, ...] = ()
+    """Cosine of each delta with the others, in the order of the merge's contributions;
+    none if there are too few."""
 
 
 class Digested(records.Written, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ back to its oldest snapshot, so that each snapshot can be advanced to the presen
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from diloco_jax import sealed
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.core.payload import Buffer
 from diloco_jax.protocol.values import Prepared, Version
+
+logger = logging.getLogger(__name__)
 
 SPARED_BYTES = 64 << 20
 """Bytes that publishes and snapshots leave free on their disk, so that the small
@@ -85,12 +88,23 @@ class Publishes:
 
     def mapped(self, fragment: int, version: Version) -> Buffer | None:
         """Return a publish as mapped from the disk; None if it was deleted since it was
-        read or written.
+        read or written, or was cut off.
         """
+        path = self._path(fragment, version)
         try:
-            return sealed.mapped(self._path(fragment, version))
+            header, found = sealed.mapped(path)
         except sealed.SealedError:
             return None
+        if len(found) != header["bytes"]:
+            logger.error(
+                "%s has %d bytes of %d: it is not served, and islands fetch the whole "
+                "fragment; look at that disk",
+                path,
+                len(found),
+                header["bytes"],
+            )
+            return None
+        return found
 
     def versions(self, fragment: int) -> list[Version]:
         """Return the versions that are on disk, oldest first."""

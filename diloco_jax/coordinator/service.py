@@ -24,7 +24,7 @@ from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import cycles, takes
+from diloco_jax.protocol.coordinator import cycles, steering, takes
 from diloco_jax.protocol.coordinator.events import Disconnected, KeepAsked, Said
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import bulk
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 DECIDED_WITHIN_S = 10.0
-"""Longest wait of a call that asks for a cycle, until that is decided."""
+"""Longest wait of an operator's call until that is decided."""
 
 
 class Service:
@@ -177,11 +177,7 @@ class Service:
         if not cycle and now in self._kept.numbers():
             cycle = now
         if not cycle:
-            decided = threading.Event()
-            self._lead.post(KeepAsked())
-            self._lead.post(None, decided.set)
-            if not decided.wait(DECIDED_WITHIN_S):
-                raise Busy("the coordinator is held up; come again")
+            self._decide(KeepAsked())
         state, kept = self._lead.state, self._kept.numbers()
         cycle = cycle or state.kept_cycle
         if cycle in kept:
@@ -195,6 +191,31 @@ class Service:
             )
         lacking = len(state.unkept) / self._lead.config.fragments
         return {"cycle": cycle, "files": [], "share": 1 - lacking}
+
+    def steer(self, order: messages.Steer) -> dict[str, Any]:
+        """Change who takes part, as an operator wants it; durable when this returns.
+
+        Returns the islands that operators have let in (`admitted`) and those in
+        quarantine (`quarantined`). Raises Refused if it cannot be done.
+        """
+        lead = self._lead
+        if wrong := steering.refusal(lead.config, lead.state, order):
+            raise Refused("steer", wrong)
+        self._decide(order)
+        logger.info("an operator: %s island %s", order.how, order.island)
+        islands = lead.state.islands.values()
+        return {
+            "admitted": list(lead.state.admitted),
+            "quarantined": [island.name for island in islands if island.quarantined],
+        }
+
+    def _decide(self, event: KeepAsked | messages.Steer) -> None:
+        """Have an event decided, and its effects carried out."""
+        decided = threading.Event()
+        self._lead.post(event)
+        self._lead.post(None, decided.set)
+        if not decided.wait(DECIDED_WITHIN_S):
+            raise Busy("the coordinator is held up; come again")
 
     def kept(self, cycle: int, name: str) -> memoryview:
         """Return the bytes of a file of a kept cycle, where they lie."""

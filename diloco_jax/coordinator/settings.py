@@ -12,6 +12,7 @@ from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
@@ -73,7 +74,7 @@ def server_of(config: Config, handlers: Handlers, tls: TlsFiles | None) -> Serve
         config.placement.bind,
         handlers,
         tls=tls,
-        max_islands=len(admitted(config)) + SPARE_ISLANDS,
+        max_islands=len(admitted(config)) + MOST_ADMITTED + SPARE_ISLANDS,
         insecure=config.placement.insecure,
         config=dataclasses.asdict(config),
         **_bulk_places(config),
@@ -91,7 +92,7 @@ def _bulk_places(config: Config) -> dict[str, Any]:
     hosts = admitted_hosts(config)
     return {
         "deadlines": config.placement.deadlines,
-        "max_hosts": sum(hosts) + SPARE_ISLANDS,
+        "max_hosts": sum(hosts) + MOST_ADMITTED + SPARE_ISLANDS,
         "max_hosts_each": max(hosts),
         "bulk_channels": config.placement.bulk_channels,
     }

@@ -43,7 +43,7 @@ from diloco_jax.core.merge.measures import MergeMeasures, Sample, sampled
 from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.core.weighting import WEIGHTINGS, tokens, weight
+from diloco_jax.core.weighting import WEIGHTINGS, capped, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import VersionGone
@@ -59,17 +59,15 @@ BLOCK_BYTES = 4 << 20
 
 
 class ComputedMerge(NamedTuple):
-    """A computed merge that is not visible yet."""
+    """A computed merge that is not visible yet: a `PreparedMerge` of a version."""
 
     version: Version
     state: FragmentState
     payload: memoryview
-    """The encoded publish."""
     norm: float
-    """Length of the merged delta."""
     measures: MergeMeasures
     sample: tuple[Sample, ...]
-    """Sampled tiles of the merged delta, by piece."""
+    directions: tuple[float | None, ...] = ()
 
 
 @dataclasses.dataclass
@@ -106,6 +104,7 @@ class Store:
         broke and for other hosts. passes: see `use_passes`."""
         self.plan = plan
         self._weighting = WEIGHTINGS.find(run.sync.weighting)
+        self._weight_cap = run.sync.weight_cap
         self._spares = Spares()
         self._merges = [
             FragmentMerge(
@@ -210,11 +209,12 @@ class Store:
         """
         current = self._fragments[fragment]
         weighting = tokens if final else self._weighting
+        weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
         prepared = self._merges[fragment].merge(
             current.state,
             [payload.data for payload in payloads],
             squares or [self.squares(fragment, payload) for payload in payloads],
-            [weight(weighting, c.tokens, c.steps) for c in contributions],
+            capped(weights, self._weight_cap),
             share=share,
             final=final,
             last=current.last,

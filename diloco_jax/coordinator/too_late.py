@@ -67,6 +67,10 @@ class TooLate:
         """Raise Refused."""
         self._refuse()
 
+    def steer(self, order: messages.Steer) -> dict[str, Any]:
+        """Raise Refused."""
+        self._refuse()
+
     def status(self) -> dict[str, Any]:
         """Return the status at the end."""
         return self._status

@@ -210,7 +210,7 @@ class HoldingWorker:
         self, call: bulk.UploadStart | bulk.FetchRequest, of: int | Version
     ) -> None:
         permit = Permit(call.run_id, call.island, call.incarnation, call.fragment, of)
-        if flaw := self._tickets.flaw(call.ticket, permit, time.time()):
+        if flaw := self._tickets.flaw(call.ticket, permit, time.monotonic()):
             raise Refused(
                 NO_TICKET,
                 f"the ticket of island {call.island!r}, incarnation "

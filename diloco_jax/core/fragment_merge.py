@@ -65,6 +65,8 @@ class PreparedMerge(NamedTuple):
     measures: MergeMeasures
     sample: tuple[Sample, ...]
     """Sampled tiles of the merged delta, by piece."""
+    directions: tuple[float | None, ...]
+    """See `Measuring.directions`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,6 +197,7 @@ class FragmentMerge:
                 last, [sample(t) for t in state.theta], [sample(t) for t in theta]
             ),
             tuple(measuring.sample),
+            measuring.directions,
         )
 
     def replay(

@@ -1,8 +1,11 @@
-"""Weightings: the weight of a delta in a merge, by its tokens and inner steps."""
+"""Weightings: the weight of a delta in a merge, by its tokens and inner steps; and a
+cap on one island's share.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from diloco_jax.core.members import Family
@@ -46,6 +49,29 @@ def tokens_times_rate(tokens: int, steps: int) -> float:
 def uniform(tokens: int, steps: int) -> float:
     """Return the same weight for every delta."""
     return 1.0
+
+
+def capped(weights: Sequence[float], most: float) -> list[float]:
+    """Return the weights with none above the share `most` of their sum; what is above
+    it goes to the others in proportion to theirs. All are the same if there are too
+    few.
+
+    weights: finite and at least 0, not all 0. most: above 0 and at most 1.
+    """
+    total = math.fsum(weights)
+    held = [w > most * total for w in weights]
+    while any(held) and sum(held) < len(weights):
+        rest = math.fsum(w for w, own in zip(weights, held, strict=True) if not own)
+        free = 1 - most * sum(held)
+        if rest <= 0 or free <= 0:
+            break
+        limit = most * rest / free
+        again = [own or w > limit for w, own in zip(weights, held, strict=True)]
+        if again == held:
+            return [limit if own else w for w, own in zip(weights, held, strict=True)]
+        held = again
+    # With too few others nobody can be held to that share.
+    return [1.0 if w > 0 else 0.0 for w in weights] if any(held) else list(weights)
 
 
 def check(weighting: Weighting) -> None:

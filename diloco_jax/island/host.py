@@ -26,6 +26,7 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
+from diloco_jax.island.device.mesh import require_accelerator
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.device.watched import WatchedModel
 from diloco_jax.island.evaluate import Evaluator, Watcher
@@ -70,6 +71,7 @@ class Host(Parts[Loop]):
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build everything that needs a device."""
         run, self._hosts = self.config.run, hosts
+        require_accelerator(self.island)
         model, self._trainer = build_trainer(run, self.island)
         own = self._trainer.own_rows()
         self.data.read_only(own)

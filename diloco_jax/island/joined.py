@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, suggest
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.world import Hosts, HostsError, hosts_here
@@ -64,7 +64,8 @@ def join(
 
     Args:
       address: HOST:PORT of the coordinator, whose config decides everything else.
-      name: of the island; the run's config names it, or `placement.admit` does.
+      name: of the island; the run's config or `placement.admit` names it, or an
+        operator let it in (`diloco admit`).
       like: the parameters, or abstract arrays with their shapes and shardings: any
         pytree of f32 arrays on a mesh of all processes. Their values count only if the
         run begins with those of this island (`--init from-island:NAME`).
@@ -338,13 +339,8 @@ def _described(
         )
     island = config.islands.get(name)
     if island is None:
-        if name in config.placement.admit:
-            return IslandConfig(batch_size=sequences, hosts=hosts)
-        known = (*config.islands, *config.placement.admit)
-        raise ConfigError(
-            f"no island {name!r} in the run{suggest(name, known)}; it has "
-            f"{', '.join(known)}, and placement.admit of its config lets others in"
-        )
+        # The coordinator knows whether it is let in: an operator may have admitted it.
+        return IslandConfig(batch_size=sequences, hosts=hosts)
     if island.batch_size != sequences:
         raise ConfigError(
             f"tokens_per_step = {tokens_per_step}: that is {sequences} sequences of "

@@ -24,6 +24,7 @@ from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.environment import generation_here, prepare_island
+from diloco_jax.island.hanging import HangWatch, end_hanging
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
@@ -99,12 +100,16 @@ def run(
     )
     if isinstance(island, LeadingHost) and preemption.expected:
         island.asked_to_end = preemption.notice
+    hanging = HangWatch(
+        config.placement.hang_budget_s,
+        lambda text: end_hanging(island.stop, text, host.deadlines.stop_s),
+    )
     # Later: a follower's and a leader's are other functions.
     with ended_by_signals(lambda who: island.asked_to_end(who)):
         try:
             preemption.watch()
             island.start()
-            ending = island.loop.run()
+            ending = hanging.run(island.loop)
         except (ConfigError, SecurityError) as error:
             ending = Ending(EXIT_CONFIG, str(error))
         except Refused as refused:

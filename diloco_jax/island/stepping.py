@@ -66,6 +66,8 @@ class Stepping:
     patience_s: float
     """Longest wait for data, and for an end that was announced."""
     checkpoints: Checkpoints | None = None
+    touch: Callable[[], None] = lambda: None
+    """Called at every boundary: the loop goes on."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -120,6 +122,7 @@ class Stepping:
         """Act on what came in; return True if a step follows."""
         again = True
         while again:
+            self.touch()
             self._post()
             stepping = self.boundary.may_step(self.done)
             self._seen = self.decisions.at(self.done, stepping=stepping)

@@ -126,8 +126,8 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a tape in order, without `prev`, each checked first.
 
     An unfinished last line (its writer is at work, or died) is left out. Raises
-    TapeError with the number of the first line that is not JSON or does not follow
-    the one before it.
+    TapeError with the number of the first line that is not JSON, that is unfinished in
+    a file that was put aside, or that does not follow the one before it.
     """
     path = Path(path)
     if missing := segments.missing(path):
@@ -135,9 +135,7 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
             f"{path}: the tape goes on from {missing}, which is missing; put it back"
         )
     expected = ""
-    for number, raw in enumerate(_lines(path), start=1):
-        if not raw.endswith(b"\n"):
-            return
+    for number, raw in enumerate(_whole_lines(path), start=1):
         line = raw[:-1]
         try:
             record = json.loads(line)
@@ -225,6 +223,23 @@ def tells_of_the_end(path: Path) -> bool:
 def _lines(path: Path) -> Iterator[bytes]:
     for file in segments.files(path):
         yield from file
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines without an unfinished last one; raise TapeError if a file that
+    was put aside ends in one."""
+    number, cut_off = 0, False
+    for file in segments.files(path):
+        if cut_off:
+            raise TapeError(
+                f"{path}, line {number}: it is cut off, and the tape goes on in a "
+                f"later file; put back the file that was put aside"
+            )
+        for line in file:
+            number += 1
+            if cut_off := not line.endswith(b"\n"):
+                break
+            yield line
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,9 +20,9 @@ from diloco_jax.paths import is_bucket
 
 LINES_PER_MERGE = 1700
 """Bytes of a merge's own lines on tape and in metrics, and of its points of curves."""
-LINES_PER_DELTA = 820
+LINES_PER_DELTA = 860
 """Bytes on the tape of one island's part in a merge: its take, its adoption, the tokens
-of others, the contribution."""
+of others, the contribution, its direction."""
 LINES_PER_REPORT = 850
 """Bytes in metrics and curves of one report of an island."""
 REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)

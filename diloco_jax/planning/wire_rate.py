@@ -145,6 +145,9 @@ class _Places:
     def keep(self, cycle: int) -> dict[str, Any]:
         raise Busy(BULK_ALONE)
 
+    def steer(self, order: messages.Steer) -> dict[str, Any]:
+        raise Busy(BULK_ALONE)
+
     def kept(self, cycle: int, name: str) -> memoryview:
         raise Busy(BULK_ALONE)
 

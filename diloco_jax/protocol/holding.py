@@ -206,6 +206,9 @@ class MergeMeasured(Message, frozen=True, kw_only=True):
     """Time that computing took."""
     measures: dict[str, float | None]
     """Fields of `core.merge.measures.MergeMeasures`, by name."""
+    directions: tuple[float | None, ...] = ()
+    """Cosine of each island's delta with the others, in their order; empty if there are
+    too few."""
 
 
 class MergeDigested(Message, frozen=True, kw_only=True):

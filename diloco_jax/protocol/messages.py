@@ -7,7 +7,7 @@ arrays travel separately.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -153,6 +153,17 @@ class Goodbye(Message, frozen=True, kw_only=True, tag=True):
 
     reason: EndReason
     text: Text
+
+
+# ---- from an operator -----------------------------------------------------------
+
+
+class Steer(Message, frozen=True, kw_only=True, tag=True):
+    """Change who takes part. admit: let in an island that the config does not name.
+    remove: put such an island out. release: end an island's quarantine."""
+
+    how: Literal["admit", "remove", "release"]
+    island: Name
 
 
 # ---- from the coordinator -------------------------------------------------------

@@ -13,8 +13,8 @@ EndReason = Literal[
 ]
 """Reason for which an incarnation ended with open steps. stopped: it was asked to end,
 or the whole run was. refused: it was not let in, or was put out for an impossible
-claim. died: another incarnation replaced it, and it had said no goodbye. finished,
-absent: the run ended first, with the island live or absent."""
+claim or by an operator. died: another incarnation replaced it, and it had said no
+goodbye. finished, absent: the run ended first, with the island live or absent."""
 
 FAILURES: Final[frozenset[EndReason]] = frozenset(("failed", "died"))
 """Ends that another attempt may repeat; nobody asked for them."""

@@ -98,9 +98,23 @@ class Quarantined(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class Released(_OfIncarnation, frozen=True, kw_only=True):
-    """Deltas of the island are merged again; `fit` in a row were within bounds."""
+    """Deltas of the island are merged again; `fit` in a row were within bounds.
+    asked: an operator wanted it."""
 
     fit: int
+    asked: bool = False
+
+
+class Admitted(Written, frozen=True, kw_only=True):
+    """An operator lets in an island that the config does not name."""
+
+    island: str
+
+
+class Removed(Written, frozen=True, kw_only=True):
+    """An operator lets such an island in no longer."""
+
+    island: str
 
 
 class Merged(Written, frozen=True, kw_only=True):
@@ -166,6 +180,8 @@ Durable = (
     | Left
     | Quarantined
     | Released
+    | Admitted
+    | Removed
     | Merged
     | TermBegun
     | Ticks

@@ -54,25 +54,26 @@ Flaw = Literal["", "malformed", "forged", "expired", "fenced"]
 """Reason for which a ticket does not count; empty: it does."""
 
 
-def make(key: bytes, permit: Permit, until_unix: float) -> bytes:
-    """Return a ticket that counts until this unix time.
+def make(key: bytes, permit: Permit, until: float) -> bytes:
+    """Return a ticket that counts until this time, in seconds of the clock that lead
+    and workers share.
 
     Raises ValueError unless the key has `KEY_BYTES`."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {len(key)} bytes, expected {KEY_BYTES}")
-    moment = int(until_unix * 1000).to_bytes(MOMENT_BYTES, "big")
+    moment = int(until * 1000).to_bytes(MOMENT_BYTES, "big")
     return moment + _mac(key, permit, moment)
 
 
 def stamped(
-    key: bytes, message: FromCoordinator, whose: Permit, until_unix: float
+    key: bytes, message: FromCoordinator, whose: Permit, until: float
 ) -> FromCoordinator:
     """Return a message with tickets for all that it has the island do at workers.
 
     whose: run, island and incarnation that it goes to."""
 
     def ticket(fragment: int, of: int | Version) -> bytes:
-        return make(key, whose._replace(fragment=fragment, of=of), until_unix)
+        return make(key, whose._replace(fragment=fragment, of=of), until)
 
     match message:
         case TakeRequest() | ResendRequest():
@@ -98,14 +99,14 @@ class Checker:
         """Refuse the incarnations of an island below `before` from now on."""
         self._least[island] = max(before, self._least.get(island, 0))
 
-    def flaw(self, ticket: bytes, permit: Permit, now_unix: float) -> Flaw:
-        """Return why a ticket does not permit this at this unix time; "" if it does."""
+    def flaw(self, ticket: bytes, permit: Permit, now: float) -> Flaw:
+        """Return why a ticket does not permit this now; "" if it does."""
         if len(ticket) != MOMENT_BYTES + MAC_BYTES:
             return "malformed"
         moment, mac = ticket[:MOMENT_BYTES], ticket[MOMENT_BYTES:]
         if not hmac.compare_digest(_mac(self._key, permit, moment), mac):
             return "forged"
-        if now_unix * 1000 > int.from_bytes(moment, "big"):
+        if now * 1000 > int.from_bytes(moment, "big"):
             return "expired"
         if permit.incarnation < self._least.get(permit.island, 0):
             return "fenced"

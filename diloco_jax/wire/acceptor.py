@@ -7,6 +7,7 @@ or stays silent, holds up nobody else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import selectors
 import socket
@@ -22,6 +23,10 @@ from diloco_jax.wire.connection import BulkConnection, prepare
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+TOLD_EVERY_S = 60.0
+"""Seconds between two lines of the log about connections of strangers, which may be
+many."""
 
 
 class Acceptor:
@@ -57,6 +62,8 @@ class Acceptor:
         """When connections that shake hands are closed, oldest first."""
         self._idle: dict[BulkConnection, None] = {}
         """Connections that may ask for something, longest silence first."""
+        self._told: dict[str, tuple[int, float]] = {}
+        """By what failed: how often since the last line of the log, and its time."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -130,8 +137,11 @@ class Acceptor:
             accepted, _ = self._listener.accept()
         except OSError as error:
             if not isinstance(error, BlockingIOError):
-                logger.warning("a connection could not be accepted: %s", error)
-                time.sleep(0.05)  # Out of files: those that end free some.
+                self._failed("a connection could not be accepted", error)
+                if error.errno in OUT_OF_FILES and self._shaking:
+                    self._drop(next(iter(self._shaking)))
+                else:
+                    time.sleep(0.05)  # Those that end free some.
             return
         try:
             self._make_room()
@@ -148,7 +158,7 @@ class Acceptor:
             accepted.close()
             if not isinstance(error, OSError):
                 raise
-            logger.info("a connection broke off: %s", error)
+            self._failed("a connection broke off", error)
             return
         self._shaking[secured] = time.monotonic() + self._deadlines.connect_s
         self._selector.register(secured, selectors.EVENT_READ)
@@ -162,7 +172,7 @@ class Acceptor:
         except ssl.SSLWantWriteError:
             self._selector.modify(secured, selectors.EVENT_WRITE)
         except (OSError, ValueError) as error:
-            logger.info("a TLS handshake failed: %s", error)
+            self._failed("a TLS handshake failed", error)
             self._drop(secured)
         else:
             self._selector.unregister(secured)
@@ -184,6 +194,15 @@ class Acceptor:
         self._idle[connection] = None
         if connection.pending():
             self._ready(connection)
+
+    def _failed(self, what: str, error: Exception) -> None:
+        """Log that a connection failed, now and then."""
+        now = time.monotonic()
+        others, told = self._told.get(what, (0, -TOLD_EVERY_S))
+        if now - told >= TOLD_EVERY_S:
+            logger.warning("%s: %s, and %d more before it", what, error, others)
+            others, told = -1, now
+        self._told[what] = others + 1, told
 
     def _drop(self, secured: socket.socket) -> None:
         self._selector.unregister(secured)

@@ -25,7 +25,7 @@ from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireErro
 from diloco_jax.wire.reachability import explain
 from diloco_jax.wire.server import SERVICE
 from diloco_jax.wire.threads import IdleWatch
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Renewed, TlsFiles
 from diloco_jax.wire.transfers import Transfers
 
 
@@ -45,7 +45,12 @@ class Client:
         addresses.require_tls(address, tls=tls is not None, insecure=insecure)
         self.address = address
         self._tls, self._deadlines = tls, deadlines
-        self._control_channel = self._channel()
+        self._control: list[Any] = []
+        """Channels of control: the newest one, and at most one of older certificates,
+        on which a stream may still be open."""
+        self._secured = Renewed(tls, self._channel) if tls is not None else None
+        if tls is None:
+            self._channel(None)
         self._watch = IdleWatch("diloco-client-watch")
         self._channels, self._insecure = bulk_channels, insecure
         self._lock = threading.Lock()
@@ -93,7 +98,7 @@ class Client:
 
         Raises Refused, Busy, ConnectionLost, SecurityError or ProtocolError.
         """
-        method = self._control_channel.stream_stream(f"/{SERVICE}/Control")
+        method = self._control_channel().stream_stream(f"/{SERVICE}/Control")
         stream = ControlStream(method, self.address, hello)
         try:
             stream.await_welcome(self._deadlines.connect_s)
@@ -120,6 +125,14 @@ class Client:
         """
         return self._ask("Keep", timeout_s, encode(CycleRequest(cycle=cycle)))
 
+    def steer(self, order: messages.Steer, timeout_s: float) -> dict[str, Any]:
+        """Change who takes part in the run; durable when this returns.
+
+        Returns the islands that operators have let in (`admitted`) and those in
+        quarantine (`quarantined`). Raises Refused if it cannot be done.
+        """
+        return self._ask("Steer", timeout_s, encode(order))
+
     def kept(self, cycle: int, name: str) -> Iterator[memoryview]:
         """Yield the checked bytes of a file of a kept cycle.
 
@@ -127,7 +140,7 @@ class Client:
         return self.transfers.kept(CycleRequest(cycle=cycle, name=name))
 
     def _ask(self, what: str, timeout_s: float, request: bytes = b"") -> dict[str, Any]:
-        method = self._control_channel.unary_unary(f"/{SERVICE}/{what}")
+        method = self._control_channel().unary_unary(f"/{SERVICE}/{what}")
         try:
             raw = method(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -156,7 +169,8 @@ class Client:
             stream.close(max(0.0, deadline - time.monotonic()) / 2)
         for each in transfers:
             each.cancel()
-        self._control_channel.close()
+        for channel in self._control:
+            channel.close()
         for each in transfers:
             each.close(max(0.0, deadline - time.monotonic()))
         self._watch.close(1.0)
@@ -167,15 +181,26 @@ class Client:
             return error
         # Kept short: the caller has waited already, and a socket answers at once or
         # never.
-        return explain(self.address, self._tls, self._deadlines.connect_s / 4) or error
+        files = self._secured.files if self._secured is not None else None
+        return explain(self.address, files, self._deadlines.connect_s / 4) or error
 
-    def _channel(self) -> Any:
-        options = channel_options(self._deadlines)
-        if self._tls is None:
-            return grpc.insecure_channel(self.address, options)
-        return grpc.secure_channel(
-            self.address, self._tls.channel_credentials(), options
+    def _control_channel(self) -> Any:
+        """Return a channel with the newest certificates."""
+        return (
+            self._secured.current() if self._secured is not None else self._control[0]
         )
+
+    def _channel(self, files: TlsFiles | None) -> Any:
+        options = channel_options(self._deadlines)
+        if files is None:
+            channel = grpc.insecure_channel(self.address, options)
+        else:
+            credentials = files.channel_credentials()
+            channel = grpc.secure_channel(self.address, credentials, options)
+        while len(self._control) > 1:
+            self._control.pop(0).close()
+        self._control.append(channel)
+        return channel
 
 
 def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from diloco_jax.wire.connection import BulkConnection, prepare
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.peers import principal_of
 from diloco_jax.wire.reachability import explain
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Renewed, TlsFiles
 
 
 class Connections:
@@ -31,8 +31,10 @@ class Connections:
         """most: connections that are kept while nothing uses them. worker: the
         coordinator's worker that has to answer; None: the coordinator."""
         self.address, self._worker = address, worker
-        self._tls, self._deadlines, self._most = tls, deadlines, most
-        self._context = tls.client_context() if tls is not None else None
+        self._deadlines, self._most = deadlines, most
+        self._tls = Renewed(tls, TlsFiles.client_context) if tls is not None else None
+        self._context: ssl.SSLContext | None = None
+        """That of the idle connections."""
         self._lock = threading.Lock()
         self._idle: list[BulkConnection] = []
         self._closed = False
@@ -40,16 +42,20 @@ class Connections:
     def take(self) -> BulkConnection:
         """Return a connection for one transfer: an idle one, or a new one.
 
-        A new one takes at most about `connect_s`. Raises ConnectionLost or
-        SecurityError, each with its remedy.
+        A new one takes at most about `connect_s`. Once certificates are renewed, idle
+        connections of the old ones are closed. Raises ConnectionLost or SecurityError,
+        each with its remedy.
         """
+        context = self._tls.current() if self._tls is not None else None
+        if context is not self._context:
+            self._end_idle(context)
         while True:
             with self._lock:
                 if self._closed:
                     raise ConnectionLost(f"the client of {self.address} is closed")
                 found = self._idle.pop() if self._idle else None
             if found is None:
-                return self._dial()
+                return self._dial(context)
             if not found.spoken():
                 return found
             found.close()  # The coordinator ended it, or was started again.
@@ -67,19 +73,24 @@ class Connections:
         """Close the idle connections; later calls of `take` raise ConnectionLost."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+        self._end_idle(None)
+
+    def _end_idle(self, context: ssl.SSLContext | None) -> None:
+        """Close the idle connections. context: that of later ones."""
+        with self._lock:
+            idle, self._idle, self._context = self._idle, [], context
         for connection in idle:
             connection.close()
 
-    def _dial(self) -> BulkConnection:
+    def _dial(self, context: ssl.SSLContext | None) -> BulkConnection:
         host, port = addresses.parse_address(self.address)
         limit_s = self._deadlines.connect_s
         try:
             connection = socket.create_connection((host, port), limit_s)
             try:
                 prepare(connection, self._deadlines)
-                if self._context is not None:
-                    connection = secure = self._context.wrap_socket(
+                if context is not None:
+                    connection = secure = context.wrap_socket(
                         connection, server_hostname=host
                     )
                     if self._worker is not None:
@@ -90,7 +101,8 @@ class Connections:
                 raise
         except OSError as error:
             # As short as elsewhere: a socket answers at once or never.
-            cause = explain(self.address, self._tls, limit_s / 4)
+            files = self._tls.files if self._tls is not None else None
+            cause = explain(self.address, files, limit_s / 4)
             raise cause or ConnectionLost(f"{self.address}: {error}") from error
         return BulkConnection(connection, self.address)
 

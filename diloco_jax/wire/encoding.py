@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from diloco_jax.protocol.messages import FromCoordinator, FromIsland
+from diloco_jax.protocol.messages import FromCoordinator, FromIsland, Steer
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
 
@@ -29,6 +29,7 @@ Decoded = TypeVar("Decoded")
 encode = msgspec.msgpack.Encoder().encode
 from_island = msgspec.msgpack.Decoder(FromIsland).decode
 from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
+steer = msgspec.msgpack.Decoder(Steer).decode
 cycle_request = msgspec.msgpack.Decoder(bulk.CycleRequest).decode
 bulk_request = msgspec.msgpack.Decoder(bulk.Request).decode
 bulk_reply = msgspec.msgpack.Decoder(bulk.Reply).decode

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.messages import Steer
 from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "diloco.Coordinator"
 _SPARE_THREADS = 8
+_SPARE_CONNECTIONS = 64
+"""Connections for status and for handshakes, besides twice those of all sessions."""
 _STREAMS_PER_CONNECTION = 64
 SESSIONS_EACH = 4
 """Control streams of one island: a lost one may be back before its old stream is known
@@ -49,6 +52,9 @@ class Handlers(ControlHandlers, BulkHandlers, Protocol):
 
     def keep(self, cycle: int) -> dict[str, Any]:
         """Have a cycle kept; see `Client.keep`. May raise Refused or Busy."""
+
+    def steer(self, order: Steer) -> dict[str, Any]:
+        """Change who takes part; see `Client.steer`. May raise Refused or Busy."""
 
 
 class Server:
@@ -90,7 +96,8 @@ class Server:
             max_hosts_each=max_hosts_each,
         )
         # Twice, as with sessions.
-        self._connections = 2 * max_hosts + self._bulk.connections
+        control = max(2 * max_hosts, 2 * self._max_sessions + _SPARE_CONNECTIONS)
+        self._connections = control + self._bulk.connections
         self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -114,7 +121,7 @@ class Server:
         self._grpc = grpc.server(
             self._pool,
             handlers=(grpc.method_handlers_generic_handler(SERVICE, self._methods()),),
-            options=server_options(self._deadlines),
+            options=server_options(self._deadlines, 2 * self._max_sessions),
         )
         try:
             if self._tls is None:
@@ -158,6 +165,7 @@ class Server:
         return {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
             "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
@@ -187,6 +195,12 @@ class Server:
             require_operator(self._identify(context))
             wanted = decoded(encoding.cycle_request, request, context.peer())
             return json.dumps(self._handlers.keep(wanted.cycle)).encode()
+
+    def _steer(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            require_operator(self._identify(context))
+            order = decoded(encoding.steer, request, context.peer())
+            return json.dumps(self._handlers.steer(order)).encode()
 
     def _give_config(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
@@ -238,12 +252,14 @@ class Server:
             errors.abort(context, internal_error(error))
 
 
-def server_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
-    """Return gRPC's options: sizes, keepalive within the time budget, no shared
-    port."""
+def server_options(deadlines: Deadlines, connections: int) -> list[tuple[str, Any]]:
+    """Return gRPC's options: sizes, keepalive within the time budget, no shared port,
+    and no more connections than these, nor handshakes that do not end."""
     half_budget_ms = int(deadlines.budget_s * 500)
     return [
         *encoding.SIZE_OPTIONS,
+        ("grpc.server_handshake_timeout_ms", int(deadlines.connect_s * 1000)),
+        ("grpc.max_allowed_incoming_connections", connections + _SPARE_CONNECTIONS),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
         ("grpc.keepalive_time_ms", half_budget_ms),

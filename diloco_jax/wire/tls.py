@@ -7,9 +7,10 @@ import datetime
 import logging
 import ssl
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 from cryptography import x509
@@ -23,6 +24,8 @@ from diloco_jax.wire.peers import principal_of
 from diloco_jax.wire.principal import Principal
 
 logger = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +74,27 @@ class TlsFiles:
         """The file of the certificate."""
         return self.folder / f"{self.who.stem}.pem"
 
+    @property
+    def key_path(self) -> Path:
+        """The file of the key."""
+        return self.folder / f"{self.who.stem}.key"
+
     def server_credentials(self) -> Any:
         """Return `grpc.ServerCredentials` that let in only what the authority signed.
 
         Files that change are read again at the next connection, so that certificates
         are renewed without a restart; files that are not fit leave things as they are.
         """
-        newest = self
+        renewed = Renewed(self, TlsFiles._server_configuration)
+        last = renewed.current()
 
         def changed() -> Any:
-            nonlocal newest
-            if (found := newest.read_again()) is None:
-                return None
-            newest = found
-            return newest._server_configuration()
+            nonlocal last
+            before, last = last, renewed.current()
+            return None if last is before else last
 
         return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(), changed, require_client_authentication=True
+            last, changed, require_client_authentication=True
         )
 
     def _server_configuration(self) -> Any:
@@ -95,6 +102,11 @@ class TlsFiles:
             [(self.key_pem, self.certificate_pem)],
             root_certificates=self.authority_pem,
         )
+
+    def stamps(self) -> list[tuple[int, ...]]:
+        """Return what tells that one of the files is another one than before."""
+        paths = (self.folder / "ca.pem", self.certificate_path, self.key_path)
+        return [_stamp(path) for path in paths]
 
     def read_again(self) -> TlsFiles | None:
         """Read the files again. Return them if they have changed and are valid, else
@@ -127,15 +139,7 @@ class TlsFiles:
     def server_contexts(self) -> Callable[[], ssl.SSLContext]:
         """Return a function that gives the context of the next connection; see
         `server_credentials`."""
-        newest, context = self, self._server_context()
-
-        def current() -> ssl.SSLContext:
-            nonlocal newest, context
-            if (found := newest.read_again()) is not None:
-                newest, context = found, found._server_context()
-            return context
-
-        return current
+        return Renewed(self, TlsFiles._server_context).current
 
     def _server_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -160,7 +164,7 @@ class TlsFiles:
 
     def _check(self) -> None:
         authority_path = self.folder / "ca.pem"
-        path, key_path = (self.folder / f"{self.who.stem}.{e}" for e in ("pem", "key"))
+        path, key_path = self.certificate_path, self.key_path
         authorities = _parse(authority_path, self.authority_pem)
         certificate = _parse(path, self.certificate_pem)[0]
         signers = [one for one in authorities if _signed(certificate, one)]
@@ -188,6 +192,40 @@ class TlsFiles:
                 f"{key_path} does not belong to {path}; copy both from the same "
                 f"folder made by `diloco certs`"
             )
+
+
+class Renewed(Generic[Made]):
+    """Something made of a principal's files, made anew once they change: certificates
+    are renewed without a restart. Any thread may ask.
+
+    Files that are not fit, as between the renewal of a key and that of its certificate,
+    leave things as they are.
+    """
+
+    def __init__(self, files: TlsFiles, make: Callable[[TlsFiles], Made]) -> None:
+        self.files = files
+        """Those that count."""
+        self._make, self._made = make, make(files)
+        self._seen = files.stamps()
+        self._lock = threading.Lock()
+
+    def current(self) -> Made:
+        """Return what was made of the newest files."""
+        with self._lock:
+            stamps = self.files.stamps()
+            if stamps != self._seen:
+                self._seen = stamps
+                if (found := self.files.read_again()) is not None:
+                    self.files, self._made = found, self._make(found)
+            return self._made
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _read(path: Path) -> bytes:

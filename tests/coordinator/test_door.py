@@ -265,7 +265,7 @@ def test_a_name_is_never_used_up_by_a_high_incarnation(folder: Any) -> None:
 
 def test_a_gatherer_does_not_wait_for_strangers() -> None:
     made = Gathering()
-    with pytest.raises(Refused, match="no island 'd', only 'a', 'b', 'c'; add it"):
+    with pytest.raises(Refused, match="no island 'd', only 'a', 'b', 'c'; let it"):
         Peer("d", made).hello({})
     made.run()
     assert made.thread.state.members == {}

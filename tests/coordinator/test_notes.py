@@ -47,6 +47,7 @@ LINES = {
         "pairwise_cosine": 0.25,
         "length_ratio": 0.9,
         "step_ratio": 0.5,
+        "directions": [0.5, -0.25, None],
     },
     notes.Digested: {
         "kind": "digested",

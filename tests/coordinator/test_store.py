@@ -273,3 +273,20 @@ def test_a_warm_up_ends_when_the_run_does(store, monkeypatch):
     monkeypatch.setattr(store, "merge", lambda f, *a, **k: fragments.append(f))
     store.warm_up(lambda: len(fragments) > 0)
     assert set(fragments) == {0}
+
+
+def test_a_cap_on_weights_holds_in_every_merge(run, params):
+    """The second island has twice the tokens of the first."""
+
+    def merged(**sync):
+        capped = replace(run, sync=replace(run.sync, **sync))
+        store = Store(capped, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
+        first = merge_once(store, 0, Version(1, 1)).payload
+        last = merge_once(store, 0, Version(1, 2), seeds=(3, 4), final=True).payload
+        return bytes(first), bytes(last)
+
+    plain, capped = merged(), merged(weight_cap=0.5)
+    uniform = merged(weighting="uniform")
+    assert merged(weight_cap=0.9) == plain
+    assert capped[0] == uniform[0] != plain[0]
+    assert capped[1] != uniform[1], "the flush weighs by tokens, up to the cap"

@@ -1,4 +1,4 @@
-"""The four numbers of a merge against their definitions in float64."""
+"""The numbers of a merge against their definitions in float64."""
 
 import itertools
 from collections.abc import Sequence
@@ -112,3 +112,30 @@ def test_sampled_deltas_agree_about_as_all_of_them() -> None:
     found = measuring.finish([], [], [])
     assert found.pairwise_cosine == pytest.approx(exact.pairwise_cosine, abs=0.02)
     assert found.pairwise_cosine != exact.pairwise_cosine
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean", "trimmed_mean"])
+def test_the_direction_of_each_delta_is_against_the_others(rule: str) -> None:
+    pieces = drawn(3)
+    pieces = [[deltas[0], deltas[1], -deltas[2]] for deltas in pieces]
+    _, measuring = measured(pieces, rule)
+    islands = [
+        np.concatenate([d.ravel() for d in own]) for own in zip(*pieces, strict=True)
+    ]
+    for number, found in enumerate(measuring.directions):
+        others = sum(
+            w * np.float64(d)
+            for n, (w, d) in enumerate(zip(WEIGHTS, islands, strict=True))
+            if n != number
+        )
+        assert found == pytest.approx(cosine(islands[number], others), abs=1e-5)
+    assert measuring.directions[2] < 0, "it was turned"
+
+
+def test_directions_that_do_not_exist_are_none() -> None:
+    zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
+    assert measured(zeros, "rda")[1].directions == (None,) * 3
+    two = Measuring(WEIGHTS[:2])
+    deltas = Plain(drawn(0)[0][:2])
+    two.add(deltas, merge_piece(RULES.find("rda"), deltas, WEIGHTS[:2]))
+    assert two.directions == ()

@@ -142,6 +142,10 @@ MEASURES = {
 }
 
 
+def directions(islands):
+    return (0.3353194659715229,) * islands if islands > 2 else ()
+
+
 def lines_of_merge(islands):
     """The lines on the tape that one merge leaves, with its islands' facts."""
     common = {"fragment": 47, "version": Version(1, 1001)}
@@ -171,7 +175,7 @@ def lines_of_merge(islands):
         digest="94abd4745a2f4f5c39dcecc84a61994e",
         payload_bytes=250_000_000,
     )
-    yield notes.Measured(**common, **MEASURES)
+    yield notes.Measured(**common, **MEASURES, directions=directions(islands))
     yield notes.Digested(**common, digest="bf" * 32)
 
 
@@ -188,6 +192,7 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, tmp_path):
                 **{"version": 1001, "islands": ["v5p-a"] * islands},
                 **{"tokens": 25_165_824 * islands, "share": 1.0},
                 **{"norm": 0.035832011776876185, **MEASURES},
+                "cosine_to_others": directions(islands) or None,
                 "seconds": 0.008956749000049058,
             }
         )

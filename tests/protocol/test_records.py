@@ -66,6 +66,9 @@ DURABLE = [
     {"kind": "extended", "total_tokens": 1600},
     {"kind": "quarantined", **WHO, "refused": 8},
     {"kind": "released", **WHO, "fit": 48},
+    {"kind": "released", **WHO, "fit": 0, "asked": True},
+    {"kind": "admitted", "island": "c"},
+    {"kind": "removed", "island": "c"},
 ]
 FACT = {
     "seq": 3,

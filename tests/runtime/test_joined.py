@@ -289,7 +289,6 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
             with pytest.raises(ConfigError, match=r"islands.b.hosts = 1, .* has 2 pro"):
                 joined(alone, service)
         for changes, shown in (
-            ({"name": "bb"}, "no island 'bb' in the run; did you mean 'b'"),
             ({"tokens_per_step": 2 * length + 1}, "no multiple of the run's sequence"),
             ({"tokens_per_step": 3 * length}, r"islands.b.batch_size = 2; make them"),
             ({"incarnation": 0}, "counted from 1"),
@@ -299,6 +298,11 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
         ):
             with pytest.raises(ConfigError, match=shown):
                 joined(alone, service, **changes)
+        with (
+            pytest.raises(IslandEndedError, match="no island 'bb', only 'b', 'a'; let"),
+            joined(alone, service, name="bb"),
+        ):
+            pass
         other = {"w": jnp.zeros((4, 4)), "v": jnp.zeros(4)}
         with (
             pytest.raises(IslandEndedError, match="names, shapes and fragments"),

@@ -78,7 +78,8 @@ def over(text, tmp_path_factory):
         done = {}
 
         def export(name: str, *options: object) -> None:
-            done[name] = diloco("export", address, folder / name, *options)
+            keys = ("--certificates", workdir / run_files.KEYS)
+            done[name] = diloco("export", address, folder / name, *keys, *options)
 
         calls = [("one",), ("two",), ("none", "--cycle", 10**6)]
         threads = [threading.Thread(target=export, args=call) for call in calls]

@@ -7,11 +7,12 @@ import os
 import time
 
 import pytest
-from runtime_support import make_config, placed, with_run
+from runtime_support import client, make_config, placed, with_run
 
-from diloco_jax import LocalCluster
+from diloco_jax import LocalCluster, run_files
 from diloco_jax.cluster.local import LocalClusterError
 from diloco_jax.config import IslandConfig
+from diloco_jax.wire.errors import SecurityError
 
 pytestmark = pytest.mark.dist
 
@@ -45,6 +46,16 @@ def test_processes_can_be_killed_and_paused_and_do_not_outlive_it(text):
             return island.get("incarnation") == incarnation and island["steps"] > 0
 
         cluster.until(lambda s: trains(s, "a", 1) and trains(s, "b", 1), TIMEOUT_S)
+        address = (workdir / run_files.ADDRESS).read_text()
+        with (
+            client(address) as stranger,
+            pytest.raises(SecurityError, match="has no certificates"),
+        ):
+            stranger.status(TIMEOUT_S)
+        made = [path for path in workdir.rglob("*") if not path.is_symlink()]
+        assert {"keys", "logs", "tape.jsonl"} <= {path.name for path in made}
+        open_to_others = [p for p in (workdir, *made) if p.stat().st_mode & 0o077]
+        assert open_to_others == []
         (first,) = cluster.islands["b"].pids
         cluster.islands["b"].kill()
         cluster.until(lambda s: trains(s, "b", 2), TIMEOUT_S)

@@ -23,6 +23,7 @@ from wire_support import (
 )
 
 from diloco_jax.wire import acceptor, addresses, encoding, threads
+from diloco_jax.wire import server as server_module
 from diloco_jax.wire.bulk import UploadDone
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import RemoteProtocolError
@@ -191,6 +192,79 @@ def test_one_that_shakes_hands_makes_room_before_one_that_is_idle(
     assert ended(silent)
     assert len(accepting._idle) == 1
     client.transfers.upload(upload_start(8), b"12345678")
+
+
+def test_a_flood_of_handshakes_is_bounded_and_shuts_nobody_out(
+    serve, connect, dial, tls, still, caplog
+):
+    """More strangers than there are places; half of them speak no TLS."""
+    server, address = serve(tls=tls["coordinator"])
+    accepting = server._bulk._acceptor
+    accepting._most = 8
+    client = connect(address, tls=tls["island"], bulk_channels=1)
+    client.transfers.upload(upload_start(8), b"12345678")
+    until(lambda: len(accepting._idle) == 1)
+    strangers = []
+    for number in range(100):
+        strangers.append(dial(address))
+        if number % 2:
+            strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert len(accepting._shaking) + len(accepting._idle) <= 8
+    client.transfers.upload(upload_start(8), b"12345678")
+    connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
+    assert all(ended(stranger) for stranger in strangers[:80])
+    lines = [r for r in caplog.records if r.name == acceptor.__name__]
+    assert len(lines) == 1, "one line a minute, however many there are"
+
+
+def test_a_port_without_files_drops_the_oldest_handshake(
+    serve, connect, dial, tls, still, monkeypatch
+):
+    server, address = serve(tls=tls["coordinator"])
+    accepting = server._bulk._acceptor
+    silent = dial(address)
+    until(lambda: len(accepting._shaking) == 1)
+    full, listener = threading.Event(), accepting._listener
+
+    class Full:
+        def accept(self):
+            if accepting._shaking and not full.is_set():
+                raise OSError(errno.EMFILE, "too many open files")
+            full.set()
+            return listener.accept()
+
+        def __getattr__(self, name):
+            return getattr(listener, name)
+
+    monkeypatch.setattr(accepting, "_accept", lambda: accept(Full()))
+
+    def accept(from_full):
+        accepting._listener = from_full
+        try:
+            type(accepting)._accept(accepting)
+        finally:
+            accepting._listener = listener
+
+    connect(address, tls=tls["island"]).transfers.upload(upload_start(8), bytes(8))
+    assert full.is_set()
+    assert ended(silent)
+
+
+def test_control_closes_who_never_shakes_hands_and_has_a_limit(serve, connect, tls):
+    server, address = serve(
+        tls=tls["coordinator"], deadlines=deadlines(connect_s=1.0), max_islands=1
+    )
+    target = addresses.parse_address(address)
+    options = dict(server_module.server_options(deadlines(), 2 * server._max_sessions))
+    limit = options["grpc.max_allowed_incoming_connections"]
+    assert limit == 68
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(target, WAIT_S))
+            for _ in range(limit + 20)
+        ]
+        assert all(ended(stranger) for stranger in silent)
+        assert connect(address, tls=tls["island"]).status(WAIT_S)
 
 
 def test_sockets_of_both_ends_send_at_once_and_notice_who_is_gone(serve, connect):

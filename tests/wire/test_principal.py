@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from wire_support import ISLAND, WAIT_S, fetch_request, hello, report, upload_start
 
+from diloco_jax.protocol.messages import Steer
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import peers
-from diloco_jax.wire.errors import Refused, SecurityError, WireError
+from diloco_jax.wire.errors import (
+    ProtocolError,
+    Refused,
+    SecurityError,
+    WireError,
+)
 from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
@@ -107,6 +113,23 @@ def test_nobody_speaks_for_another_island(
         assert refused.value.code == "identity"
     assert handlers.events.empty()
     assert client.status(WAIT_S)["islands"]
+
+
+def test_only_the_operator_steers(serve, connect, handlers, certificates, tls):
+    orders = []
+    handlers.steer = lambda order: orders.append(order) or {"admitted": ["c"]}
+    _, address = serve(tls=tls["coordinator"])
+    order = Steer(how="admit", island="c")
+    for who in (island("a"), READER, COORDINATOR):
+        client = connect(address, tls=TlsFiles.load(certificates, who))
+        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
+            client.steer(order, WAIT_S)
+    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
+    assert operator.steer(order, WAIT_S) == {"admitted": ["c"]}
+    assert orders == [order]
+    with pytest.raises(ProtocolError, match="cannot be understood"):
+        operator.steer(Steer(how="crown", island="c"), WAIT_S)
+    assert orders == [order]
 
 
 @pytest.mark.parametrize("who", [island("a"), READER, COORDINATOR])
@@ -222,6 +245,45 @@ def test_renewed_certificates_serve_new_connections_without_a_restart(
         copy, island_files.who, both, island_files.certificate_pem, island_files.key_pem
     )
     assert connect(address, tls=old).status(WAIT_S)
+
+
+def test_an_island_renews_its_key_without_a_restart(
+    serve, connect, handlers, copy, at_once
+):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    stream = client.open_control(hello())
+    client.transfers.upload(upload_start(8), b"12345678")
+    old = authority._certificate(copy, island(ISLAND)).serial_number
+    authority.add(copy, [], 1, islands=[ISLAND])
+    stream.send(report(1))
+    # The old certificate counts until it is revoked.
+    while handlers.events.get(timeout=WAIT_S)[0] != "receive":
+        pass
+    (copy / peers.REVOKED).write_text(f"{old:x}\n")
+    # No transfer goes over a connection of the old one, not even over an idle one.
+    client.transfers.upload(upload_start(8), b"12345678")
+    assert client.status(WAIT_S)
+    stream.send(report(1))
+    with pytest.raises(WireError):
+        list(iter(lambda: stream.receive(WAIT_S), None))
+    assert client.open_control(hello()).welcome.run_id == "r"
+
+
+def test_a_key_without_its_new_certificate_is_left_alone(
+    serve, connect, copy, tmp_path
+):
+    _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
+    client = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
+    made = Path(shutil.copytree(copy, tmp_path / "made"))
+    authority.add(made, [], 1, islands=[ISLAND])
+    stem = island(ISLAND).stem
+    shutil.copy(made / f"{stem}.key", copy)
+    assert client.status(WAIT_S)
+    client.transfers.upload(upload_start(8), b"12345678")
+    shutil.copy(made / f"{stem}.pem", copy)
+    assert client.status(WAIT_S)
+    assert client._secured.files.certificate_pem == (made / f"{stem}.pem").read_bytes()
 
 
 def test_files_that_are_not_fit_leave_a_server_as_it_was(serve, connect, copy, caplog):

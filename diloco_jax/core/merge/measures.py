@@ -1,4 +1,4 @@
-"""Four measures of a merge: the agreement of the deltas, and the length of the step.
+"""Measures of a merge: the agreement of the deltas, and the length of the step.
 
 They cost no pass over a fragment and no copy of it. Lengths and, where the rule has
 it, |sum w unit(d)|^2 come from the merge itself. All else is computed from a fixed 1/64
@@ -20,6 +20,9 @@ from diloco_jax.core.tiles import TileGrid
 
 SAMPLED = 64
 """Number of a piece's tiles per sampled tile."""
+FEWEST_DIRECTIONS = 3
+"""Deltas of which each is compared with the others; of two, `pairwise_cosine` tells as
+much."""
 
 Sample = npt.NDArray[np.float32]
 """f32[rows, elements]: the sampled tiles of a piece."""
@@ -52,6 +55,9 @@ class Measuring:
         self._squares = np.zeros(len(weights))
         self._norms: list[float] = []
         self._cosines: list[tuple[float, int]] = []
+        # Of each delta, over the sampled tiles: its product with the weighted sum of
+        # the others, its own square and that sum's.
+        self._along, self._own, self._others = np.zeros((3, len(weights)))
 
     def add(self, deltas: Deltas, piece: MergedPiece) -> None:
         """Add the next piece."""
@@ -68,11 +74,36 @@ class Measuring:
                 along = _direction_square(deltas, weights)
             cosine = (along - np.square(weights).sum()) / pairs
             self._cosines.append((float(cosine), piece.total.size))
+        if len(squares) >= FEWEST_DIRECTIONS:
+            self._add_directions(deltas)
 
     @property
     def norm(self) -> float:
         """Length of the merged delta."""
         return math.hypot(*self._norms)
+
+    @property
+    def directions(self) -> tuple[float | None, ...]:
+        """Cosine of each delta with the weighted sum of the others, in their order;
+        empty if there are fewer than `FEWEST_DIRECTIONS`."""
+        if len(self._own) < FEWEST_DIRECTIONS:
+            return ()
+        lengths = np.sqrt(self._own * self._others)
+        return tuple(map(_ratio, self._along, lengths))
+
+    def _add_directions(self, deltas: Deltas) -> None:
+        # Each is decoded twice, so that one at a time is in memory.
+        total: Any = 0.0
+        for island, weight in enumerate(self._weights):
+            total = total + sampled(deltas, island) * np.float32(weight)
+        whole = _square(total)
+        for island, weight in enumerate(self._weights):
+            own = sampled(deltas, island)
+            product, square = float(np.vdot(own, total)), _square(own)
+            others = whole - 2 * weight * product + weight**2 * square
+            self._along[island] += product - weight * square
+            self._own[island] += square
+            self._others[island] += max(others, 0.0)
 
     def finish(
         self,
@@ -126,6 +157,10 @@ def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:
             norm = float(np.linalg.norm(tiles.ravel()))
             along = along + tiles * np.float32(weight / norm if norm else 0.0)
     return float(np.sum(np.square(along, dtype=np.float64)))
+
+
+def _square(array: Any) -> float:
+    return float(np.vdot(array, array))
 
 
 def _dot(one: Sequence[Sample], other: Sequence[Sample]) -> float:

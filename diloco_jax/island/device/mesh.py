@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,21 @@ IN_USE = {"batch": BATCH, **dict.fromkeys(RULES["tensor"], ("tensor",))}
 LARGE = 1 << 20
 """Elements of a piece from which on it is better to gather it now and then than to hold
 it whole everywhere."""
+
+
+def require_accelerator(
+    config: IslandConfig, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise RuntimeError if an island of TPUs finds CPUs alone, and nobody asked for
+    these: jax goes on without an accelerator that is lost."""
+    asked = "cpu" in environment.get("JAX_PLATFORMS", "")
+    if config.topology and not asked and jax.default_backend() == "cpu":
+        raise RuntimeError(
+            f"the island's topology is {config.topology}, and jax finds "
+            f"{len(jax.devices())} CPU devices alone: this host has lost its "
+            f"accelerator, or libtpu is missing; look with `diloco doctor`, and "
+            f"replace the host; for CPUs set JAX_PLATFORMS=cpu"
+        )
 
 
 def make_mesh(

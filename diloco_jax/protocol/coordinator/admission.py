@@ -1,10 +1,13 @@
 """Admission: which islands are let in, and the messages to those that are not.
 
 An island enters as a new incarnation, as a known one that returns, or as one that
-joined before the coordinator lost its state.
+joined before the coordinator lost its state. Its name is in the config, or an operator
+let it in (`steering.py`).
 """
 
 from __future__ import annotations
+
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import claims
 from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
@@ -30,7 +33,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
             f"the run's config has fingerprint {config.fingerprint}, the island's "
             f"{event.fingerprint}; start it with the run's config.json"
         )
-    elif message := unknown(config, event.island):
+    elif message := unknown(config, event.island, state.admitted):
         code = "unknown_island"
     elif message := _other_batch(config, event):
         code = "config"
@@ -80,15 +83,24 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     return Refused(code=code, message=message)
 
 
-def unknown(config: PolicyConfig, name: str) -> str:
-    """Explain why an island of that name is never let in; empty if it may be."""
-    if config.admitted is None or name in config.admitted:
+def unknown(config: PolicyConfig, name: str, also: tuple[str, ...] = ()) -> str:
+    """Explain why an island of that name is not let in; empty if it may be. also:
+    those that an operator let in."""
+    if config.admitted is None or name in config.admitted or name in also:
         return ""
     return (
         f"the coordinator's config has no island {name!r}, only "
-        f"{', '.join(map(repr, config.admitted))}; add it there to islands, or its "
+        f"{', '.join(map(repr, (*config.admitted, *also)))}; let it in with `diloco "
+        f"admit {name} --coordinator HOST:PORT`, or add it there to islands, or its "
         f"name to placement.admit, and start the coordinator again: the run goes on"
     )
+
+
+def with_admitted(state: State, name: str, *, admitted: bool) -> State:
+    """Return the state with an island let in by an operator, or no longer; recovery
+    applies this too."""
+    others = tuple(other for other in state.admitted if other != name)
+    return replace(state, admitted=(*others, name) if admitted else others)
 
 
 def wrong_claim(name: str, incarnation: int, wrong: str) -> str:
@@ -118,7 +130,7 @@ def _fruitless(config: PolicyConfig, known: Island) -> str:
 def _other_batch(config: PolicyConfig, event: Hello) -> str:
     if config.admitted is None:
         return ""
-    sequences = config.admitted[event.island] or event.sequences_per_step
+    sequences = config.admitted.get(event.island) or event.sequences_per_step
     tokens = sequences * config.sequence_length
     if (event.sequences_per_step, event.tokens_per_step) == (sequences, tokens):
         return ""

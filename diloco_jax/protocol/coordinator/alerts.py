@@ -68,6 +68,16 @@ def after_unfit(fragment: Fragment, name: str) -> list[Effect]:
     return [Alert(text=text)]
 
 
+def after_failure(name: str, said: str) -> list[Effect]:
+    """Return the alert for an island that said goodbye because it failed: its device,
+    its step, its disk."""
+    text = (
+        f"island {name!r} failed, and says: {said or 'nothing'}; look at its log and "
+        f"at its devices (diloco doctor); its supervisor starts it again"
+    )
+    return [Alert(text=text)]
+
+
 def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:
     """Report islands of about the pacing island's speed that are seldom merged.
 

@@ -29,6 +29,7 @@ from diloco_jax.protocol.coordinator import (
     members,
     quarantine,
     schedule,
+    steering,
     takes,
     watching,
     workers,
@@ -72,6 +73,7 @@ from diloco_jax.protocol.messages import (
     Progress,
     Refused,
     Report,
+    Steer,
     Stop,
     Welcome,
 )
@@ -98,6 +100,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = members.resumed(state, event)
         case RunExtended():
             state, effects = ending.extend(config, state)
+        case Steer():
+            state, effects = steering.steer(config, state, event)
         case KeepAsked():
             state, effects = cycles.ask(config, state), []
         case CycleKept():

@@ -24,7 +24,13 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     ToHolder,
 )
-from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    Goodbye,
+    Hello,
+    Report,
+    Steer,
+)
 from diloco_jax.protocol.records import Durable, Noted
 
 # ---- events -------------------------------------------------------------------
@@ -88,6 +94,7 @@ class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
 Event = (
     Hello
     | Said
+    | Steer
     | DeltaArrived
     | MergePrepared
     | AnchorKept

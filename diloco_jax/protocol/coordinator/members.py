@@ -15,6 +15,7 @@ from msgspec.structs import asdict, replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
     admission,
+    alerts,
     claims,
     fragments,
     leases,
@@ -106,7 +107,10 @@ def goodbye(state: State, event: Said, said: Goodbye) -> Step:
         return state, [ignored("island", "replaced", "goodbye")]
     for fragment in state.fragments:
         state = with_fragment(state, takes.leave_behind(fragment, event.island))
-    return end(state, event.island, said.reason, said.text)
+    state, effects = end(state, event.island, said.reason, said.text)
+    if said.reason == "failed":
+        effects += alerts.after_failure(event.island, said.text)
+    return state, effects
 
 
 def expire(state: State, now: float) -> Step:

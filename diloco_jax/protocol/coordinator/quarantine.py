@@ -3,7 +3,8 @@
 Every refusal makes the island restart that fragment from its anchor, so a cycle later
 nothing of its old values is left. The coordinator still asks for its deltas and judges
 them, but merges none. It releases the island once all deltas of `sync.release_cycles`
-cycles in a row were fit. A new incarnation of a quarantined island is quarantined too.
+cycles in a row were fit, or when an operator asks for it. A new incarnation of a
+quarantined island is quarantined too.
 
 A majority of the live islands is never quarantined: if most differ from the rest,
 nobody can tell who is right.
@@ -20,6 +21,7 @@ from diloco_jax.protocol.coordinator import bounds
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Note, Persist
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
+    Island,
     PolicyConfig,
     State,
     with_fragment,
@@ -113,15 +115,21 @@ def _fit(config: PolicyConfig, state: State, refused: records.DeltaRefused) -> S
         return state, []
     island = replace(island, streak=island.streak + 1)
     state = with_island(state, island)
-    needed = config.release_cycles * config.fragments
-    if island.streak < needed:
+    if island.streak < config.release_cycles * config.fragments:
         return state, []
+    return release(state, island)
+
+
+def release(state: State, island: Island, *, asked: bool = False) -> Step:
+    """End an island's quarantine. asked: an operator wants it."""
+    name, fit = island.name, island.streak
     record = records.Released(
-        island=name, incarnation=island.incarnation, fit=island.streak
+        island=name, incarnation=island.incarnation, fit=fit, asked=asked
     )
+    why = ", as an operator wanted" if asked else ""
     text = (
-        f"island {name!r} is out of quarantine: {island.streak} of its deltas in a row "
-        f"were within bounds; they are merged again"
+        f"island {name!r} is out of quarantine after {fit} deltas in a row that were "
+        f"within bounds{why}; its deltas are merged again"
     )
     state = moved(state, name, quarantined=False)
     return state, [Persist(record=record), Alert(text=text)]

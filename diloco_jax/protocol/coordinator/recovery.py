@@ -8,6 +8,7 @@ from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator import (
+    admission,
     cycles,
     ending,
     leases,
@@ -28,6 +29,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_island,
 )
 from diloco_jax.protocol.records import (
+    Admitted,
     Carried,
     Durable,
     Extended,
@@ -38,6 +40,7 @@ from diloco_jax.protocol.records import (
     Merged,
     Quarantined,
     Released,
+    Removed,
     Stopping,
     TermBegun,
     Ticks,
@@ -143,6 +146,9 @@ def _replayed(state: State, record: Durable) -> State:
         case Quarantined() | Released():
             quarantined = isinstance(record, Quarantined)
             return quarantine.moved(state, record.island, quarantined=quarantined)
+        case Admitted() | Removed():
+            admitted = isinstance(record, Admitted)
+            return admission.with_admitted(state, record.island, admitted=admitted)
         case Merged():
             return _replayed_merge(state, record)
         case TermBegun():

@@ -325,6 +325,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Time until which ticks wait for absent islands (see `schedule.reunite`)."""
     islands: dict[str, Island] = msgspec.field(default_factory=dict)
     """By name: one entry for all incarnations. Only admitted names are let in."""
+    admitted: tuple[str, ...] = ()
+    """Islands that an operator let in, besides those of the config."""
     fragments: tuple[Fragment, ...] = ()
     lost: tuple[int, ...] = ()
     """Fragments that their workers have lost."""

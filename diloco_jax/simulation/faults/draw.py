@@ -14,6 +14,7 @@ from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.faults.operator import Removal
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
@@ -34,6 +35,10 @@ PARTED_SHARE = 0.8
 """Share of the schedules with several workers in which the lead does not reach one."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
+LOSSES = (kinds.DiskGone, kinds.DiskLost)
+"""Losses of a state, and with it of what an operator ordered."""
+REMOVED_SHARE = 0.2
+"""Share of the other schedules in which an operator puts an island out for a while."""
 LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
 KEPT_BY_LOSING = 0.7
@@ -103,6 +108,10 @@ def draw(seed: int) -> Schedule:
     liar = random.Random(f"liar {seed}")
     if liar.random() < LIAR_SHARE:
         faults.append(_lies(liar, names, storm_s))
+    operator = random.Random(f"operator {seed}")
+    loses = any(isinstance(fault, LOSSES) for fault in faults)
+    if operator.random() < REMOVED_SHARE and not loses:
+        faults.append(_removal(operator, names, storm_s))
     workers = random.Random(f"workers {seed}")
     if workers.random() < WORKERS_SHARE:
         schedule = msgspec.structs.replace(schedule, workers=workers.choice([1, 2, 3]))
@@ -187,6 +196,14 @@ def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
         island=rng.choice(names),
         for_s=round(rng.uniform(0.2, 1) * latest_s, 2),
         factor=rng.choice([2.0, 8.0, 100.0]),
+    )
+
+
+def _removal(rng: random.Random, names: str, latest_s: float) -> AnyFault:
+    return Removal(
+        at_s=round(rng.uniform(0, latest_s), 2),
+        island=rng.choice(names),
+        for_s=_seconds(rng),
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
+from diloco_jax.simulation.faults.operator import Removal
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
 if TYPE_CHECKING:
@@ -376,6 +377,7 @@ AnyFault = (
     | StepJump
     | Unfit
     | LongDeltas
+    | Removal
     | CoordinatorCrash
     | WorkerCrash
     | WorkerPartition

@@ -22,6 +22,7 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.faults.operator import Removal
 
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
@@ -130,11 +131,19 @@ class Schedule(
             export_every=EXPORT_EVERY,
         )
         batches: dict[str, int | None] = {
-            name: plan.batch_size for name, plan in self.islands.items()
+            name: plan.batch_size
+            for name, plan in self.islands.items()
+            if name not in self.scavenged
         }
         sizes = self.fragment_sizes
         config = policy_config(run, placement, "run", sizes, batches)
         return run, msgspec.structs.replace(config, workers=self.workers)
+
+    @property
+    def scavenged(self) -> frozenset[str]:
+        """Islands that the config does not name: an operator admits and removes
+        them."""
+        return frozenset(f.island for f in self.faults if isinstance(f, Removal))
 
     @property
     def rule(self) -> AdoptTraits:

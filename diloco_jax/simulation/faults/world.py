@@ -27,6 +27,7 @@ from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.links import Links
 from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
+from diloco_jax.simulation.faults.operator import Operator
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
@@ -74,6 +75,7 @@ class FaultyWorld(Links):
         self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
         self.worker_crashes = WorkerCrashes(self, liveness.gathered_within_s(schedule))
+        self.operator = Operator(self)
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
         self._snapshot_failures: list[DrawnFault] = []
 
@@ -173,14 +175,12 @@ class FaultyWorld(Links):
         self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
         self.coordinator.lost_fragments = lost
         self.worker_crashes.tell_lost(self.coordinator)
+        self.operator.act()  # Before any island comes.
 
     @property
     def new_term_within_s(self) -> float:
-        """Seconds from a coordinator's start without state to its first welcome.
-
-        The network works in that time. The coordinator awaits all islands, and each
-        anchor takes a boundary and a transfer.
-        """
+        """Seconds from a coordinator's start without state to its first welcome: it
+        awaits all islands, and each anchor takes a boundary and a transfer."""
         schedule = self.schedule
         awaited_s = 2 * LEASES_AWAITED * LEASE_S + RETRY_S
         anchor_s = schedule.slowest_s + schedule.transfer_s

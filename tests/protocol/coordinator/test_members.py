@@ -4,7 +4,13 @@ import pytest
 from kit import Driver, asked, kinds, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Effect, Note, Persist, Said
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    Effect,
+    Note,
+    Persist,
+    Said,
+)
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import (
     Goodbye,
@@ -125,6 +131,14 @@ def test_a_higher_incarnation_fences_the_older_one() -> None:
         told = [refused.code for refused in of(effects, Refused)]
         assert told == (["fenced"] if isinstance(message, Report) else [])
     assert d.state == before
+
+
+def test_an_island_that_failed_is_named_with_what_it_said() -> None:
+    d = Driver()
+    d.join("a", "b")
+    assert of(d.goodbye("a", "stopped"), Alert) == []
+    (alert,) = of(d.goodbye("b", "failed"), Alert)
+    assert "island 'b' failed, and says: bye" in alert.text
 
 
 def test_a_fenced_delta_enters_no_merge() -> None:

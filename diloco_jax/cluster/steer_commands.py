@@ -1,0 +1,103 @@
+"""`diloco admit NAME --coordinator HOST:PORT [--remove]` and `diloco release NAME`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from diloco_jax.config import ConfigError, Placement
+from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.validation import check_name
+from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.options import parse
+from diloco_jax.protocol.messages import Steer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReleaseOptions:
+    """The options of `diloco release`."""
+
+    name: str = positional(metavar="NAME", help="Name of the island.")
+    coordinator: str = setting(
+        "",
+        metavar="HOST:PORT or WORKDIR",
+        help="The run's coordinator, or its workdir on this machine.",
+    )
+    certificates: str = setting(
+        "", help="Folder made by diloco certs, with the operator's files."
+    )
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdmitOptions(ReleaseOptions):
+    """The options of `diloco admit`."""
+
+    remove: bool = setting(False, help="Put the island out, and let it in no longer.")
+
+
+def admit_command(arguments: Sequence[str]) -> int:
+    """Let an island in that the run's config does not name, or put it out."""
+    (options,) = parse(
+        [AdmitOptions],
+        arguments,
+        "diloco admit",
+        "Let an island into a run that goes on, although the run's config does not "
+        "name it. It stays admitted when the coordinator is started again.",
+    )
+    order = Steer(how="remove" if options.remove else "admit", island=options.name)
+    admitted = _steer(options, order)["admitted"]
+    done = "is let in no longer" if options.remove else "is let in"
+    print(
+        f"island {options.name} {done}; besides those of the config: "
+        f"{', '.join(admitted) or 'none'}",
+        file=sys.stderr,
+    )
+    return EXIT_DONE
+
+
+def release_command(arguments: Sequence[str]) -> int:
+    """End an island's quarantine."""
+    (options,) = parse(
+        [ReleaseOptions],
+        arguments,
+        "diloco release",
+        "Let the deltas of a quarantined island be merged again at once.",
+    )
+    apart = _steer(options, Steer(how="release", island=options.name))["quarantined"]
+    print(
+        f"island {options.name} is in no quarantine; still in it: "
+        f"{', '.join(apart) or 'none'}",
+        file=sys.stderr,
+    )
+    return EXIT_DONE
+
+
+def _steer(options: ReleaseOptions, order: Steer) -> dict[str, list[str]]:
+    """Have the coordinator do it; return its answer."""
+    from diloco_jax.cluster.status import reached
+    from diloco_jax.wire.client import Client
+    from diloco_jax.wire.principal import OPERATOR
+    from diloco_jax.wire.tls import TlsFiles
+
+    check_name(options.name)
+    if not options.coordinator:
+        raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
+    address, placement = reached(
+        options.coordinator,
+        Placement(certificates=options.certificates, insecure=options.insecure),
+    )
+    client = Client(
+        address,
+        tls=TlsFiles.load_given(placement.certificates, OPERATOR),
+        deadlines=placement.deadlines,
+        bulk_channels=0,
+        insecure=placement.insecure,
+    )
+    try:
+        return client.steer(order, 2 * placement.deadlines.budget_s)
+    finally:
+        client.close()

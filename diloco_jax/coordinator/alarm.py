@@ -1,0 +1,139 @@
+"""Alerts go to where people are: to a command's standard input, or to a URL.
+
+A thread of its own looks at the alerts once a second and sends those that are new, in
+one message, at most once in `EVERY_S`. So nothing that it waits for holds up a
+decision, and a storm of alerts is a few messages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shlex
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diloco_jax.config import Placement
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+EVERY_S = 60.0
+"""Least seconds between two messages."""
+FORGOTTEN_S = 600.0
+"""Seconds without an alert after which the same alert is new again."""
+TOGETHER = 20
+"""Alerts of one message; it counts those beyond."""
+REMEMBERED = 1000
+"""Alerts that are known to be old."""
+WITHIN_S = 30.0
+"""Longest time for one message to be delivered."""
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+
+
+class Alarm:
+    """Delivers a run's alerts. Make it, `start`, and `close` at the end."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        run_id: str,
+        alerts: Callable[[], Sequence[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """alerts: returns those that there are now; called on the alarm's thread."""
+        self._command, self._url = placement.alert_command, placement.alert_url
+        self._run_id, self._alerts, self._clock = run_id, alerts, clock
+        self._seen: dict[str, float] = {}
+        """When each alert was last there, by its text without numbers."""
+        self._waiting: list[str] = []
+        self._beyond = 0
+        """New alerts for which the message has no room."""
+        self._due = -EVERY_S
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="alarm", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, if alerts are to go anywhere."""
+        if self._command or self._url:
+            self._thread.start()
+
+    def close(self, within_s: float) -> None:
+        """Deliver what waits; end the thread within this time."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join(within_s)
+
+    def look(self) -> None:
+        """Take up what is new, and deliver it if it is time for a message."""
+        now = self._clock()
+        for text in self._alerts():
+            key = NUMBER.sub("#", text)
+            if now - self._seen.pop(key, -FORGOTTEN_S) >= FORGOTTEN_S:
+                if len(self._waiting) < TOGETHER:
+                    self._waiting.append(text)
+                else:
+                    self._beyond += 1
+            self._seen[key] = now  # The newest ones stand last.
+        while len(self._seen) > REMEMBERED:
+            del self._seen[next(iter(self._seen))]
+        if self._waiting and (now >= self._due + EVERY_S or self._ending.is_set()):
+            self._due = now
+            waiting, beyond = self._waiting, self._beyond
+            self._waiting, self._beyond = [], 0
+            self._deliver(waiting, beyond)
+
+    def _run(self) -> None:
+        while not self._ending.wait(LOOK_S):
+            self._look_safely()
+        self._look_safely()
+
+    def _look_safely(self) -> None:
+        try:
+            self.look()
+        except Exception:
+            logger.exception("alerts could not be delivered")
+
+    def _deliver(self, alerts: list[str], beyond: int) -> None:
+        message = {"run_id": self._run_id, "alerts": alerts, "more": beyond}
+        for where, send in (
+            (self._command, self._to_command),
+            (self._url, self._to_url),
+        ):
+            if where:
+                try:
+                    send(message)
+                except (OSError, subprocess.SubprocessError, ValueError) as error:
+                    logger.error(
+                        "%d alerts did not reach %s: %s", len(alerts), where, error
+                    )
+
+    def _to_command(self, message: Mapping[str, Any]) -> None:
+        """Give the command one line for each alert."""
+        lines = [f"run {message['run_id']}", *message["alerts"]]
+        if message["more"]:
+            lines.append(f"and {message['more']} more: see diloco status")
+        subprocess.run(
+            shlex.split(self._command),
+            input="\n".join(lines) + "\n",
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=WITHIN_S,
+            check=True,
+        )
+
+    def _to_url(self, message: Mapping[str, Any]) -> None:
+        request = urllib.request.Request(
+            self._url,
+            json.dumps({"text": "\n".join(message["alerts"]), **message}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=WITHIN_S) as answer:
+            answer.read(1024)

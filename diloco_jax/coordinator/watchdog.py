@@ -1,0 +1,230 @@
+"""Notice what no decision sees: islands that hang, slow down or part from the others,
+a clock that jumps, memory that grows, a disk that fills.
+
+It reads the status, and this machine. It decides nothing: it tells people, once for
+each time that something begins, and gives freed memory back.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco_jax import memory
+
+HANGING_STEPS = 20
+"""Median steps without a step after which an island hangs, at least three time
+budgets."""
+KNOWN_STEPS = 32
+"""Steps of an incarnation from which on its speed and its loss count."""
+SLOWER = 2.0
+"""Times its shortest median step at which an island is slow."""
+APART = 1.2, 0.2
+"""An island's loss is apart from the others' median beyond this multiple of it and
+these nats."""
+APART_S = 60.0
+"""Seconds for which it has to be."""
+GOODPUT, GOODPUT_AFTER_S = 0.5, 600.0
+"""Goodput that is low, and the age of a run from which on it counts."""
+JUMP_S = 5.0
+"""Seconds by which a clock jumps at least."""
+WARM_S = 600.0
+"""Age of a coordinator whose memory is compared with later."""
+GROWN = 1.5, 1 << 30
+"""Memory has grown beyond this multiple and these bytes more."""
+LEFT = 0.05
+"""Share of a machine's memory that is little."""
+DISK_BYTES = 1 << 30
+"""Free bytes of a disk that are few."""
+MACHINE_EVERY_S = 5.0
+"""Seconds between two looks at memory and disks."""
+TRAINS = ("training", "quarantined")
+
+
+class Gauges(NamedTuple):
+    """What a machine says of itself, in seconds and bytes."""
+
+    unix: Callable[[], float] = time.time
+    resident: Callable[[], int] = memory.resident_bytes
+    left: Callable[[], tuple[int, int]] = memory.left_bytes
+    free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
+    give_back: Callable[[], None] = memory.give_back
+
+
+class _Seen(NamedTuple):
+    """An island as it was seen: incarnation, steps, since when, and its best speed."""
+
+    incarnation: int
+    steps: int
+    since: float
+    best: float
+
+
+class Watchdog:
+    """Watches one run from its coordinator. Use it from one thread."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        budget_s: float,
+        now: float,
+        machine: Gauges = Gauges(),  # noqa: B008
+    ) -> None:
+        """folders: those that the coordinator writes to. budget_s: the time budget.
+        now: seconds of the clock of later times."""
+        self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
+        self._islands: dict[str, _Seen] = {}
+        self._began, self._looked = now, -math.inf
+        self._ahead = machine.unix() - now
+        """Unix time less that of the other clock."""
+        self._warm = 0
+        """Resident bytes once the coordinator was warm."""
+        self._since: dict[str, float] = {}
+        """When what is wrong began, by its name."""
+        self._told: set[str] = set()
+
+    def look(self, status: Mapping[str, Any], now: float) -> list[str]:
+        """Return what is newly wrong, for people. status: see `summary.status`."""
+        found = dict(self._of_islands(status, now))
+        found |= dict(self._of_run(status))
+        alerts = [*self._clock(now)]
+        if now - self._looked >= MACHINE_EVERY_S:
+            self._looked = now
+            machine = dict(self._of_machine(now))
+            alerts += self._new("machine ", machine, now)
+        return alerts + self._new("run ", found, now)
+
+    def _new(self, group: str, found: dict[str, str], now: float) -> list[str]:
+        """Return the texts of what has just begun to be wrong for long enough."""
+        wrong = {group + name: text for name, text in found.items()}
+        for name in [n for n in self._since if n.startswith(group) and n not in wrong]:
+            del self._since[name]
+            self._told.discard(name)
+        alerts = []
+        for name, text in wrong.items():
+            began = self._since.setdefault(name, now)
+            lasts_s = APART_S if name.startswith("run apart") else 0.0
+            if name not in self._told and now - began >= lasts_s:
+                self._told.add(name)
+                alerts.append(text)
+        return alerts
+
+    # ---- islands --------------------------------------------------------------------
+
+    def _of_islands(
+        self, status: Mapping[str, Any], now: float
+    ) -> Iterator[tuple[str, str]]:
+        islands = status["islands"]
+        losses = {
+            name: island["loss"]
+            for name, island in islands.items()
+            if island["state"] in TRAINS
+            and island["loss"] is not None
+            and island["steps"] >= KNOWN_STEPS
+        }
+        for name in [known for known in self._islands if known not in islands]:
+            del self._islands[name]
+        for name, island in islands.items():
+            seen = self._see(name, island, now)
+            if island["state"] not in TRAINS or status["phase"] != "running":
+                continue
+            step_s = island["median_step_seconds"]
+            limit_s = max(HANGING_STEPS * step_s, self._least_s)
+            if seen.steps >= 2 and now - seen.since > limit_s:
+                yield (
+                    f"hangs {name}",
+                    f"island {name} has made no step for {limit_s:.0f} s, and its "
+                    f"steps take {step_s:.3g} s: it hangs in its step, or waits for "
+                    f"data; look at its log, and at its devices; it ends by itself "
+                    f"after placement.hang_budget_s",
+                )
+            speed = island["tokens_per_second"]
+            if 0 < speed < seen.best / SLOWER:
+                yield (
+                    f"slow {name}",
+                    f"island {name} has slowed down: {speed:.3g} tokens per second, "
+                    f"and {seen.best:.3g} before; look at its machine, and at what "
+                    f"else runs there",
+                )
+            others = [loss for other, loss in losses.items() if other != name]
+            if name in losses and len(others) >= 2:
+                usual = statistics.median(others)
+                if losses[name] > APART[0] * usual + APART[1]:
+                    yield (
+                        f"apart {name}",
+                        f"the loss of island {name} is {losses[name]:.3g}, that of the "
+                        f"others {usual:.3g}: it parts from them; look at its data, "
+                        f"and at its devices",
+                    )
+
+    def _see(self, name: str, island: Mapping[str, Any], now: float) -> _Seen:
+        before = self._islands.get(name)
+        incarnation, steps = island["incarnation"], island["steps"]
+        trains = island["state"] in TRAINS
+        if before is None or before.incarnation != incarnation or not trains:
+            before = _Seen(incarnation, -1, now, 0.0)
+        since = before.since if steps == before.steps else now
+        known = island["tokens_per_second"] if steps >= KNOWN_STEPS else 0.0
+        seen = _Seen(incarnation, steps, since, max(before.best, known))
+        self._islands[name] = seen
+        return seen
+
+    def _of_run(self, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        low = status["goodput"] < GOODPUT and status["seconds"] >= GOODPUT_AFTER_S
+        if low and status["phase"] == "running" and status["islands"]:
+            yield (
+                "goodput",
+                f"goodput is {status['goodput']:.0%}: less than {GOODPUT:.0%} of what "
+                f"undisturbed islands would have computed is merged; see which island "
+                f"was away, and tokens_lost of the summary",
+            )
+
+    # ---- the coordinator's machine --------------------------------------------------
+
+    def _clock(self, now: float) -> Iterator[str]:
+        ahead = self._machine.unix() - now
+        jumped_s, self._ahead = ahead - self._ahead, ahead
+        if abs(jumped_s) >= JUMP_S:
+            yield (
+                f"this machine's clock jumped by {jumped_s:+.0f} s, or the machine was "
+                f"suspended; no deadline goes by it, but certificates and "
+                f"incarnations do: look at its time service"
+            )
+
+    def _of_machine(self, now: float) -> Iterator[tuple[str, str]]:
+        machine = self._machine
+        resident, (left, whole) = machine.resident(), machine.left()
+        if not self._warm and now - self._began >= WARM_S:
+            self._warm = resident
+        most = GROWN[0] * self._warm + GROWN[1]
+        little = whole and left < LEFT * whole
+        if little or (self._warm and resident > most):
+            machine.give_back()
+            resident, (left, whole) = machine.resident(), machine.left()
+        if self._warm and resident > most:
+            yield (
+                "memory",
+                f"the coordinator's memory has grown from {self._warm / 1e9:.1f} to "
+                f"{resident / 1e9:.1f} GB; the run goes on: a restart of the "
+                f"coordinator costs it nothing; lower placement.merge_buffer_bytes",
+            )
+        if whole and left < LEFT * whole:
+            yield (
+                "left",
+                f"{left / 1e9:.1f} of {whole / 1e9:.1f} GB of memory are left on the "
+                f"coordinator's machine; end what else runs there, or lower "
+                f"placement.merge_buffer_bytes",
+            )
+        for folder in self._folders:
+            free = machine.free(folder)
+            if free < DISK_BYTES:
+                yield (
+                    f"disk {folder}",
+                    f"{free / 1e6:.0f} MB are free in {folder}: merges wait once it is "
+                    f"full; free some space there",
+                )

@@ -1,0 +1,116 @@
+"""A watch over the train loop: a process whose step never ends says where it hangs, and
+ends, so that its supervisor starts it again.
+
+A device or a collective that hangs holds the loop's thread for ever, while the thread
+that reports goes on: to the coordinator, such an island is alive.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from diloco_jax import memory
+from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.island.hosts.world import abandon_world
+from diloco_jax.island.loop import Loop
+from diloco_jax.protocol.island.boundary import Ending
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks."""
+LITTLE_LEFT = 0.03
+"""Share of the machine's memory that is little."""
+
+
+class HangWatch:
+    """Watches one loop, which calls `touch` at its boundaries.
+
+    hangs: called once, on the watch's thread, with what people are to know. A machine
+    that stands still, as while it is suspended, counts as two looks at most.
+    """
+
+    def __init__(
+        self,
+        budget_s: float,
+        hangs: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """budget_s: longest time between two touches; 0 = any."""
+        self._budget_s, self._hangs, self._clock = budget_s, hangs, clock
+        self._touches = 0
+        self._seen, self._quiet_s, self._looked = -1, 0.0, clock()
+        self._told_memory = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang", daemon=True)
+
+    def run(self, loop: Loop) -> Ending:
+        """Run the loop under this watch."""
+        loop.touch = self.touch
+        self._thread.start()
+        try:
+            return loop.run()
+        finally:
+            self._ended.set()
+
+    def touch(self) -> None:
+        """Note that the loop goes on."""
+        self._touches += 1
+
+    def look(self) -> bool:
+        """Count the time without a touch; return True if it is over the budget."""
+        now, touches = self._clock(), self._touches
+        passed_s, self._looked = min(now - self._looked, 2 * LOOK_S), now
+        self._quiet_s = self._quiet_s + passed_s if touches == self._seen else 0.0
+        self._seen = touches
+        return 0 < self._budget_s <= self._quiet_s
+
+    def _run(self) -> None:
+        self._looked = self._clock()
+        while not self._ended.wait(LOOK_S):
+            self._look_at_memory()
+            if self.look():
+                self._tell()
+                return
+
+    def _tell(self) -> None:
+        text = (
+            f"hangs: no step and no boundary for {self._quiet_s:.0f} s, "
+            f"placement.hang_budget_s = {self._budget_s:g}; a device or a collective "
+            f"does not answer"
+        )
+        logger.error("%s; its threads are at:", text)
+        try:
+            faulthandler.dump_traceback(sys.stderr)
+        except (OSError, ValueError, AttributeError) as error:  # It has no file.
+            logger.error("no stack could be written: %s", error)
+        self._hangs(text)
+
+    def _look_at_memory(self) -> None:
+        left, whole = memory.left_bytes()
+        little = bool(whole) and left < LITTLE_LEFT * whole
+        if little and not self._told_memory:
+            memory.give_back()
+            logger.warning(
+                "%.1f of %.1f GB of memory are left on this machine, and this process "
+                "has %.1f: it may be killed for it",
+                left / 1e9,
+                whole / 1e9,
+                memory.resident_bytes() / 1e9,
+            )
+        self._told_memory = little
+
+
+def end_hanging(stop: Callable[[Ending], None], text: str, within_s: float) -> NoReturn:
+    """End a process whose loop hangs; say goodbye by `stop` if there is time."""
+    ending = Ending(EXIT_FAILED, text)
+    goodbye = threading.Thread(target=stop, args=(ending,), name="goodbye", daemon=True)
+    goodbye.start()
+    goodbye.join(within_s)
+    abandon_world(EXIT_FAILED)

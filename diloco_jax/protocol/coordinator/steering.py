@@ -1,0 +1,83 @@
+"""Steering: what an operator changes in who takes part, while the run goes on.
+
+An island that the config does not name is let in, or put out again; a quarantined one
+is released. Each change is durable.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator import admission, members, quarantine
+from diloco_jax.protocol.coordinator.events import Effect, Persist
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Refused, Steer
+
+Step = tuple[State, list[Effect]]
+
+MOST_ADMITTED = 64
+"""Islands that operators may have let in at once: the server has places for them."""
+
+
+def refusal(config: PolicyConfig, state: State, event: Steer) -> str:
+    """Explain why this cannot be done; empty if it can, or is done already."""
+    name = event.island
+    match event.how:
+        case "admit":
+            if is_in(config, state, name) or len(state.admitted) < MOST_ADMITTED:
+                return ""
+            return (
+                f"{len(state.admitted)} islands are let in besides those of the "
+                f"config, and no more can be; remove one (`diloco admit NAME "
+                f"--remove`), or start the coordinator with a config that has {name!r}"
+            )
+        case "remove":
+            if name in state.admitted or not is_in(config, state, name):
+                return ""
+            return (
+                f"island {name!r} is in the coordinator's config; shut it out with "
+                f"`diloco certs DIR --revoke island.{name}`, or start the coordinator "
+                f"with a config that has it neither in islands nor in placement.admit"
+            )
+        case "release":
+            island = state.islands.get(name)
+            if island is not None:
+                return ""
+            known = ", ".join(map(repr, state.islands)) or "none"
+            return f"no island {name!r} was ever in the run; there were {known}"
+
+
+def is_in(config: PolicyConfig, state: State, name: str) -> bool:
+    """Tell whether an island of that name may join."""
+    return not admission.unknown(config, name, state.admitted)
+
+
+def steer(config: PolicyConfig, state: State, event: Steer) -> Step:
+    """Do what an operator wants, unless it cannot be done or is done already."""
+    if refusal(config, state, event):
+        return state, []
+    name, known = event.island, state.islands.get(event.island)
+    match event.how:
+        case "admit" if not is_in(config, state, name):
+            state = admission.with_admitted(state, name, admitted=True)
+            return state, [Persist(record=records.Admitted(island=name))]
+        case "remove" if name in state.admitted:
+            return _remove(state, name)
+        case "release" if known is not None and known.quarantined:
+            return quarantine.release(state, known, asked=True)
+    return state, []
+
+
+def _remove(state: State, name: str) -> Step:
+    """Let an island in no longer; its incarnation ends, and what it had open is lost.
+    What is in a merge already is merged."""
+    state = admission.with_admitted(state, name, admitted=False)
+    removed = Persist(record=records.Removed(island=name))
+    island = state.islands.get(name)
+    if island is None or island.status == "gone":
+        return state, [removed]
+    message = f"an operator removed island {name!r} from the run"
+    state, ended = members.end(state, name, "refused", message)
+    refused = Refused(code="removed", message=f"{message}; stop this process")
+    turned_away = members.turned_away(name, island.session, refused)
+    # In this order: after a crash between the two records, the order is given again.
+    return state, [*ended, removed, *turned_away]

@@ -1,0 +1,132 @@
+"""A local run is closed to other users of its machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pwd
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco_jax import run_files
+from diloco_jax.cluster import commands
+from diloco_jax.cluster.private import private_files, with_keys, with_own_keys
+from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.wire.certificates import principals
+from diloco_jax.wire.principal import COORDINATOR, OPERATOR, READER, island
+from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.workdir import make_workdir
+
+
+def config_of(**placement: object) -> Config:
+    islands = {"a": IslandConfig(), "b": IslandConfig()}
+    return Config(islands=islands, placement=Placement(admit=("c",), **placement))
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    made = tmp_path / "runs" / "run"
+    with private_files():
+        make_workdir(made)
+    return made
+
+
+def test_a_local_run_has_keys_of_its_own(workdir: Path) -> None:
+    config = with_keys(config_of(), workdir)
+    keys = workdir / run_files.KEYS
+    assert config.placement.certificates == str(keys)
+    expected = {COORDINATOR, OPERATOR, READER, *map(island, "abc")}
+    assert set(principals(keys)) == expected
+    for who in expected:
+        TlsFiles.load(keys, who)
+    assert os.listdir(workdir) == [run_files.KEYS]
+    command = commands.coordinator_command(workdir, "127.0.0.1:0", "--init")
+    assert command[command.index("--certificates") + 1] == str(keys)
+    (own,) = commands.island_commands(workdir, "a", 1, "127.0.0.1:1", 1)
+    assert own[own.index("--certificates") + 1] == str(keys)
+
+
+def test_a_run_that_goes_on_keeps_its_keys_and_gets_those_that_it_lacks(
+    workdir: Path,
+) -> None:
+    with_keys(config_of(), workdir)
+    keys = workdir / run_files.KEYS
+    before = {path: path.read_bytes() for path in keys.iterdir()}
+    more = dataclasses.replace(config_of(), islands={"d": IslandConfig()})
+    with_keys(more, workdir)
+    assert {path: path.read_bytes() for path in before} == before
+    TlsFiles.load(keys, island("d"))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{"certificates": "certs"}, {"insecure": True}, {"bind": "0.0.0.0:7000"}],
+)
+def test_a_run_that_says_otherwise_has_none(
+    workdir: Path, placement: dict[str, object]
+) -> None:
+    config = config_of(**placement)
+    with_keys(config_of(), workdir)
+    assert with_keys(config, workdir) == config, "it had keys before it was stopped"
+    assert os.listdir(workdir) == []
+    assert with_own_keys(config.placement, workdir) == config.placement
+    command = commands.coordinator_command(workdir, "127.0.0.1:0", "--init")
+    assert "--certificates" not in command
+
+
+def test_a_run_that_names_its_own_keys_keeps_them(workdir: Path) -> None:
+    with_keys(config_of(), workdir)
+    named = config_of(certificates=str(workdir / run_files.KEYS))
+    assert with_keys(named, workdir) == named
+    TlsFiles.load(workdir / run_files.KEYS, COORDINATOR)
+
+
+def test_only_the_owner_may_use_what_a_local_run_makes(workdir: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with private_files():
+            with_keys(config_of(), workdir)
+            (workdir / "tape.jsonl").write_text("{}")
+            (workdir / "logs").mkdir()
+            subprocess.run(["touch", workdir / "logs" / "a.log"], check=True)
+        (workdir.parent / "other").touch()
+    finally:
+        os.umask(before)
+    made = [workdir, *workdir.rglob("*")]
+    assert len(made) > 10
+    assert [path for path in made if path.stat().st_mode & 0o077] == []
+    assert (workdir.parent / "other").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user of the machine may look into."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_another_user_reads_nothing_of_a_local_run(shared: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root has another user at hand; the modes are tested above")
+    nobody, workdir = pwd.getpwnam("nobody").pw_uid, shared / "run"
+
+    def tried(*command: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [*map(str, command)], user=nobody, capture_output=True, check=False
+        )
+
+    with private_files():
+        make_workdir(workdir)
+        with_keys(config_of(), workdir)
+        (workdir / "tape.jsonl").write_text("{}")
+    assert tried("ls", shared).stdout == b"run\n"
+    key = workdir / run_files.KEYS / "coordinator.key"
+    for what in (key, workdir / "tape.jsonl", workdir):
+        done = tried("cat" if what.is_file() else "ls", what)
+        assert (done.returncode != 0, done.stdout) == (True, b"")
+        assert b"Permission denied" in done.stderr

@@ -1,0 +1,183 @@
+"""Alerts reach people: few messages, each once, and nothing waits for them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator import alarm as module
+from diloco_jax.coordinator.alarm import EVERY_S, FORGOTTEN_S, TOGETHER, Alarm
+
+
+class Wire:
+    """An alarm whose alerts and clock a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.alerts = 0.0, list[str]()
+        self.sent: list[tuple[list[str], int]] = []
+        placement = Placement(alert_command="true")
+        self.alarm = Alarm(placement, "r", lambda: self.alerts, lambda: self.now)
+        monkeypatch.setattr(
+            self.alarm, "_deliver", lambda some, more: self.sent.append((some, more))
+        )
+
+    def look(self, seconds: float = 1.0) -> list[tuple[list[str], int]]:
+        """A second later, or more; what was sent."""
+        self.now += seconds
+        before = len(self.sent)
+        self.alarm.look()
+        return self.sent[before:]
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    return Wire(monkeypatch)
+
+
+def test_an_alert_is_sent_once_however_long_it_stands(wire):
+    wire.alerts = ["disk: 12 MB are free"]
+    assert wire.look() == [(["disk: 12 MB are free"], 0)]
+    wire.alerts = ["disk: 11.5 MB are free"]
+    for _ in range(1000):
+        assert wire.look() == [], "another number is no other alert"
+
+
+def test_an_alert_that_comes_back_after_a_while_is_new(wire):
+    wire.alerts = ["a"]
+    assert wire.look()
+    wire.alerts = []
+    wire.look(FORGOTTEN_S - 10)
+    wire.alerts = ["a"]
+    assert wire.look() == []
+    wire.alerts = []
+    wire.look(FORGOTTEN_S)
+    wire.alerts = ["a"]
+    assert wire.look()
+
+
+def test_a_storm_is_a_message_a_minute_with_what_fits(wire):
+    sent = []
+    for second in range(300):
+        wire.alerts = [f"island {chr(97 + second % 26)}{chr(97 + second // 26)}"]
+        sent += wire.look()
+    assert len(sent) == 300 // EVERY_S
+    assert all(len(some) <= TOGETHER for some, _ in sent)
+    assert sum(len(some) + more for some, more in sent) >= 300 - EVERY_S
+    assert len(wire.alarm._seen) == 300
+
+
+def test_what_it_remembers_is_bounded(wire, monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED", 5)
+    for number in range(26):
+        wire.alerts = [f"alert {chr(97 + number)}"]
+        wire.look()
+    assert len(wire.alarm._seen) == 5
+    assert len(wire.alarm._waiting) <= TOGETHER
+
+
+# ---- real ways to people -----------------------------------------------------------
+
+
+@pytest.fixture
+def hook() -> Iterator[tuple[str, list[dict]]]:
+    """The URL of a server, and what was posted there."""
+    posted: list[dict] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            posted.append(json.loads(self.rfile.read(length)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            """Nothing."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", posted
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_a_command_and_a_url_get_the_alerts(tmp_path, hook):
+    url, posted = hook
+    out = tmp_path / "out"
+    code = f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"
+    placement = Placement(alert_command=f'{sys.executable} -c "{code}"', alert_url=url)
+    alarm = Alarm(placement, "run-1", lambda: ["a hangs", "b hangs"])
+    alarm.start()
+    alarm.close(60.0)
+    assert out.read_text() == "run run-1\na hangs\nb hangs\n"
+    assert posted == [
+        {
+            "text": "a hangs\nb hangs",
+            "run_id": "run-1",
+            "alerts": ["a hangs", "b hangs"],
+            "more": 0,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (Placement(alert_command="/nonexistent/mail"), "No such file"),
+        (Placement(alert_command="false"), "non-zero exit status 1"),
+        (Placement(alert_url="http://127.0.0.1:1/hook"), "refused"),
+    ],
+)
+def test_what_cannot_be_delivered_is_logged_and_stops_nothing(placement, said, caplog):
+    alarm = Alarm(placement, "r", lambda: ["a hangs"])
+    alarm.look()
+    assert said in caplog.text
+    assert "1 alerts did not reach" in caplog.text
+
+
+def test_a_command_that_hangs_holds_up_nobody(monkeypatch, caplog):
+    monkeypatch.setattr(module, "WITHIN_S", 0.2)
+    placement = Placement(
+        alert_command=f"{sys.executable} -c 'import time; time.sleep(60)'"
+    )
+    alarm = Alarm(placement, "r", lambda: ["a hangs"])
+    began = time.monotonic()
+    alarm.start()
+    assert time.monotonic() - began < 10
+    alarm.close(30.0)
+    assert not alarm._thread.is_alive()
+    assert "timed out" in caplog.text
+
+
+def test_a_shell_does_not_run_it(tmp_path):
+    placement = Placement(alert_command=f"echo x ; touch {tmp_path / 'made'}")
+    Alarm(placement, "r", lambda: ["a hangs"]).look()
+    assert not (tmp_path / "made").exists()
+
+
+def test_without_a_way_there_is_no_thread():
+    alarm = Alarm(Placement(), "r", lambda: ["a"])
+    alarm.start()
+    assert alarm._thread.ident is None
+    alarm.close(1.0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (Placement(alert_url="ftp://x"), "begins with none of https://"),
+        (Placement(alert_command="mail 'x"), "is no command"),
+    ],
+)
+def test_what_is_no_way_is_refused(placement, said):
+    config = Config(islands={"a": IslandConfig()}, placement=placement)
+    with pytest.raises(ConfigError, match=said):
+        config.validate()

@@ -1,0 +1,192 @@
+"""What is wrong is told once, within its budget, and again when it begins again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.coordinator import watchdog
+from diloco_jax.coordinator.watchdog import Gauges, Watchdog
+
+BUDGET_S = 10.0
+GB = 1 << 30
+
+
+class World:
+    """A machine and a status that a test changes."""
+
+    def __init__(self) -> None:
+        self.now, self.ahead = 1000.0, 1.7e9
+        self.resident, self.left, self.free = GB, (50 * GB, 100 * GB), 100 * GB
+        self.given_back = 0
+        self.islands = {name: self.island() for name in "abc"}
+        self.status: dict[str, Any] = {
+            "phase": "running",
+            "goodput": 0.9,
+            "seconds": 60.0,
+            "islands": self.islands,
+        }
+        machine = Gauges(
+            unix=lambda: self.now + self.ahead,
+            resident=lambda: self.resident,
+            left=lambda: self.left,
+            free=lambda folder: self.free,
+            give_back=self.give_back,
+        )
+        self.dog = Watchdog([Path("/run")], BUDGET_S, self.now, machine)
+
+    def island(self, **changes: Any) -> dict[str, Any]:
+        return {
+            "state": "training",
+            "incarnation": 1,
+            "steps": 100,
+            "median_step_seconds": 0.5,
+            "tokens_per_second": 200.0,
+            "loss": 3.0,
+            **changes,
+        }
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+    def pass_s(self, seconds: float, *stuck: str) -> list[str]:
+        """Time passes, and all islands but those make steps; what is told of it."""
+        told = []
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            for name, island in self.islands.items():
+                island["steps"] += name not in stuck
+            told += self.dog.look(self.status, self.now)
+        return told
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    assert world.pass_s(60) == []
+    return world
+
+
+def test_an_island_without_steps_hangs_after_three_budgets(world):
+    assert world.pass_s(3 * BUDGET_S - 1, "b") == []
+    (told,) = world.pass_s(2, "b")
+    assert "island b has made no step for 30 s" in told
+    assert "placement.hang_budget_s" in told
+    assert world.pass_s(600, "b") == [], "it is told once"
+    assert world.pass_s(5) == []
+    (again,) = world.pass_s(32, "b")
+    assert "island b has made no step" in again
+
+
+def test_slow_steps_take_their_time(world):
+    world.islands["b"]["median_step_seconds"] = 20.0
+    assert world.pass_s(399, "b") == []
+    (told,) = world.pass_s(2, "b")
+    assert "island b has made no step for 400 s, and its steps take 20 s" in told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"state": "absent"}, {"state": "compiling"}, {"state": "stopped"}],
+)
+def test_an_island_that_does_not_train_does_not_hang(world, changes):
+    world.islands["b"] |= changes
+    assert world.pass_s(600, "b") == []
+
+
+def test_nobody_hangs_at_the_end_of_a_run(world):
+    world.status["phase"] = "flushing"
+    assert world.pass_s(600, "a", "b", "c") == []
+
+
+def test_an_island_that_slows_down_is_told_with_both_speeds(world):
+    world.islands["a"]["tokens_per_second"] = 120.0
+    assert world.pass_s(60) == []
+    world.islands["a"]["tokens_per_second"] = 90.0
+    (told,) = world.pass_s(60)
+    assert "island a has slowed down: 90 tokens per second, and 200 before" in told
+    world.islands["a"] |= {"incarnation": 2, "steps": 0}
+    assert world.pass_s(600) == [], "another process has a speed of its own"
+
+
+def test_a_loss_that_parts_from_the_others_is_told_after_a_minute(world):
+    world.islands["c"]["loss"] = 4.0
+    assert world.pass_s(59) == []
+    (told,) = world.pass_s(3)
+    assert "the loss of island c is 4, that of the others 3" in told
+    world.islands["c"]["loss"] = 3.1
+    world.pass_s(1)
+    world.islands["c"]["loss"] = None
+    assert world.pass_s(100) == [], "skipped steps have an alert of their own"
+
+
+def test_one_of_two_that_part_cannot_be_told(world):
+    del world.islands["a"]
+    world.islands["c"]["loss"] = 4.0
+    assert world.pass_s(100) == []
+
+
+def test_a_low_goodput_is_told_once_the_run_is_old(world):
+    world.status["goodput"] = 0.4
+    assert world.pass_s(10) == []
+    world.status["seconds"] = 601.0
+    (told,) = world.pass_s(10)
+    assert told.startswith("goodput is 40%")
+
+
+@pytest.mark.parametrize("jump_s", [7.0, -3600.0])
+def test_a_clock_that_jumps_is_told_within_a_second(world, jump_s):
+    world.ahead += jump_s
+    (told,) = world.pass_s(0.5)
+    assert f"clock jumped by {jump_s:+.0f} s" in told
+    assert world.pass_s(60) == []
+
+
+def test_a_clock_that_is_slewed_does_not_jump(world):
+    for _ in range(200):
+        world.ahead += 0.3
+        assert world.pass_s(1) == []
+
+
+def test_memory_that_grows_is_given_back_first_and_told_then(world):
+    assert world.pass_s(watchdog.WARM_S) == []
+    world.resident = 2 * GB
+    assert world.pass_s(60) == []
+    assert world.given_back == 0
+    world.resident = 3 * GB
+    (told,) = world.pass_s(6)
+    assert world.given_back > 0
+    assert "memory has grown from 1.1 to 3.2 GB" in told
+
+
+def test_memory_that_comes_back_when_it_is_asked_for_is_nothing_to_tell(world):
+    assert world.pass_s(watchdog.WARM_S) == []
+    world.resident = 3 * GB
+    world.dog._machine = world.dog._machine._replace(
+        give_back=lambda: setattr(world, "resident", GB)
+    )
+    assert world.pass_s(60) == []
+
+
+def test_a_machine_that_runs_out_of_memory_or_disk_is_told(world):
+    world.left, world.free = (4 * GB, 100 * GB), GB - 1
+    little, disk = world.pass_s(6)
+    assert "4.3 of 107.4 GB of memory are left" in little
+    assert "1074 MB are free in /run" in disk
+    assert world.given_back > 0
+    world.free = GB
+    world.pass_s(10)
+    world.free = 0
+    (again,) = world.pass_s(6)
+    assert "0 MB are free" in again
+
+
+def test_what_it_keeps_does_not_grow(world):
+    for number in range(2000):
+        world.islands.clear()
+        world.islands[f"x{number}"] = world.island(steps=number)
+        world.pass_s(0.5)
+    assert len(world.dog._islands) == 1
+    assert len(world.dog._since) + len(world.dog._told) < 10

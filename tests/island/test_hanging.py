@@ -1,0 +1,125 @@
+"""A loop that hangs is noticed within its budget, says where, and its process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from diloco_jax.config import IslandConfig
+from diloco_jax.island import hanging
+from diloco_jax.island.device.mesh import require_accelerator
+from diloco_jax.island.hanging import LOOK_S, HangWatch
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def hangs_after(watch: HangWatch, clock: Clock, most_s: float) -> float:
+    """Seconds of looks until it says so; `most_s` if it does not."""
+    began = clock.now
+    while clock.now - began < most_s:
+        clock.now += LOOK_S
+        if watch.look():
+            break
+    return clock.now - began
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def watch_of(clock: Clock, budget_s: float) -> HangWatch:
+    return HangWatch(budget_s, lambda text: None, clock)
+
+
+def test_silence_beyond_the_budget_is_a_hang(clock):
+    watch = watch_of(clock, 30.0)
+    assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
+
+
+def test_a_touch_begins_the_budget_anew(clock):
+    watch = watch_of(clock, 30.0)
+    for _ in range(20):
+        assert hangs_after(watch, clock, 20.0) == 20.0
+        watch.touch()
+    assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
+
+
+def test_a_machine_that_stands_still_does_not_hang(clock):
+    watch = watch_of(clock, 30.0)
+    for _ in range(10):
+        clock.now += 3600.0
+        assert not watch.look()
+
+
+def test_without_a_budget_nothing_hangs(clock):
+    assert hangs_after(watch_of(clock, 0.0), clock, 5000.0) == 5000.0
+
+
+HANGING = """
+import logging, sys, threading
+from diloco_jax.island import hanging
+from diloco_jax.island.hanging import HangWatch, end_hanging
+logging.basicConfig(stream=sys.stderr)
+hanging.LOOK_S = 0.05
+class Loop:
+    touch = None
+    def run(self):
+        self.touch()
+        where_it_hangs()
+def where_it_hangs():
+    threading.Event().wait(600)
+def stop(ending):
+    print("goodbye", ending.exit_code, ending.text, flush=True)
+    BLOCKS
+def hangs(text):
+    end_hanging(stop, text, 0.3)
+HangWatch(0.5, hangs).run(Loop())
+"""
+
+
+@pytest.mark.parametrize("blocks", ["pass", "where_it_hangs()"])
+def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING.replace("BLOCKS", blocks)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("goodbye 1 hangs: no step and no boundary for ")
+    assert "placement.hang_budget_s = 0.5" in done.stdout
+    assert "in where_it_hangs" in done.stderr, "the stack of the loop's thread"
+
+
+def test_little_memory_is_in_the_log_once(clock, monkeypatch, caplog):
+    watch, left = watch_of(clock, 0.0), [(1 << 30, 100 << 30)]
+    monkeypatch.setattr(hanging.memory, "left_bytes", lambda: left[-1])
+    for _ in range(3):
+        watch._look_at_memory()
+    assert caplog.text.count("GB of memory are left") == 1
+    left.append((50 << 30, 100 << 30))
+    watch._look_at_memory()
+    left.append((1 << 30, 100 << 30))
+    watch._look_at_memory()
+    assert caplog.text.count("GB of memory are left") == 2
+
+
+def test_a_host_that_lost_its_accelerator_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    island = IslandConfig(topology="v6e:2x2")
+    with pytest.raises(RuntimeError, match=r"v6e:2x2, .* has lost its accelerator"):
+        require_accelerator(island, {})
+    require_accelerator(island, {"JAX_PLATFORMS": "cpu"})
+    require_accelerator(IslandConfig(), {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    require_accelerator(island, {})
