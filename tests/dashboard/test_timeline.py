@@ -184,6 +184,24 @@ def test_a_delta_is_out_from_its_take_to_its_verdict(told):
     assert told.total("out", 0, 100) == pytest.approx(20)
 
 
+def test_a_pending_delta_is_still_out(told):
+    told.join(0.0)
+    told.took(10.0)
+    told.merged(15.0, a=(1, "pending", ""))
+    told.merged(20.0, version=2, a=(1, "merged", ""))
+    told.metrics(90.0, 1)
+    assert told.total("out", 0, 100) == pytest.approx(10)
+
+
+def test_an_island_that_left_after_it_was_back_was_not_away(told):
+    told.join(0.0)
+    told.metrics(0.0, 1)
+    told.tape(30.0, recovered())
+    told.tape(31.0, records.Resumed(steps=30, **OF_A))
+    told.left(35.0, "stopped")
+    assert told.seconds(0, 40) == {"training": 35}
+
+
 def test_tokens_and_bytes_are_spread_between_two_reports(told):
     told.join(0.0)
     told.metrics(10.0, 0)
