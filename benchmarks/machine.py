@@ -67,6 +67,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def peak_memory(pid: int) -> int:
+    """Return the largest resident set of a process so far, in bytes; raises OSError if
+    it is gone."""
+    return 1024 * number_of(Path(f"/proc/{pid}/status"), "VmHWM:")
+
+
 class Watch:
     """A thread that looks every `pause_s` while its block lasts."""
 

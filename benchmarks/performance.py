@@ -77,6 +77,13 @@ ROWS = (
     ),
     Row("data", "rows per second of one core", ("data",)),
     Row(
+        "island_memory",
+        "an island's memory over that of the loop alone and the anchors",
+        ("island_memory",),
+        "The peak is within a step, and not at the join; what it holds was not looked "
+        "at yet.",
+    ),
+    Row(
         "simulator",
         "a day of 2.4 M chips, schedules of faults",
         ("simulator",),

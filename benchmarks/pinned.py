@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import support
-from machine import CpuSamples, cpu_seconds
+from machine import CpuSamples, cpu_seconds, peak_memory
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
@@ -41,6 +41,8 @@ class PinnedRun:
         self._path, self._log = folder / run_files.CONFIG, folder / "log"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._cpu: CpuSamples = collections.defaultdict(list)
+        self.peaks: dict[str, int] = {}
+        """Largest resident set of each process in bytes."""
         write_json(dataclasses.asdict(config), self._path)
         self._workdir_of = folder
         serve = ["coordinator", str(self._path), "--workdir", str(self.workdir)]
@@ -80,9 +82,13 @@ class PinnedRun:
         deadline = time.monotonic() + timeout_s
         while not reached():  # type: ignore[operator]
             for name, process in self._processes.items():
-                with contextlib.suppress(OSError, ValueError, IndexError):
+                with contextlib.suppress(
+                    OSError, ValueError, IndexError, StopIteration
+                ):
                     sample = time.time(), cpu_seconds(process.pid)
                     self._cpu[name, process.pid].append(sample)
+                    peak = peak_memory(process.pid)
+                    self.peaks[name] = max(peak, self.peaks.get(name, 0))
                 if process.poll():
                     raise support.RunError(f"{name} failed:\n{self.log_of(name)}")
             if time.monotonic() > deadline:

@@ -132,7 +132,7 @@ def version_problems(tape: Sequence[Record]) -> list[str]:
                 if version <= before:
                     wrong.append(f"fragment {fragment}: begun {version} after {before}")
                 merged[fragment] = version
-        elif record["kind"] == "merged":
+        elif record["kind"] in ("merged", "term_begun"):
             fragment, version = record["fragment"], record["version"]
             before = merged.get(fragment, [1, 0])
             if version <= before:
@@ -169,6 +169,31 @@ def steps_to_first_merge(
     return float("inf")
 
 
+def lost_merges_problems(tape: Sequence[Record]) -> list[str]:
+    """Return the terms of lost fragments whose lost tokens are not those that were
+    merged into versions above the anchor's, and that count."""
+    wrong = []
+    counting: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+    for record in tape:
+        if record["kind"] == "merged":
+            tokens: dict[str, int] = collections.Counter()
+            for part in record["contributions"]:
+                tokens[part["island"]] += part["tokens"]
+            merges = counting.setdefault(record["fragment"], {})
+            merges[tuple(record["version"])] = tokens
+        elif record["kind"] == "term_begun":
+            merges = counting.setdefault(record["fragment"], {})
+            lost: dict[str, int] = collections.Counter()
+            for version in [v for v in merges if v > tuple(record["replaced"])]:
+                lost.update(merges.pop(version))
+            if lost != record["lost_tokens"]:
+                wrong.append(
+                    f"fragment {record['fragment']}, {record['version']}: lost "
+                    f"{record['lost_tokens']}, by the merges {dict(lost)}"
+                )
+    return wrong
+
+
 def outage_seconds(tape: Sequence[Record]) -> list[float]:
     """Return the seconds for which each crash of the coordinator silenced the tape."""
     return [
@@ -189,6 +214,9 @@ def _recount(
         if record["kind"] == "merged":
             for part in record["contributions"]:
                 merged[part["island"]][record["fragment"]] += part["tokens"]
+        elif record["kind"] == "term_begun":
+            for name, tokens in record["lost_tokens"].items():
+                merged[name][record["fragment"]] -= tokens
         elif record["kind"] == "joined":
             who = (record["island"], record["incarnation"])
             tokens_per_step[who] = record["tokens_per_step"]

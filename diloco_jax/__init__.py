@@ -1,9 +1,10 @@
 """One model, trained by TPU slices that differ, fail, join and leave.
 
 `emulate(config)` runs a config's whole algorithm in this process, in virtual time.
-`LocalCluster(config)` runs it as processes of this machine. `load_params(workdir)`
-returns the parameters that a run has learnt. `join(address, ...)` makes a train loop of
-your own an island.
+`LocalCluster(config)` runs it as processes of this machine. `read_history(workdir)` and
+`load_params(workdir)` return what such a run did, and what it has learnt.
+`join(address, ...)` makes a train loop of your own an island. The names of `__all__`
+are the public ones (docs/python.md).
 """
 
 from __future__ import annotations
@@ -12,39 +13,90 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_jax.cluster.local import LocalCluster
+    from diloco_jax.cluster.local import LocalCluster, LocalClusterError
+    from diloco_jax.config import (
+        Config,
+        ConfigError,
+        DataConfig,
+        InnerConfig,
+        IslandConfig,
+        ModelConfig,
+        OuterConfig,
+        Placement,
+        RunConfig,
+        SyncConfig,
+    )
+    from diloco_jax.config.loading import read_config
     from diloco_jax.evaluation import load_params
     from diloco_jax.island.joined import IslandEndedError, JoinedIsland, join
     from diloco_jax.models.model import loop_model
+    from diloco_jax.models.presets import preset
+    from diloco_jax.observability.history import History
+    from diloco_jax.observability.recorded import read_history
     from diloco_jax.simulation.emulation.emulate import Emulation, emulate
-    from diloco_jax.simulation.emulation.history import History
     from diloco_jax.simulation.emulation.options import EmulationOptions
+    from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
+    from diloco_jax.simulation.virtual.line import LineSpeed
 
 __all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
     "Emulation",
     "EmulationOptions",
+    "GoodputConfig",
     "History",
+    "InnerConfig",
+    "IslandConfig",
     "IslandEndedError",
     "JoinedIsland",
+    "LineSpeed",
     "LocalCluster",
+    "LocalClusterError",
+    "ModelConfig",
+    "OuterConfig",
+    "Placement",
+    "RunConfig",
+    "SyncConfig",
     "emulate",
     "join",
     "load_params",
     "loop_model",
+    "preset",
+    "read_config",
+    "read_history",
+    "simulate_goodput",
 ]
 
 # Nothing heavy is imported before it is needed: jax reads the environment on import.
 _HOMES = {
-    "Emulation": "diloco_jax.simulation.emulation.emulate",
+    "Config": "diloco_jax.config",
+    "ConfigError": "diloco_jax.config",
+    "DataConfig": "diloco_jax.config",
+    "InnerConfig": "diloco_jax.config",
+    "IslandConfig": "diloco_jax.config",
+    "ModelConfig": "diloco_jax.config",
+    "OuterConfig": "diloco_jax.config",
+    "Placement": "diloco_jax.config",
+    "RunConfig": "diloco_jax.config",
+    "SyncConfig": "diloco_jax.config",
+    "read_config": "diloco_jax.config.loading",
+    "preset": "diloco_jax.models.presets",
     "emulate": "diloco_jax.simulation.emulation.emulate",
+    "Emulation": "diloco_jax.simulation.emulation.emulate",
     "EmulationOptions": "diloco_jax.simulation.emulation.options",
-    "History": "diloco_jax.simulation.emulation.history",
+    "LineSpeed": "diloco_jax.simulation.virtual.line",
+    "History": "diloco_jax.observability.history",
+    "read_history": "diloco_jax.observability.recorded",
     "LocalCluster": "diloco_jax.cluster.local",
+    "LocalClusterError": "diloco_jax.cluster.local",
     "load_params": "diloco_jax.evaluation",
     "join": "diloco_jax.island.joined",
     "JoinedIsland": "diloco_jax.island.joined",
     "IslandEndedError": "diloco_jax.island.joined",
     "loop_model": "diloco_jax.models.model",
+    "GoodputConfig": "diloco_jax.simulation.fleets.goodput",
+    "simulate_goodput": "diloco_jax.simulation.fleets.goodput",
 }
 
 

@@ -128,6 +128,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "HOST:PORT or WORKDIR [--json]",
         "who is alive, who takes part, versions, tokens, goodput, bandwidth",
     ),
+    "dashboard": (
+        _of("diloco_jax.dashboard.command", "dashboard_command"),
+        "WORKDIR or HOST:PORT [--port N]",
+        "shows a run in a browser: islands over time, merges, losses, alerts",
+    ),
     "eval": (
         _of("diloco_jax.eval_command", "eval_command"),
         "WORKDIR [--json]",
@@ -160,7 +165,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "launch": (
         config_commands.launch_command,
-        "CONFIG --on tpu_vm|gke [--action create|run|logs|stop|delete] [--dry-run]",
+        "CONFIG --on tpu_vm|gke|sky [--action create|watch|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "data": (

@@ -48,6 +48,7 @@ def run_command(arguments: Sequence[str]) -> int:
         Console(stderr=True, markup=False),
         baseline=options.baseline,
         resume=options.resume,
+        dashboard=options.dashboard,
     )
     if options.json:
         print(json.dumps(summary))
@@ -109,8 +110,10 @@ def island_command(arguments: Sequence[str]) -> int:
     workdir = _workdir(config)
     options.check(config)
     from diloco_jax.island.environment import prepare_island
+    from diloco_jax.memory import one_arena
 
-    # Before anything imports jax.
+    # Before anything imports jax, or starts a thread.
+    one_arena()
     prepare_island(config.island(options.name))
     incarnation = options.incarnation
     if not incarnation:
@@ -166,7 +169,7 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
 
 def launch_command(arguments: Sequence[str]) -> int:
-    """Run `diloco launch CONFIG --on tpu_vm|gke`."""
+    """Run `diloco launch CONFIG --on tpu_vm|gke|sky`."""
     from diloco_jax.launch.command import LaunchOptions, run
 
     path, config, options = _config_and_options("launch", arguments, LaunchOptions())

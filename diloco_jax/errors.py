@@ -12,7 +12,16 @@ UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run: names the field, its value and the remedy."""
+    """A configuration that cannot run: names the field, its value and the remedy.
+
+    Example:
+      >>> from diloco_jax import Config, ConfigError
+      >>> try:
+      ...     Config().replace("sync.quorum", 2).validate()
+      ... except ConfigError as error:
+      ...     print(error)
+      sync.quorum = 2, but there are 1 islands...
+    """
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -1,13 +1,14 @@
 """Faults to inject, written as `WHO@STEP:ACTION`.
 
 WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for its
-host 1) or `coordinator`.
-STEP counts an incarnation's own inner steps; for the coordinator, its merges. ACTION
-is `kill` (SIGKILL, like a preempted or crashed host), `pauseS` (SIGSTOP for S
-seconds, like a stalled host), `nan` or `scaleK` (an island's parameters become NaN, or
-K times as large, as on a broken device or an island that lies). The coordinator is
-struck once its merge is committed and before anyone is told; by `kill-prepared`, once
-it is prepared and not committed.
+host 1), `coordinator`, or a worker of it (`worker-1`; `worker-1#2` for the second
+process of a life of the coordinator).
+STEP counts an incarnation's own inner steps; for the coordinator, its merges; for a
+worker, those of the process. ACTION is `kill` (SIGKILL, like a preempted or crashed
+host), `pauseS` (SIGSTOP for S seconds, like a stalled host), `nan` or `scaleK` (an
+island's parameters become NaN, or K times as large, as on a broken device or an island
+that lies). The coordinator and workers are struck once the merge is committed and
+before anyone is told; by `kill-prepared`, once it is prepared and not committed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ COORDINATOR = "coordinator"
 _FORMS = (
     "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:nan', "
     "'NAME@STEP:scaleFACTOR', 'NAME#INCARNATION@STEP:...', "
-    "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'"
+    "'NAME/HOST@STEP:...' or 'coordinator@STEP:kill-prepared'; worker-NUMBER is a "
+    "worker"
 )
 _PATTERN = re.compile(
     r"(?P<who>[^@#/]+)(?:/(?P<host>\d+))?(?:#(?P<incarnation>[1-9]\d*))?@(?P<step>\d+):"
@@ -81,7 +83,7 @@ class Faults:
 
     def for_who(self, name: str, incarnation: int = 1, host: int = 0) -> Faults:
         """Return the faults of one host of one incarnation of an island (or of
-        `coordinator`)."""
+        `coordinator`, or of one process of a worker)."""
         return Faults(
             tuple(
                 fault
@@ -111,13 +113,23 @@ def is_fault(text: str) -> bool:
     return _PATTERN.fullmatch(text) is not None
 
 
-def parse_faults(texts: Iterable[str], islands: Iterable[str]) -> Faults:
-    """Parse `texts` into faults; raise ConfigError on an unknown form or name."""
-    known = [*islands, COORDINATOR]
-    return Faults(tuple(_parse(text, known) for text in texts))
+def worker_name(number: int) -> str:
+    """Return the name of a worker of the coordinator in faults."""
+    return f"worker-{number}"
 
 
-def _parse(text: str, known: list[str]) -> Fault:
+def parse_faults(
+    texts: Iterable[str], islands: Iterable[str], workers: int = 1
+) -> Faults:
+    """Parse `texts` into faults; raise ConfigError on an unknown form or name. workers:
+    of the coordinator; 1: it is one process."""
+    merging = [worker_name(number) for number in range(workers if workers > 1 else 0)]
+    known = [*islands, COORDINATOR, *merging]
+    merging = [COORDINATOR, *merging]
+    return Faults(tuple(_parse(text, known, merging) for text in texts))
+
+
+def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -133,12 +145,12 @@ def _parse(text: str, known: list[str]) -> Fault:
     factor = math.nan if match["nan"] else None
     if match["scale"]:
         factor = float(match["scale"])
-    if factor is not None and who == COORDINATOR:
+    if factor is not None and who in merging:
         raise ConfigError(
-            f"placement.faults has {text!r}, but {COORDINATOR!r} has no parameters of "
-            f"its own; name an island"
+            f"placement.faults has {text!r}, but {who!r} has no parameters of its own; "
+            f"name an island"
         )
-    if match["prepared"] and who != COORDINATOR:
+    if match["prepared"] and who not in merging:
         raise ConfigError(
             f"placement.faults has {text!r}, but merges are prepared by "
             f"{COORDINATOR!r} alone; write {COORDINATOR}@{match['step']}:kill-prepared"

@@ -166,7 +166,7 @@ def _parse(
         parsed = read(
             kind,
             prog=prog,
-            description=_paragraph(description),
+            description=paragraph(description),
             args=list(arguments),
             config=flat if plain else (),
             registry=_registry(),
@@ -195,7 +195,7 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
         default = field.default if part is kind else getattr(part, field.name)
         text = told.get("help")
         if dataclasses.is_dataclass(default):
-            text = text or _paragraph(default.__doc__)
+            text = text or paragraph(default.__doc__)
             # The section's own fields have the defaults.
             hint, default = _section(default, name=None), dataclasses.MISSING
         shown: Any = Annotated[
@@ -214,7 +214,7 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
     made = dataclasses.make_dataclass(
         kind.__name__, fields, frozen=True, kw_only=True, namespace={ORIGINAL: kind}
     )
-    made.__doc__ = "" if group else _paragraph(kind.__doc__)
+    made.__doc__ = "" if group else paragraph(kind.__doc__)
     return Annotated[made, tyro.conf.arg(name=group or name)]
 
 
@@ -226,8 +226,9 @@ def _original(values: Any) -> Any:
     return kind(**{name: _original(value) for name, value in vars(values).items()})
 
 
-def _paragraph(docstring: str | None) -> str:
-    return " ".join((docstring or "").split())
+def paragraph(docstring: str | None) -> str:
+    """Return a docstring as one line, without its example."""
+    return " ".join((docstring or "").partition("Example:")[0].split())
 
 
 def _constant(value: Any) -> Any:

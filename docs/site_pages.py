@@ -26,6 +26,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.fields import bound_of
+from diloco_jax.options import paragraph
 from diloco_jax.simulation.commands import KINDS
 
 SECTIONS = (
@@ -50,11 +51,6 @@ ADDED = """
 | [commands](../reference/commands.md) | every command and option |
 | [configuration](../reference/configuration.md) | every field of a config |
 | [Python](../reference/api.md) | every public name |
-
-## Notebooks
-
-[What matters](../notebooks/what_matters.ipynb) emulates small fleets.
-[A million chips](../notebooks/a_million_chips.ipynb) simulates large ones.
 
 ## The project
 
@@ -115,7 +111,7 @@ def configuration() -> str:
     for section, prefix in SECTIONS:
         parts += [
             f"## {section.__name__}\n",
-            _sentence(section.__doc__),
+            paragraph(section.__doc__),
             "\n| field | type | default | what it is |\n|---|---|---|---|",
         ]
         hints = typing.get_type_hints(section)
@@ -138,7 +134,17 @@ def configuration() -> str:
 
 def api() -> str:
     """Return a page with the public names of the package."""
-    lines = ["# Python", "", "```{eval-rst}", ".. automodule:: diloco_jax", ""]
+    lines = [
+        "# Python",
+        "",
+        "What is promised of these names, and longer examples: "
+        "[from Python](../docs/python.md). The fields of a config are in the "
+        "[configuration](configuration.md).",
+        "",
+        "```{eval-rst}",
+        ".. automodule:: diloco_jax",
+        "",
+    ]
     for name in diloco_jax.__all__:
         kind = "class" if isinstance(getattr(diloco_jax, name), type) else "function"
         lines.append(f".. auto{kind}:: diloco_jax.{name}")
@@ -181,10 +187,6 @@ def plain_blocks(
 
 def _block(text: str) -> str:
     return f"```text\n{text.rstrip()}\n```\n"
-
-
-def _sentence(docstring: str | None) -> str:
-    return " ".join((docstring or "").split())
 
 
 def _type(hint: Any) -> str:

@@ -23,6 +23,7 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
+    lost_fragments,
     members,
     quarantine,
     recovery,
@@ -90,6 +91,10 @@ def _holds_all_the_time(unheld: Callable[..., Any]) -> Callable[..., Any]:
 
 def _loses_nothing(lose: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, fragment, reason: fragment
+
+
+def _loses_none_of_it(merged_above: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fragment, version: {}
 
 
 def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,6 +294,9 @@ PLANTS = {
     "a_cycle_is_kept_at_once": Plant("cycles", cycles, "is_at", lambda is_at: _at_once),
     "deltas_outlive_their_worker": Plant(
         "held", workers, "_unheld", _keeps_what_a_worker_had
+    ),
+    "what_was_merged_above_an_anchor_stays_merged": Plant(
+        "gathered", lost_fragments, "_merged_above", _loses_none_of_it
     ),
     "ticks_ask_for_what_is_away": Plant(
         "held", workers, "_unheld", _holds_all_the_time

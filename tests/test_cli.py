@@ -174,8 +174,8 @@ def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):
     calls = fake("diloco_jax.cluster.run", (0, {"merges": 3}))
     assert cli.main(["run", path, "--json", "--baseline", "--sync.quorum", "2"]) == 0
     assert json.loads(capsys.readouterr().out) == {"merges": 3}
-    ((config, given, console, baseline, resume),) = calls
-    assert (given, baseline, resume) == (path, True, "")
+    ((config, given, console, baseline, resume, dashboard),) = calls
+    assert (given, baseline, resume, dashboard) == (path, True, "", False)
     assert config.run.sync.quorum == 2
     assert console.stderr
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.faults import Fault, parse_faults
+from diloco_jax.faults import Fault, parse_faults, worker_name
 
 ISLANDS = ["v5p-a", "v6e"]
 
@@ -78,3 +78,15 @@ def test_pause_stops_and_continues():
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     assert process.wait(60) == 0
+
+
+def test_workers_are_struck_by_their_own_merges_in_one_of_their_lives():
+    texts = ["worker-1@4:kill-prepared", "worker-1#2@7:kill", "coordinator@9:kill"]
+    faults = parse_faults(texts, ISLANDS, workers=2)
+    (first,) = faults.for_who(worker_name(1)).faults
+    assert (first.step, first.prepared) == (4, True)
+    (second,) = faults.for_who(worker_name(1), 2).faults
+    assert (second.step, second.prepared) == (7, False)
+    assert faults.for_who(worker_name(0)).faults == ()
+    with pytest.raises(ConfigError, match="there is no 'worker-1'"):
+        parse_faults(texts, ISLANDS)

@@ -24,6 +24,8 @@ MODULES = {
     "gcp-storage-emulator": "gcp_storage_emulator",
     "lm-eval": "lm_eval",
     "jax[tpu]": "jax",
+    "kubernetes-validate": "kubernetes_validate",
+    "kubeflow-trainer-api": "kubeflow_trainer_api",
 }
 """Imported under another name than the one they are installed by."""
 IMPURE = {"asyncio", "logging", "socket", "ssl", "subprocess", "threading", "time"}

@@ -59,6 +59,11 @@ def eval_command(workdir: Path) -> list[str]:
     return [*DILOCO, "eval", str(workdir), "--json"]
 
 
+def dashboard_command(workdir: Path, port: int) -> list[str]:
+    """Return the `diloco dashboard` command for a run of this machine."""
+    return [*DILOCO, "dashboard", str(workdir), "--port", str(port)]
+
+
 def coordinator_environment() -> dict[str, str]:
     """Return the coordinator's additions to this process's environment."""
     return {VARIABLE: str(of_user()), **ALLOCATOR, "JAX_PLATFORMS": "cpu"}

@@ -79,10 +79,19 @@ class LocalProcess:
 class LocalCluster:
     """One run of a config on this machine, in a folder of its own.
 
-    workdir: folder that stays afterwards; None = a temporary one, removed at the end.
+    Use it as a context manager: its processes start with the block, and all of them
+    end with it. docs/python.md has an example that a test runs.
+
+    Attributes:
+      coordinator, islands: handles on the processes, the islands' by name: `pids`,
+        `kill()`, `pause()`, `resume()`.
+      workdir: folder of the run, for `read_history` and `load_params`.
+      log: what `diloco run` said.
     """
 
     def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
+        """workdir: folder that stays afterwards; None = a temporary one, removed at the
+        end. Raises ConfigError if the config cannot run."""
         self.config = config.validate()
         self._temporary = None
         if workdir is None:

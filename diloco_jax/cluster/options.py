@@ -26,6 +26,9 @@ class RunOptions:
         "",
         help="Workdir of a stopped run that should go on; CONFIG may be left out.",
     )
+    dashboard: bool = setting(
+        False, help="Show the run in a browser, too, until it ends: prints the address."
+    )
     trust_code: bool = setting(False, help=TRUST_CODE)
     json: bool = setting(
         False, help="Print the summary to standard output as one JSON object."

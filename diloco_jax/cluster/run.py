@@ -15,7 +15,7 @@ from rich.console import Console
 
 from diloco_jax import paths, run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster import commands
+from diloco_jax.cluster import beside, commands
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.cluster import Cluster, Route, straight
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
@@ -56,13 +56,15 @@ def run(
     baseline: bool,
     resume: str = "",
     route: Route = straight,
+    dashboard: bool = False,
 ) -> tuple[int, dict[str, Any]]:
     """Run a config on this machine; return the exit code and the summary ({} if there
     is none).
 
     resume: workdir of a run that goes on; empty = begin a new run. route: where islands
-    reach the coordinator. Progress and report go to `console`. Raises ConfigError or
-    SecurityError before anything is started, and ClusterError if the run cannot start.
+    reach the coordinator. dashboard: show it in a browser, too. Progress and report go
+    to `console`. Raises ConfigError or SecurityError before anything is started, and
+    ClusterError if the run cannot start.
     """
     config.validate()
     _check_security(config)
@@ -79,7 +81,9 @@ def run(
             config = resolve(config, text_is_here=True)
             begun = whole.enter_context(Beginning(config, config_path))
             config, workdir = begun.create(), begun.workdir
-        return _run(config, workdir, console, begun, route, baseline=baseline)
+        shown = beside.dashboard(workdir, console)
+        with shown if dashboard else contextlib.nullcontext():
+            return _run(config, workdir, console, begun, route, baseline=baseline)
 
 
 def _run(

@@ -9,7 +9,14 @@ from diloco_jax.config.fields import BETWEEN, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The text, tokens or prepared rows that the run trains on."""
+    """The text, tokens or prepared rows that the run trains on.
+
+    Example:
+      >>> from diloco_jax import Config, DataConfig, RunConfig
+      >>> text = DataConfig(paths=("books/",))  # files and folders of this machine
+      >>> Config(run=RunConfig(data=text)).run.data.paths
+      ('books/',)
+    """
 
     paths: tuple[str, ...] = setting(
         (),

@@ -12,7 +12,15 @@ Schedule = Literal["cosine", "constant"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerConfig:
-    """The inner optimizer; its learning rate follows the progress of the run."""
+    """The inner optimizer; its learning rate follows the progress of the run.
+
+    Example:
+      >>> from diloco_jax import Config
+      >>> Config().replace("inner.learning_rate", -1.0)
+      Traceback (most recent call last):
+          ...
+      diloco_jax.errors.ConfigError: inner.learning_rate = -1.0; it must be at least 0
+    """
 
     optimizer: str = setting(
         "adamw",

@@ -12,7 +12,13 @@ AnchorMemory = Literal["device", "pinned_host"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IslandConfig:
-    """Mesh, batch and kernels of one island. Islands may differ in all of them."""
+    """Mesh, batch and kernels of one island. Islands may differ in all of them.
+
+    Example:
+      >>> from diloco_jax import IslandConfig
+      >>> IslandConfig(batch_size=16, mesh_data=2, mesh_fsdp=4).devices
+      8
+    """
 
     batch_size: int = setting(
         8,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from diloco_jax.config.fields import AT_LEAST_1, setting
+from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, setting
+
+WhenDone = Literal["delete", "keep"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,11 @@ class LaunchConfig:
         help="Container image of this package that all machines run: "
         "REGISTRY/PATH:TAG.",
     )
-    zones: dict[str, str] = setting({}, help='Zone by island: "us-east5-a".')
+    zones: dict[str, str] = setting(
+        {},
+        help='Zone by island: "us-east5-a", or several, "us-east5-a,us-east5-b", of '
+        "which each is tried if those before it have no machines (not on tpu_vm).",
+    )
     purchase: dict[str, str] = setting(
         {},
         help='How an island\'s machines are bought: "on_demand" (if it is not named '
@@ -41,6 +48,28 @@ class LaunchConfig:
         "",
         help="E-mail address that machines run as; empty = the project's default "
         "account.",
+    )
+    coordinator_account: str = setting(
+        "",
+        help="The same for the coordinator, if it is another one than the islands'.",
+    )
+    when_done: WhenDone = setting(
+        "delete",
+        help='What becomes of machines whose process has ended for good: "delete" = '
+        'they are given back, the coordinator\'s disk excepted, "keep" = they stay '
+        "until --action delete.",
+    )
+    max_hours: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Hours after a create or run at which every process that it started ends "
+        "in any case, merged or not; 0 = no end.",
+    )
+    linger_hours: float = setting(
+        24.0,
+        NOT_NEGATIVE,
+        help="Hours after the end of the run for which the coordinator tells islands "
+        "that get their machines then that it is over.",
     )
     data: str = setting(
         "",
@@ -65,6 +94,23 @@ class LaunchConfig:
     coordinator_disk_gb: int = setting(
         500, AT_LEAST_1, help="Gigabytes of the disk with the coordinator's workdir."
     )
-    cluster: str = setting("", help="GKE cluster.")
-    location: str = setting("", help="Region or zone of the GKE cluster.")
+    coordinator_address: str = setting(
+        "",
+        help="Host name or internal address at which islands reach the coordinator "
+        "from outside its GKE cluster, or on sky; empty = its name in the cluster.",
+    )
+    dns_zone: str = setting(
+        "",
+        help="Managed zone of Cloud DNS in which, on sky, the coordinator registers "
+        "coordinator_address.",
+    )
+    cluster: str = setting("", help="GKE cluster of the coordinator, and of islands.")
+    location: str = setting("", help="Region or zone of that cluster.")
+    clusters: dict[str, str] = setting(
+        {},
+        help='Other clusters by island: "us-central1/tpus", or with a project before.',
+    )
+    queue: str = setting(
+        "", help="Kueue's local queue in which islands wait; empty = none."
+    )
     namespace: str = setting("default", help="Kubernetes namespace.")

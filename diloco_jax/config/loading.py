@@ -46,6 +46,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_config(path: str | Path) -> Config:
     """Return the unchanged `Config` of a configs file, of a `config.json`, or of a
     config that comes with the package, by its name.
+
+    Example:
+      >>> from diloco_jax import read_config
+      >>> sorted(read_config("quickstart").islands)
+      ['v5p-a', 'v5p-b', 'v6e']
+
+    Raises:
+      ConfigError: there is no such config, or its code fails.
     """
     path = _found(expand(path))
     if path.suffix == ".json":

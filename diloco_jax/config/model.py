@@ -12,7 +12,16 @@ from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, setting
 class ModelConfig:
     """A decoder-only transformer, sizes in elements; or a model of your own.
 
-    Its switches make the families that `docs/models.md` names."""
+    Its switches make the families that `docs/models.md` names.
+
+    Example:
+      >>> from diloco_jax import ModelConfig, preset
+      >>> preset("tiny") == ModelConfig(
+      ...     d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+      ...     mlp_dim=128,
+      ... )
+      True
+    """
 
     factory: str = setting(
         "",

@@ -12,7 +12,13 @@ OPEN = ("optimizer", "learning_rate", "momentum")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """The outer optimizer (docs/design/outer_presets.md)."""
+    """The outer optimizer (docs/design/outer_presets.md).
+
+    Example:
+      >>> from diloco_jax import OuterConfig
+      >>> OuterConfig(optimizer="sgd", learning_rate=1.0).momentum is None
+      True
+    """
 
     optimizer: str | None = setting(
         None,

@@ -26,7 +26,14 @@ PROCESSES = "process"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Addresses, folders, deadlines and injected faults of the processes."""
+    """Addresses, folders, deadlines and injected faults of the processes.
+
+    Example:
+      >>> from diloco_jax import Config
+      >>> config = Config().replace("faults", ("a@30:kill",))  # at island a's 30th step
+      >>> config.placement.faults
+      ('a@30:kill',)
+    """
 
     workdir: str = setting(
         "", help="Folder of the run; empty = runs/CONFIG-TIME in the current folder."
@@ -95,6 +102,14 @@ class Placement:
         "is open and says goodbye. Above 0, SIGTERM or the cloud's "
         "metadata server gives notice, and the island ends with exit code 1, to be "
         "started again.",
+    )
+    linger_s: float = setting(
+        0.0,
+        SECONDS,
+        group=DEADLINES,
+        help="Seconds after the end of the run in which the coordinator goes on "
+        "answering, to tell islands that come then that it is over; they end with exit "
+        "code 0.",
     )
     checkpoints: str = setting(
         "",
@@ -202,6 +217,15 @@ class Placement:
         help="Times in a row that diloco run restarts one crashed process, and the "
         "coordinator one of its workers; ten minutes in which it ran end the row.",
     )
+    fruitless_starts: int = setting(
+        0,
+        NOT_NEGATIVE,
+        group=PROCESSES,
+        help="Starts of an island in a row that end in a failure before the first "
+        "step, after which the coordinator lets it in no more; 0 = any number. An "
+        "island that is refused ends with exit code 3, and its machines can be given "
+        "back.",
+    )
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."
     )
@@ -209,8 +233,8 @@ class Placement:
         (),
         group=PROCESSES,
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
-        "v5p-a@40:nan and v5p-a@40:scale100 (its parameters), coordinator@12:kill (its "
-        "step is a merge).",
+        "v5p-a@40:nan and v5p-a@40:scale100 (its parameters), coordinator@12:kill or "
+        "worker-1@12:kill (a step is a merge).",
     )
 
     @property

@@ -18,7 +18,14 @@ SEED = Bound(0, 2**32 - 1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Settings that all islands must agree on."""
+    """Settings that all islands must agree on.
+
+    Example:
+      >>> from diloco_jax import RunConfig, SyncConfig
+      >>> a, b = RunConfig(), RunConfig(sync=SyncConfig(quorum=2))
+      >>> a.fingerprint() == b.fingerprint()  # so no island of the one joins the other
+      False
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -20,7 +20,17 @@ GraceWindow = Literal["alike", "overlap"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """Settings for combining the islands' work."""
+    """Settings for combining the islands' work.
+
+    Example:
+      >>> from diloco_jax import Config
+      >>> Config().replace("sync.grace", 0).run.sync.grace
+      0
+      >>> Config().replace("sync.qorum", 2)
+      Traceback (most recent call last):
+          ...
+      diloco_jax.errors.ConfigError: no field 'sync.qorum' in this config; did...
+    """
 
     steps_per_cycle: int = setting(
         24,

@@ -172,13 +172,13 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
             f"placement.advertise = {placement.advertise!r} has port 0, which no "
             f"island can dial; give the port at which islands reach the coordinator"
         )
-    for fault in parse_faults(placement.faults, islands).faults:
+    for fault in parse_faults(placement.faults, islands, placement.workers).faults:
         if fault.step < 1:
             raise ConfigError(
                 f"placement.faults has {fault.who}@{fault.step}, but steps and merges "
                 f"are counted from 1: it would never strike; give a number above 0"
             )
-        hosts = 1 if fault.who == COORDINATOR else islands[fault.who].hosts
+        hosts = islands[fault.who].hosts if fault.who in islands else 1
         if fault.host >= hosts:
             raise ConfigError(
                 f"placement.faults has {fault.who}/{fault.host}@{fault.step}, but "

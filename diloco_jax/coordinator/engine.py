@@ -20,6 +20,7 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.holding import (
+    AwaitAnchor,
     Commit,
     Drop,
     Forget,
@@ -146,7 +147,9 @@ class Engine(Generic[S, E]):
                 self._sender.postpone(session, reason)
             case Persist() | Note() | Ignored() | Alert():
                 self._write(effect)
-            case Merge() | Commit() | KeepFragment() | Drop() | Forget():
+            case (
+                Merge() | Commit() | KeepFragment() | Drop() | Forget() | AwaitAnchor()
+            ):
                 assert self._holder is not None
                 self._holder.hold(effect)
             case Discard() | Open() | GiveUp():

@@ -14,18 +14,16 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import msgspec
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator import door
+from diloco_jax.coordinator.anchors import key_of, keyed, layouts_of, values_of
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import EngineThread
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
-from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
@@ -74,8 +72,7 @@ class Gatherer:
         has its id in the config, and its first parameters from the one island."""
         self._likeness = Likeness(run, plan)
         self._config, self._plan, self._names = config, plan, names
-        self._codec = get_codec("f32")
-        self._layouts = [PayloadLayout.of(self._codec, p) for p in plan.fragments]
+        self._layouts = layouts_of(plan.fragments)
         total = sum(layout.total_bytes for layout in self._layouts)
         # One anchor of each fragment, and one that was given up and is still arriving.
         # The same again is for parts on their way.
@@ -147,14 +144,14 @@ class Gatherer:
             or member.offer.session != start.session
         ):
             raise Refused("gathering", f"{self._waits}; this one was not asked for")
-        place = self._inbox.begin(_keyed(start))
+        place = self._inbox.begin(keyed(start))
         with self._lock:
-            self._arriving.add(_key(start))
+            self._arriving.add(key_of(start))
         return place
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """Accept a stripe in its place; the last one makes the anchor an event."""
-        if not self._inbox.end(_keyed(start), place):
+        if not self._inbox.end(keyed(start), place):
             return False
         assert start.version is not None
         arrived = AnchorArrived(
@@ -163,7 +160,7 @@ class Gatherer:
             fragment=start.fragment,
             version=start.version,
         )
-        self._thread.post(arrived, lambda: self._decode(_key(start)))
+        self._thread.post(arrived, lambda: self._decode(key_of(start)))
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
@@ -250,21 +247,7 @@ class Gatherer:
         if not waited_for:
             self._inbox.drop(key)
             return
-        payload = self._inbox.payload(key)
-        for placed, encoded in zip(
-            layout.placed, layout.unpack(payload.data), strict=True
-        ):
-            piece = placed.piece
-            self._arrays[piece.name] = self._codec.decode(encoded, piece.shape)
+        values = values_of(layout, self._inbox.payload(key).data)
+        for placed, value in zip(layout.placed, values, strict=True):
+            self._arrays[placed.piece.name] = value
         self._inbox.drop(key)
-
-
-def _keyed(start: bulk.UploadStart) -> bulk.UploadStart:
-    """Use the version as the tick, so that anchors of two versions are kept apart."""
-    assert start.version is not None
-    return msgspec.structs.replace(start, tick=start.version.number)
-
-
-def _key(start: bulk.UploadStart) -> DeltaKey:
-    tick = _keyed(start).tick
-    return DeltaKey(start.island, start.incarnation, start.fragment, tick)

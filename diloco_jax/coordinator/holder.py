@@ -18,17 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import checkpoint, machine, run_files
-from diloco_jax.config import Config
+from diloco_jax import machine
+from diloco_jax.coordinator.anchors import WRITE_AGAIN_S, LostFragments
 from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.restoring import restore
@@ -36,8 +35,10 @@ from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import ComputedMerge, Store
 from diloco_jax.core.fragment_merge import Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.faults import Faults
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
+    AwaitAnchor,
     Commit,
     CycleKept,
     DeltaArrived,
@@ -67,8 +68,6 @@ CORES_PER_MERGE = 4
 """XLA spreads a block of a merge over cores, but Python between two blocks does not."""
 MERGES_AT_ONCE = 4
 """Merges under way, at most: each holds three f32 arrays of its fragment."""
-WRITE_AGAIN_S = 2.0
-"""Pause before a publish that could not be written is tried again, in seconds."""
 CHECKS_AT_ONCE = 2
 """Deltas that are checked at a time; others wait for their turn."""
 
@@ -115,9 +114,19 @@ class StoreHolder:
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
         )
+        self.faults, self._committed = Faults(), 0
+        """Faults are fired with the number of each merge of this process."""
         self._prepared: dict[int, _PreparedMerge] = {}
         self._closing = threading.Event()
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
+        self.lost = LostFragments(
+            store,
+            self._saver,
+            inbox,
+            self._closing,
+            self._submit,
+            lambda told: self._tell(told),
+        )
 
     def answer(
         self,
@@ -136,10 +145,15 @@ class StoreHolder:
         """Compile what merges need, ahead of the first merge."""
 
         def compile_all() -> None:
-            self.store.warm_up(self._closing.is_set, self._snapshots.fragments)
+            self.store.warm_up(self._closing.is_set, self.fragments)
             self._tell(MergesCompiled())
 
         self._submit(compile_all)
+
+    @property
+    def fragments(self) -> list[int]:
+        """The fragments that are here."""
+        return [f for f in self._snapshots.fragments if f not in self._saver.lost]
 
     def close(self) -> None:
         """Wait for the merge under way and the digests of committed ones; begin no
@@ -154,8 +168,12 @@ class StoreHolder:
         match message:
             case Merge():
                 self._merge(message)
+            case Commit(fragment=fragment) if fragment in self._saver.lost:
+                self.lost.commit(fragment)
             case Commit():
                 self._commit(message)
+            case AwaitAnchor():
+                self.lost.expect(message)
             case KeepFragment():
                 theta = self.store.arrays(message.fragment)["theta"]
                 self._kept.keep(message, theta, self._cycle_kept)
@@ -173,7 +191,9 @@ class StoreHolder:
 
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
         """Bring the fragments to what is committed; see `restoring.restore`."""
-        return restore(asked, self.store, self._snapshots, self._publishes)
+        found = restore(asked, self.store, self._snapshots, self._publishes)
+        self.lost.lose(found.lost)
+        return found
 
     def keep_house(self, now: float) -> None:
         """Begin to write the snapshot that is due, if any is."""
@@ -206,12 +226,17 @@ class StoreHolder:
     # ---- islands' bytes, on many threads --------------------------------------------
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a stripe of a delta that is awaited; see
+        """Return the place of a stripe of a delta or an anchor that is awaited; see
         `Inbox.begin`."""
+        if start.version is not None:
+            return self.lost.begin(start)
+        self.lost.require_here(start.fragment)
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
         """Accept a stripe in its place; the last one makes the delta an event."""
+        if start.version is not None:
+            return self.lost.end(start, place)
         if not self._inbox.end(start, place):
             return False
         key = DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
@@ -245,6 +270,7 @@ class StoreHolder:
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
         """Return published fragments for an island."""
+        self.lost.require_here(request.fragment)
         try:
             return self.store.fetch(
                 request.fragment, request.want, request.have, request.part
@@ -262,6 +288,8 @@ class StoreHolder:
         self._submit(lambda: self._prepare(merge, payloads, squares))
 
     def _commit(self, commit: Commit) -> None:
+        self._committed += 1
+        self.faults.fire(self._committed)
         prepared = self._prepared.pop(commit.fragment)
         self.store.commit(commit.fragment, prepared.merged)
         for key in prepared.merge.deltas:
@@ -297,6 +325,7 @@ class StoreHolder:
         prepared = self._written(merge, merged)
         if prepared is None:
             return
+        self.faults.fire(self._committed + 1, prepared=True)
         self._prepared[merge.fragment] = _PreparedMerge(merge, merged, seconds)
         self._tell(
             MergePrepared(
@@ -366,30 +395,3 @@ def merges_at_once(cores: int) -> int:
     time.
     """
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
-
-
-def make_holder(
-    config: Config,
-    store: Store,
-    kept: KeptCycles,
-    workdir: Path,
-    whose: dict[str, Any],
-    fragments: Sequence[int],
-) -> StoreHolder:
-    """Return the holder of these fragments, with their folders. whose: see
-    `checkpoint`."""
-    placement, plan = config.placement, store.plan
-    rooms = Rooms(
-        placement.merge_buffer_bytes // placement.workers,
-        workdir,
-        SPARED_BYTES * plan.total,
-    )
-    folder = checkpoint.snapshots_folder(placement, workdir)
-    return StoreHolder(
-        store,
-        Inbox(store.layouts_up, rooms),
-        Publishes(workdir / run_files.PUBLISHES, fragments),
-        FragmentSnapshots(folder, placement, fragments, whose),
-        kept,
-        write_within_s=placement.alone_s,
-    )

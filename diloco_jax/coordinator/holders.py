@@ -9,8 +9,9 @@ from pathlib import Path
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config
-from diloco_jax.coordinator.holder import StoreHolder, make_holder
+from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.store import Store
 from diloco_jax.coordinator.workers import WorkersHolder

@@ -141,6 +141,10 @@ class Inbox:
         self._lock = threading.Lock()
         self._deltas: dict[DeltaKey, _Assembly] = {}
 
+    def beside(self, layouts: Sequence[PayloadLayout]) -> Inbox:
+        """Return an inbox for payloads of other layouts, with as much room again."""
+        return Inbox(layouts, self._rooms)
+
     def begin(self, start: UploadStart) -> memoryview:
         """Return the writable place of a stripe. The caller releases it, whatever
         becomes of the transfer: until then nobody else gets it. If the stripe has

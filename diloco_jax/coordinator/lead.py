@@ -35,6 +35,7 @@ from diloco_jax.protocol.coordinator.events import (
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
+    AnchorKept,
     CycleKept,
     DeltaArrived,
     FromHolder,
@@ -236,8 +237,12 @@ class Lead(EngineThread[State, Event]):
     def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
         """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | CycleKept() | WorkerBack():
+            case DeltaArrived() | MergePrepared() | AnchorKept():
                 self.post(message)
+            case CycleKept():
+                self.post(message)
+            case WorkerBack():
+                self.post(message, lambda: self._note_recovered(message))
             case WorkerAway(worker=worker):
                 self.post(message)
                 # After that decision: no merge of its fragments is under way then.
@@ -254,6 +259,15 @@ class Lead(EngineThread[State, Event]):
         assert isinstance(self._holder, WorkersHolder)
         versions = [fragment.version for fragment in self.state.fragments]
         self._holder.bring_back(worker, versions)
+
+    def _note_recovered(self, back: WorkerBack) -> None:
+        if back.restored:
+            note = notes.WorkerRecovered(
+                worker=back.worker,
+                fragments=tuple(f.fragment for f in back.restored),
+                snapshot_versions=tuple(f.snapshot for f in back.restored),
+            )
+            self.journal.note(note)
 
     def _write_down(self) -> None:
         """Write what the holder had to tell people, on the lead's thread."""

@@ -20,7 +20,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, summary, term
+from diloco_jax.coordinator import going_on, origin, summary, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.door import Likeness
@@ -33,13 +33,14 @@ from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     admitted,
+    faults_of,
     policy_config,
     require_room,
     server_of,
 )
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
-from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.merge_route import require as require_route
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
@@ -181,7 +182,7 @@ class Coordinator:
             tape=self._tape,
             metrics=self._metrics,
             sessions=sessions,
-            faults=parse_faults(placement.faults, config.islands).for_who(COORDINATOR),
+            faults=faults_of(config, COORDINATOR),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
         )
@@ -222,11 +223,12 @@ class Coordinator:
         return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
-        """Write the last snapshot and summary; return the exit code. Not after a
-        failure.
-        """
-        self._server.stop(self._deadlines.stop_s / 5)
-        finished = self.lead.finished
+        """Write the last snapshot and summary, unless it failed; return the code."""
+        finished, linger_s = self.lead.finished, self._config.placement.linger_s
+        if finished and linger_s:
+            self._server.hand_over(too_late.TooLate(self.lead, self._shown()))
+        else:
+            self._server.stop(self._deadlines.stop_s / 5)
         write = self._disk.until_written if finished else self._disk.once
         write("islands' measures", self._roster.save)
         if not finished:
@@ -249,6 +251,7 @@ class Coordinator:
         if finished:
             # The summary says that the run is over: nothing is left to do.
             write("the summary", self._sum_up)
+            too_late.wait(linger_s, lambda: self._interrupted)
         return EXIT_FAILED if self._disk.alerts else EXIT_DONE
 
     def _save(self) -> None:

@@ -122,10 +122,16 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
 def tell_recovered(
     config: Config, recovered: FromLog, restored: FragmentsRestored, tape: Tape
 ) -> None:
-    """Give the tape the records that it lacks, and say where the cut was."""
-    lines = recovered.lines
+    """Give the tape the records that it lacks, and say where the cut was.
+
+    Raises DurableError for a lost fragment, if no worker has lost it.
+    """
+    if restored.lost and config.placement.workers == 1:
+        raise durable.DurableError(restored.lost[0].why)
+    lines, by_fragment = recovered.lines, {f.fragment: f for f in restored.fragments}
     if restored.discarded:
         logger.info("%d merges were prepared and never committed", restored.discarded)
+    versions = tuple(f.version for f in recovered.state.fragments)
     behind = any(fragment.moved for fragment in restored.fragments)
     untouched = behind and not outer.is_invertible(outer_settings(config.run))
     digest = digest_all(fragment.digest for fragment in restored.fragments)
@@ -147,10 +153,13 @@ def tell_recovered(
         notes.dated(
             notes.Recovered(
                 snapshot=recovered.snapshot,
-                snapshot_versions=tuple(f.snapshot for f in restored.fragments),
+                snapshot_versions=tuple(
+                    by_fragment[f].snapshot if f in by_fragment else version
+                    for f, version in enumerate(versions)
+                ),
                 records=len(lines),
                 discarded=restored.discarded,
-                versions=tuple(f.version for f in recovered.state.fragments),
+                versions=versions,
                 parameters_digest=digest,
                 environment=restored.environment,
                 momentum_untouched=untouched,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_jax import merge_route
+from diloco_jax import merge_route, sealed
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
@@ -13,6 +13,7 @@ from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
     Committed,
     FragmentsRestored,
+    LostFragment,
     RestoredFragment,
     RestoreFragments,
 )
@@ -34,17 +35,24 @@ def restore(
     """Bring every fragment to the version that the lead's log has committed. Delete the
     publishes beyond it: their merges never were.
 
-    Raises DurableError if a committed publish is missing or damaged; ConfigError if no
-    snapshot reads, or it is of another run.
+    A fragment of which no snapshot reads, or a committed publish is missing or damaged,
+    is lost. Raises ConfigError for a snapshot of another run, and StorageAway if a
+    bucket does not answer.
     """
     committed = asked.fragments
     discarded = publishes.discard({c.fragment: c.version for c in committed})
-    found = []
+    found, lost = [], []
     for fragment in committed:
-        found.append(_restored(fragment, store, snapshots, publishes))
+        try:
+            found.append(_restored(fragment, store, snapshots, publishes))
+        except (sealed.SealedError, durable.DurableError) as error:
+            lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
         give_back()
     return FragmentsRestored(
-        fragments=tuple(found), discarded=discarded, environment=store.describe()
+        fragments=tuple(found),
+        lost=tuple(lost),
+        discarded=discarded,
+        environment=store.describe(),
     )
 
 

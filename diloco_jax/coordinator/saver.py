@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.snapshots import Arrays
 from diloco_jax.coordinator.store import Store
-from diloco_jax.protocol.values import FIRST_VERSION
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +29,25 @@ class Saver:
         publishes: Publishes,
     ) -> None:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
+        self.lost: set[int] = set()
+        """Fragments without arrays, which are not written."""
 
     def begin(self) -> None:
-        """Write the first snapshots of a run or a term, one per fragment held here,
-        and delete all older snapshots and publishes.
+        """Write the first snapshots of a run or a term, one per fragment held here; see
+        `begin_fragment`."""
+        for fragment in self._snapshots.fragments:
+            self.begin_fragment(fragment, *self._store.current(fragment))
+
+    def begin_fragment(self, fragment: int, version: Version, arrays: Arrays) -> None:
+        """Write the first snapshot of a fragment in a run or a term; delete all its
+        older ones, and its publishes.
 
         Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
         and StorageAway if it does not answer.
         """
         with self._snapshots.beginning():
-            for fragment in self._snapshots.fragments:
-                self._snapshots.save_first(fragment, *self._store.current(fragment))
-        self._publishes.discard(dict.fromkeys(self._snapshots.fragments, FIRST_VERSION))
+            self._snapshots.save_first(fragment, version, arrays)
+        self._publishes.discard({fragment: FIRST_VERSION})
 
     def write_due(self, now: float) -> None:
         """Begin to write the fragment whose turn it is, if it is time for one."""
@@ -66,7 +74,8 @@ class Saver:
             self._writes(fragment)()
 
     def _unsaved(self) -> list[int]:
-        return self._snapshots.unsaved(self._store.versions())
+        unsaved = self._snapshots.unsaved(self._store.versions())
+        return [fragment for fragment in unsaved if fragment not in self.lost]
 
     def _writes(self, fragment: int) -> Callable[[], None]:
         """Return a function that writes a fragment as it is now, then deletes the

@@ -222,7 +222,7 @@ class Service:
                 f"{config.fragments}; island and coordinator disagree on "
                 f"sync.fragments",
             )
-        island, term = state.islands.get(call.island), state.fragments[0].version.term
+        island, term = state.islands.get(call.island), state.term
         if term > 1 and (island is None or island.incarnation < call.incarnation):
             # The island was in the run before this term, and its hello is on its way.
             raise Busy(

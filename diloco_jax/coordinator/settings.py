@@ -10,6 +10,7 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server
@@ -114,6 +115,14 @@ def room_needed(config: Config, plan: FragmentPlan) -> int:
     codec = get_codec(config.run.sync.codec_up)
     largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
     return largest * len(config.islands)
+
+
+def faults_of(config: Config, who: str, life: int = 1) -> Faults:
+    """Return the faults to inject into the lead, or into a worker in one of its lives
+    (`faults.worker_name`)."""
+    placement = config.placement
+    faults = parse_faults(placement.faults, config.islands, placement.workers)
+    return faults.for_who(who, life)
 
 
 def outer_settings(run: RunConfig) -> OuterSettings:

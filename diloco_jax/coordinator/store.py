@@ -74,7 +74,7 @@ class ComputedMerge(NamedTuple):
 
 @dataclasses.dataclass
 class _Fragment:
-    """One fragment's arrays. `digest` is that of `state.theta`; empty until needed."""
+    """One fragment's arrays. `digest`: of `state.theta`; empty until needed."""
 
     version: Version
     state: FragmentState
@@ -101,12 +101,9 @@ class Store:
     ) -> None:
         """Start every fragment at version (1, 0).
 
-        Args:
-          params: A = Theta; None: each fragment is loaded before it is used.
-          pin_s: seconds for which an anchor is kept once nobody fetches it, for a
-            stripe that broke and for other hosts.
-          passes: see `use_passes`.
-        """
+        params: A = Theta; None: each fragment is loaded before it is used. pin_s:
+        seconds for which an anchor is kept once nobody fetches it, for a stripe that
+        broke and for other hosts. passes: see `use_passes`."""
         self.plan = plan
         self._weighting = WEIGHTINGS.find(run.sync.weighting)
         self._spares = Spares()
@@ -150,8 +147,8 @@ class Store:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts on which the bits of merges depend."""
-        route = merge_route.route_of(self._merges[0].passes)
-        return {**environment.describe(), "merge_route": route}
+        passes = self._merges[0].passes
+        return {**environment.describe(), "merge_route": merge_route.route_of(passes)}
 
     @property
     def layouts_up(self) -> Sequence[PayloadLayout]:
@@ -237,9 +234,8 @@ class Store:
     def put_aside(
         self, fragment: int, mapped: Callable[[int, Version], Buffer | None]
     ) -> None:
-        """Free the memory of a fragment's retained publishes: another one is about to
-        come. mapped: returns a publish as mapped from the disk, or None.
-        """
+        """Free the memory of a fragment's retained publishes: another one will come.
+        mapped: returns a publish as mapped from the disk, or None."""
         current = self._fragments[fragment]
         with self._lock:
             held = [v for v, _ in current.publishes if v not in current.on_disk]
@@ -302,8 +298,7 @@ class Store:
                 fragment.pins.expire()
 
     def params(self) -> Params:
-        """Return the global parameters Theta as a nested dict (numpy, f32), in their
-        own order."""
+        """Return Theta as a nested dict (numpy, f32), in its own order."""
         with self._lock:
             thetas = [current.state.theta for current in self._fragments]
         arrays = {
@@ -329,10 +324,13 @@ class Store:
         return digest
 
     def arrays(self, fragment: int) -> dict[str, list[Any]]:
-        """Return what a snapshot of a fragment needs. The arrays stay as they are while
-        merges go on."""
+        """Return what a snapshot of a fragment needs; merges do not change it."""
         with self._lock:
             return _as_lists(self._fragments[fragment].state)
+
+    def first(self, fragment: int, values: Sequence[Any]) -> dict[str, list[Any]]:
+        """Return `arrays` with which a fragment begins at these values, by piece."""
+        return _as_lists(self._merges[fragment].begin(values))
 
     def versions(self) -> list[Version]:
         """Return the current version of every fragment."""

@@ -44,7 +44,7 @@ def status(
     up, down = "bytes_up_per_second", "bytes_down_per_second"
     return {
         "run_id": config.run_id,
-        "term": state.fragments[0].version.term,
+        "term": state.term,
         "phase": phase,
         **_progress(
             config, state, [*alerts, *_awaited(config, state), *_skipping(roster)]
@@ -112,7 +112,7 @@ def summary(
     sums = [roster.measures(name) for name in known]
     return {
         "run_id": config.run_id,
-        "term": state.fragments[0].version.term,
+        "term": state.term,
         "phase": "done" if state.phase == "done" else "stopped",
         **_progress(config, state, alerts),
         **_token_fields(totals),

@@ -175,6 +175,7 @@ class Supervised:
                     )
                 )
                 return
+            self._begin = replace(self._begin, life=self._begin.life + 1)
             logger.error("%s is away: %s", self.name, why)
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)
@@ -216,7 +217,14 @@ class Supervised:
                     if first and restored is not None:
                         self._restored.put(restored)
                     else:
-                        self._hear(WorkerBack(worker=self._begin.worker))
+                        assert restored is not None
+                        lost = tuple(f.fragment for f in restored.lost)
+                        back = WorkerBack(
+                            worker=self._begin.worker,
+                            lost=lost,
+                            restored=restored.fragments,
+                        )
+                        self._hear(back)
                 case WorkerAlive(alerts=alerts, memory_bytes=nbytes):
                     self.alerts, self._memory_bytes = alerts, nbytes
                 case AllSaved():

@@ -22,16 +22,17 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.settings import bulk_server_of
+from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
+from diloco_jax.faults import worker_name
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.protocol.holding import Forget, RestoreFragments
-from diloco_jax.protocol.tickets import Checker, Permit
+from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     AllSaved,
@@ -47,6 +48,7 @@ from diloco_jax.protocol.working import (
 )
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer, FetchSource
+from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
 from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.tls import TlsFiles
@@ -75,7 +77,7 @@ class HoldingWorker:
             folder = workdir / run_files.PUBLISHES / f"{fragment:05d}"
             folder.mkdir(parents=True, exist_ok=True)
             locks.enter_context(workdirs.held(folder, "another worker", LOCKED_S))
-        self._tls = TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
+        self._tls = _own_tls(placement.certificates, begin.worker)
         plan = build_plan(config.run, build(config.run))
         whose = checkpoint.whose(config.run, begin.run_id, plan)
         # Arrays come with `RestoreFragments`, for its own fragments alone.
@@ -88,6 +90,8 @@ class HoldingWorker:
             whose,
             begin.fragments,
         )
+        name = worker_name(begin.worker)
+        self.holder.faults = faults_of(config, name, begin.life)
         self._tickets = Checker(begin.ticket_key)
         self.closing = threading.Event()
         self._server: BulkServer | None = None
@@ -144,7 +148,7 @@ class HoldingWorker:
         """Write the last snapshots; nothing is merged any more."""
         self.closing.set()
         self.holder.close()
-        digests = {f: self._store.digest_of(f) for f in self._begin.fragments}
+        digests = {f: self._store.digest_of(f) for f in self.holder.fragments}
         patience_s = self._config.placement.outage_budget_s
         text = ""
         if self.holder.wait(lambda: patience_s):
@@ -159,11 +163,12 @@ class HoldingWorker:
     # ---- islands' bytes, on many threads --------------------------------------------
 
     def upload_begin(self, start: bulk.UploadStart) -> memoryview:
-        """Return the place of a delta's stripe."""
+        """Return the place of a stripe of a delta, or of an anchor."""
         self._require_own(start)
+        of: int | Version = start.tick
         if start.version is not None:
-            raise Refused("anchor", "a worker asks for no anchors")
-        self._require_ticket(start, start.tick)
+            of = of_anchor(self.holder.lost.term_of(start))
+        self._require_ticket(start, of)
         return self.holder.upload_begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:
@@ -212,6 +217,13 @@ class HoldingWorker:
                 f"{call.incarnation}, for fragment {call.fragment}, {of}, is {flaw}; "
                 f"the coordinator gives another one",
             )
+
+
+def _own_tls(folder: str, number: int) -> TlsFiles | None:
+    """Load the worker's own key, or the coordinator's if it has none; None: no TLS."""
+    own = principal.worker(number)
+    has_own = bool(folder) and own in principals(folder)
+    return TlsFiles.load_given(folder, own if has_own else principal.COORDINATOR)
 
 
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:

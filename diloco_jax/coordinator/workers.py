@@ -27,6 +27,7 @@ from diloco_jax.protocol import tickets
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
+    AnchorKept,
     Committed,
     Drop,
     Forget,
@@ -69,6 +70,8 @@ class WorkersHolder:
         self._ticket_s = config.placement.alone_s + deadlines.join_s(4 * sum(sizes))
         self._fences: dict[str, Forget] = {}
         """The last one of each island."""
+        self._lost: dict[int, tuple[int, ...]] = {}
+        """Fragments that workers had lost at the start."""
         self._told = threading.Event()
         self._uncompiled = count
         self._lock = threading.Lock()
@@ -123,6 +126,8 @@ class WorkersHolder:
         failed: called with the error of a worker that is not started again.
         """
         self._tell, self._failed = tell, failed
+        for worker, lost in self._lost.items():
+            tell(WorkerBack(worker=worker, lost=lost))
         self._told.set()
 
     def hold(self, message: ToHolder) -> None:
@@ -167,10 +172,16 @@ class WorkersHolder:
             (fragment for one in restored for fragment in one.fragments),
             key=lambda fragment: fragment.fragment,
         )
+        self._lost = {
+            number: tuple(f.fragment for f in one.lost)
+            for number, one in enumerate(restored)
+            if one.lost
+        }
         for fragment in fragments:
             self._digests[fragment.fragment] = fragment.digest
         return FragmentsRestored(
             fragments=tuple(fragments),
+            lost=tuple(f for one in restored for f in one.lost),
             discarded=sum(one.discarded for one in restored),
             environment=restored[0].environment,
         )
@@ -245,8 +256,8 @@ class WorkersHolder:
                     if self._uncompiled:  # All at a start; each one that came back.
                         return
                     self._uncompiled = 1
-            case MergeDigested(fragment=fragment, digest=digest):
-                self._digests[fragment] = digest
+            case MergeDigested() | AnchorKept():
+                self._digests[message.fragment] = message.digest
         self._tell(message)
 
     def _fail(self, error: BaseException) -> None:

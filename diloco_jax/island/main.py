@@ -187,7 +187,7 @@ class LeadingHost(Generic[L]):
             self._tell_refused(refused, "joined")
             raise
         self._tell_joined(versions)
-        faults = parse_faults(self._config.placement.faults, self._config.islands)
+        faults = parse_faults(placement.faults, self._config.islands, placement.workers)
         self._loop = self._host.loop(
             versions,
             self._led(script or self._live(), lead),

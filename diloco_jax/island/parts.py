@@ -130,5 +130,6 @@ class Parts(abc.ABC, Generic[L]):
             for fragment, version in enumerate(versions)
         }
 
-    def _send_anchor(self, fragment: int, version: Version) -> None:
-        self.sender.put_anchor(fragment, version, self._exchange.anchor(fragment))
+    def _send_anchor(self, fragment: int, version: Version, ticket: bytes) -> None:
+        anchor = self._exchange.anchor(fragment)
+        self.sender.put_anchor(fragment, version, anchor, ticket)

@@ -58,9 +58,9 @@ class Stepping:
     decisions: Decisions
     pace: Pace
     timing: Timing
-    send_anchor: Callable[[int, Version], None]
-    """Sends a fragment's anchor at that version to a coordinator that lost its
-    state."""
+    send_anchor: Callable[[int, Version, bytes], None]
+    """Sends a fragment's anchor at that version, with this ticket, to where it was
+    lost."""
     permit: Callable[[int, int, bytes], None]
     """Takes a worker's ticket for a take: fragment, tick, ticket."""
     patience_s: float
@@ -126,8 +126,9 @@ class Stepping:
             for take in self._seen.takes:
                 self.permit(take.fragment, take.tick, take.ticket)
             log_refused(self.boundary.act(self._seen, self.done))
-            for fragment in self._seen.anchors:
-                self.send_anchor(fragment, self.boundary.books.version(fragment))
+            for asked in self._seen.anchors:
+                version = self.boundary.books.version(asked.fragment)
+                self.send_anchor(asked.fragment, version, asked.ticket)
             if self._seen.save or self._seen.leaving:
                 self._save(final=self._seen.leaving)
             again = self._seen.again

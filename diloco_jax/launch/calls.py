@@ -41,6 +41,8 @@ REMEDIES = {
 }
 INSTALL = {
     "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk)",
+    "sky": "install it with `pip install 'skypilot[gcp]'`, and see `sky check gcp`",
+    "diloco": "install this package, and put its `diloco` on PATH",
     "kubectl": "install it with `gcloud components install kubectl`",
 }
 

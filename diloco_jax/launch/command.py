@@ -1,34 +1,47 @@
-"""`diloco launch CONFIG --on tpu_vm|gke`: from the config to running machines."""
+"""`diloco launch CONFIG --on tpu_vm|gke|sky`: from the config to running machines."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
-from diloco_jax.launch import gke, tpu_vm
+from diloco_jax.launch import gke, orphans, sky, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
 from diloco_jax.launch.record import LaunchRecord
+from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.paths import absolute
+from diloco_jax.planning import price
 
-BACKENDS = {"tpu_vm": tpu_vm, "gke": gke}
+BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
+WATCHED_EVERY_S = 60.0
+
+
+Action = Literal[
+    "create", "run", "status", "logs", "results", "watch", "stop", "delete", "list"
+]
+LOOKS = ("status", "logs", "list")
+"""Actions that change nothing, and ask nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
     """The options of `diloco launch`."""
 
-    on: Literal["tpu_vm", "gke"] | None = setting(
-        None, help="Where to run: Cloud TPU queued resources, or a GKE cluster."
+    on: Literal["tpu_vm", "gke", "sky"] | None = setting(
+        None,
+        help="Where to run: Cloud TPU queued resources, GKE clusters, or SkyPilot's "
+        "managed jobs.",
     )
     init: str = setting(
         "",
@@ -36,11 +49,23 @@ class LaunchOptions:
         help="Begin with the parameters of a folder of weights or of a run, in a "
         "bucket that the coordinator's machine can read. Without it they are drawn.",
     )
-    action: Literal["create", "run", "logs", "stop", "delete"] = setting(
+    action: Action = setting(
         "create",
+        metavar="ACTION",
         help="create: make and start everything; what was preempted or failed is made "
-        "anew. stop, run: end or start the processes; the machines stay. logs: show "
-        "the processes' last lines. delete: leave nothing but the coordinator's disk.",
+        "anew. stop, run: end or start the processes; the machines stay. status, logs: "
+        "show how far the run is, or the processes' last lines. results: copy the "
+        "run's folder to results in the workdir. watch: make anew what is preempted, "
+        "and delete everything but the coordinator's disk once the run is over. "
+        "delete: leave nothing but that disk. list: show everything that any launch "
+        "of the project has left in the cloud.",
+    )
+    price: str = setting(
+        "",
+        metavar="GENERATION=PRICE,coordinator=PRICE",
+        help="Prices per hour of a chip of each generation and of the coordinator's "
+        "machine, such as v5p=4.2,v6e=2.7,coordinator=1.1; what the launch costs per "
+        "hour is shown before you are asked, and by list.",
     )
     only: tuple[str, ...] = setting(
         (), help='Limit the action to these islands, or to "coordinator".'
@@ -59,14 +84,18 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
 
     Raises ConfigError or SecurityError before anything is run.
     """
+    prices = price.parse_prices(options.price)
+    if options.action == "list":
+        return _list(config, options, prices)
     if options.on is None:
-        raise ConfigError("--on is missing; choose --on tpu_vm or --on gke")
+        raise ConfigError("--on is missing; choose --on tpu_vm, --on gke or --on sky")
     if options.disk and options.action != "delete":
         raise ConfigError(
             f"--disk with --action {options.action}: it is for --action delete, which "
             f"then deletes the run too; leave it out"
         )
-    if not (options.dry_run or options.yes or sys.stdin.isatty()):
+    quiet = options.dry_run or options.yes or options.action in LOOKS
+    if not (quiet or sys.stdin.isatty()):
         raise ConfigError(
             "there is no terminal to ask on; give --yes to run the commands, or "
             "--dry-run to see them"
@@ -85,17 +114,32 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             backend.hosts(order),
             tuple(island.name for island in order.islands),
         )
-    deployment = backend.deployment(
-        order, str(certificates), str(folder), int(time.time())
-    )
-    for line in _remarks(order):
+    if options.action == "watch":
+        order = dataclasses.replace(order, ends_unix=order.end_unix(int(time.time())))
+
+    def render() -> Deployment:
+        now = int(time.time())
+        made: Deployment = backend.deployment(
+            order, str(certificates), str(folder), now
+        )
+        return made
+
+    def renew() -> Deployment:
+        made = render()
+        _write(made, folder)
+        return made
+
+    deployment = render()
+    for line in _zone_remarks(order):
         _show(line)
     if options.action in ("create", "run"):
-        for line in (*flag_notes(config), *_data_notes(order)):
+        if prices:
+            price.require_prices(config, prices)
+        notes = (*flag_notes(config), *_image_notes(order), *_data_notes(order))
+        for line in (*notes, *_costs(config, prices)):
             _show(line)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in deployment.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    if options.action in ("create", "run", "results"):
+        for name in _write(deployment, folder):
             _show(f"written: {folder / name}")
     submitter = Submitter(
         deployment,
@@ -111,8 +155,15 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
                 submitter.create()
             case "run":
                 submitter.run()
+            case "status":
+                _render(submitter.status())
             case "logs":
                 submitter.logs()
+            case "results":
+                submitter.results()
+            case "watch":
+                until = order.ends_unix or math.inf
+                submitter.watch(WATCHED_EVERY_S, until, renew)
             case "stop":
                 submitter.stop()
             case "delete":
@@ -121,6 +172,45 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         _show(f"error: {error}")
         return 1
     return 0
+
+
+def _write(deployment: Deployment, folder: Path) -> list[str]:
+    """Write the deployment's files; return their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in deployment.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return list(deployment.files)
+
+
+def _list(config: Config, options: LaunchOptions, prices: dict[str, float]) -> int:
+    if not config.launch.project:
+        raise ConfigError("launch.project must be set for --action list")
+    try:
+        found = orphans.find(config.launch.project, _show, dry_run=options.dry_run)
+    except CommandError as error:
+        _show(f"error: {error}")
+        return 1
+    for line in orphans.told(found, prices):
+        print(line)
+    return 0
+
+
+def _render(status: dict[str, Any]) -> None:
+    if status:
+        from rich.console import Console
+
+        from diloco_jax.observability.terminal import render
+
+        Console(stderr=True, markup=False).print(render(status, None))
+
+
+def _costs(config: Config, prices: dict[str, float]) -> list[str]:
+    """Return what is known of the launch's price per hour."""
+    limit = f"{config.launch.max_hours:g} hours" if config.launch.max_hours else "none"
+    end = f"launch.max_hours: {limit}; at the end of the run: {config.launch.when_done}"
+    if prices:
+        return [price.told(price.price_per_hour(config, prices)), end]
+    return [f"price per hour: unknown, give --price; {end}"]
 
 
 def _check_owners(order: Order, only: tuple[str, ...]) -> None:
@@ -133,12 +223,24 @@ def _check_owners(order: Order, only: tuple[str, ...]) -> None:
             )
 
 
-def _remarks(order: Order) -> list[str]:
+def _image_notes(order: Order) -> list[str]:
+    image = order.settings.image
+    if "@sha256:" in image:
+        return []
     return [
-        f"note: {island.zone} is not among the zones known to offer "
+        f"note: launch.image = {image!r} is a name that may come to mean another image "
+        f"while the run goes on; write its digest, REGISTRY/PATH@sha256:..., which "
+        f"`docker push` has shown"
+    ]
+
+
+def _zone_remarks(order: Order) -> list[str]:
+    return [
+        f"note: {zone} is not among the zones known to offer "
         f"{island.slice.generation.name}: {', '.join(island.slice.generation.zones)}"
         for island in order.islands
-        if island.zone not in island.slice.generation.zones
+        for zone in island.zones
+        if zone not in island.slice.generation.zones
     ]
 
 

@@ -70,6 +70,15 @@ GENERATIONS = {
 }
 
 
+MACHINES = {
+    "ct5p-hightpu-4t": (208, 448),
+    "ct6e-standard-1t": (44, 176),
+    "ct6e-standard-4t": (180, 720),
+    "ct6e-standard-8t": (360, 1440),
+}
+"""(vCPUs, GB of memory) of the machine types."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """One TPU slice. JAX has one device per chip on these generations."""

@@ -1,26 +1,35 @@
-"""Islands on GKE: a node pool and a JobSet each; the coordinator is a StatefulSet with
-a disk and a Service in the same cluster.
+"""Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
+coordinator is a Job with a disk and a Service in one of them.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.
+So does the coordinator's pool.
 """
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest
-from diloco_jax.launch.order import COORDINATOR, PORT, Order, PlacedIsland
-from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Resource
+from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, PORT, WORKDIR, Order
+from diloco_jax.launch.placing import GkeCluster, PlacedIsland
+from diloco_jax.launch.pods import ISLAND, PART, config_name
+from diloco_jax.launch.resources import (
+    SHARED,
+    Command,
+    Deployment,
+    Owned,
+    Resource,
+    labels,
+)
+from diloco_jax.launch.text import yaml_text
 
 LOG_LINES = 100
-OBJECTS = "statefulset,service,poddisruptionbudget"
+OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`."""
+ISLAND_OBJECTS = "jobset,networkpolicy,serviceaccount"
 
 
 def deployment(
@@ -28,51 +37,65 @@ def deployment(
 ) -> Deployment:
     """Return all that `diloco launch --on gke` makes and runs; see
     `tpu_vm.deployment`."""
-    settings, name = order.settings, order.coordinator
-    service, _ = hosts(order)
-    address = f"{service}:{PORT}"
+    name, settings = order.coordinator, order.settings
+    service = hosts(order)[0]
+    outside = f"{settings.coordinator_address or service}:{PORT}"
     files = {
-        "config.yaml": _yaml(manifests.config_map(order)),
-        "disk.yaml": _yaml(manifests.disk(order)),
-        "coordinator.yaml": _yaml(*manifests.coordinator(order, address, now_unix)),
+        "config.yaml": yaml_text(manifests.config_map(order)),
+        "disk.yaml": yaml_text(manifests.disk(order)),
+        "coordinator.yaml": yaml_text(*manifests.coordinator(order, outside, now_unix)),
+        "reader.yaml": yaml_text(manifests.reader(order)),
     }
+    clusters = dict.fromkeys((order.cluster, *(i.cluster for i in order.islands)))
+    shared = settings.namespace != "default"
+    where = {COORDINATOR: order.cluster, **{i.name: i.cluster for i in order.islands}}
     made = [
         _coordinator_pool(order),
-        *(_island_pool(order, island) for island in order.islands),
-        *([_namespace(order)] if settings.namespace != "default" else []),
-        *(_secret(order, stem, certificates) for stem in order.secrets),
-        _config_map(order, f"{folder}/config.yaml"),
-        _object(
-            *(order, f"{folder}/disk.yaml", "persistentvolumeclaim", name, COORDINATOR),
-            keeps=True,
+        *(pool for island in order.islands for pool in _island_pools(order, island)),
+        *(_namespace(order, cluster) for cluster in clusters if shared),
+        *(
+            _secret(order, where[order.owner_of(stem)], stem, certificates)
+            for stem in order.secrets
         ),
-        _object(order, f"{folder}/coordinator.yaml", OBJECTS, name, COORDINATOR),
+        *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
+        _disk(order, f"{folder}/disk.yaml"),
+        _coordinator(order, f"{folder}/coordinator.yaml"),
     ]
     for island in order.islands:
         file = f"{island.resource}.yaml"
-        files[file] = _yaml(manifests.jobset(order, island, address, now_unix))
+        near = island.cluster == order.cluster
+        address = f"{service}:{PORT}" if near else outside
+        files[file] = yaml_text(*manifests.island(order, island, address, now_unix))
         made.append(_jobset(order, island, f"{folder}/{file}"))
-    login = ("gcloud", "container", "clusters", "get-credentials", settings.cluster)
-    scale = ("scale", "statefulset", name)
+    login = ("gcloud", "container", "clusters", "get-credentials")
+    inside = ("exec", f"job/{name}", "--container=diloco")
+    ask = ("diloco", "status", outside, "--json", "--certificates", CERTIFICATES)
     return Deployment(
         files=files,
-        prepare=(Command((*login, *_cluster(order))),),
+        prepare=tuple(Command((*login, c.name, *_cluster(c))) for c in clusters),
         resources=tuple(made),
-        start=(Owned(COORDINATOR, _kubectl(order, *scale, "--replicas=1")),),
-        stop=(Owned(COORDINATOR, _kubectl(order, *scale, "--replicas=0")),),
+        start=(),
+        stop=(),
         logs=_logs(order),
+        status=_kubectl(order, order.cluster, *inside, "--", *ask),
+        results=_results(order, folder),
     )
 
 
 def hosts(order: Order) -> tuple[str, ...]:
     """Return the names by which islands reach the coordinator, for its certificate."""
-    return (f"{order.coordinator}.{order.settings.namespace}.svc", order.coordinator)
+    name, address = order.coordinator, order.settings.coordinator_address
+    return (
+        *(f"{name}.{order.settings.namespace}.svc", name),
+        *([address] if address else []),
+    )
 
 
 # ---- machines ---------------------------------------------------------------------
 
 
-def _island_pool(order: Order, island: PlacedIsland) -> Resource:
+def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
+    """Return a node pool in each zone of the island; at most one has a slice."""
     found = island.slice
     bought = {
         "on_demand": [],
@@ -82,40 +105,54 @@ def _island_pool(order: Order, island: PlacedIsland) -> Resource:
         ],
     }
     shape = [f"--tpu-topology={found.shape}"] if found.hosts > 1 else []
-    return _pool(
-        order,
-        island.resource,
-        island.name,
-        island.zone,
-        *(f"--machine-type={found.machine_type}", *shape, *bought[island.purchase]),
-        *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
-        f"--max-nodes={found.hosts}",
-        remedy=(
-            f"{found.generation.name} is known to be offered in "
-            f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} to "
-            f"one of them in launch.location = {order.settings.location!r}, or ask for "
-            f"quota (launch.purchase.{island.name} = {island.purchase!r})"
-        ),
-    )
+    return [
+        _pool(
+            order,
+            island.cluster,
+            pool,
+            island.name,
+            zone,
+            *(f"--machine-type={found.machine_type}", *shape, *bought[island.purchase]),
+            f"--max-nodes={found.hosts}",
+            f"--node-labels={ISLAND}={island.resource}",
+            account=order.settings.service_account,
+            remedy=(
+                f"{found.generation.name} is known to be offered in "
+                f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} "
+                f"to one of them in launch.location = {island.cluster.location!r}, or "
+                f"ask for quota (launch.purchase.{island.name} = {island.purchase!r})"
+            ),
+        )
+        for pool, zone in zip(island.pools, island.zones, strict=True)
+    ]
 
 
 def _coordinator_pool(order: Order) -> Resource:
     settings = order.settings
     return _pool(
         order,
+        order.cluster,
         order.coordinator,
         COORDINATOR,
         settings.coordinator_zone,
-        *(f"--machine-type={settings.coordinator_machine}", "--num-nodes=1"),
+        *(f"--machine-type={settings.coordinator_machine}", "--max-nodes=1"),
+        f"--node-taints={PART}={COORDINATOR}:NoSchedule",
+        account=settings.coordinator_account or settings.service_account,
     )
 
 
 def _pool(
-    order: Order, name: str, owner: str, zone: str, *options: str, remedy: str = ""
+    order: Order,
+    cluster: GkeCluster,
+    name: str,
+    owner: str,
+    zone: str,
+    *options: str,
+    account: str,
+    remedy: str = "",
 ) -> Resource:
     pools = ("gcloud", "container", "node-pools")
-    where = (f"--cluster={order.settings.cluster}", *_cluster(order))
-    account = order.settings.service_account
+    where = (f"--cluster={cluster.name}", *_cluster(cluster))
     return Resource(
         what=f"node pool {name} in {zone}",
         owner=owner,
@@ -123,8 +160,11 @@ def _pool(
         create=Command(
             (
                 *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
+                # Machines are bought when pods ask for them, and given back after them.
+                *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
+                f"--labels={labels(order, owner)}",
                 *([f"--service-account={account}"] if account else []),
-                "--scopes=cloud-platform",
+                *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
             ),
             1800,
             remedy,
@@ -134,71 +174,88 @@ def _pool(
     )
 
 
-def _cluster(order: Order) -> tuple[str, ...]:
-    settings = order.settings
-    where = (f"--location={settings.location}", f"--project={settings.project}")
-    return (*where, "--quiet")
+def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
+    return (
+        f"--location={cluster.location}",
+        f"--project={cluster.project}",
+        "--quiet",
+    )
 
 
-# ---- objects in the cluster -------------------------------------------------------
+# ---- objects in the clusters ------------------------------------------------------
 
 
 def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
-    name = island.resource
+    name, cluster = island.resource, island.cluster
     state = "jsonpath={.metadata.name} {.status.terminalState}"
+    get = ("get", "jobset", name, "--ignore-not-found", "-o", state)
     return Resource(
         what=f"JobSet {name} ({island.slice.topology})",
         owner=island.name,
-        find=_kubectl(order, "get", "jobset", name, "--ignore-not-found", "-o", state),
-        create=_kubectl(order, "apply", "-f", file),
-        delete=_delete(order, "jobset", name),
+        find=_kubectl(order, cluster, *get),
+        create=_kubectl(order, cluster, "apply", "-f", file),
+        delete=_delete(order, cluster, ISLAND_OBJECTS, name),
         dead=("Failed",),
         runs=True,
     )
 
 
-def _object(
-    order: Order, file: str, kinds: str, name: str, owner: str, *, keeps: bool = False
-) -> Resource:
-    """Return the objects of one name in one file; `find` looks for the first kind."""
-    first = kinds.partition(",")[0]
+def _coordinator(order: Order, file: str) -> Resource:
+    name, cluster = order.coordinator, order.cluster
+    state = 'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
+    get = ("get", "job", name, "--ignore-not-found", "-o", state)
     return Resource(
-        what=f"{kinds} {name}",
-        owner=owner,
-        find=_find(order, first, name),
-        create=_kubectl(order, "apply", "-f", file),
-        delete=_delete(order, kinds, name),
-        keeps=keeps,
+        what=f"{OBJECTS} {name}",
+        owner=COORDINATOR,
+        find=_kubectl(order, cluster, *get),
+        create=_kubectl(order, cluster, "apply", "-f", file),
+        delete=_delete(order, cluster, OBJECTS, name),
+        dead=("Failed",),
+        ended=("Complete",),
+        runs=True,
     )
 
 
-def _config_map(order: Order, file: str) -> Resource:
-    name = manifests.config_name(order)
-    apply = _kubectl(order, "apply", "-f", file)
+def _disk(order: Order, file: str) -> Resource:
+    kind, name, cluster = "persistentvolumeclaim", order.coordinator, order.cluster
     return Resource(
-        what=f"configmap {name}",
+        what=f"{kind} {name}",
+        owner=COORDINATOR,
+        find=_find(order, cluster, kind, name),
+        create=_kubectl(order, cluster, "apply", "-f", file),
+        delete=_delete(order, cluster, kind, name),
+        keeps=True,
+    )
+
+
+def _config_map(order: Order, cluster: GkeCluster, file: str) -> Resource:
+    name = config_name(order)
+    apply = _kubectl(order, cluster, "apply", "-f", file)
+    return Resource(
+        what=f"configmap {name}{_elsewhere(order, cluster)}",
         owner=SHARED,
-        find=_find(order, "configmap", name),
+        find=_find(order, cluster, "configmap", name),
         create=apply,
-        delete=_delete(order, "configmap", name),
+        delete=_delete(order, cluster, "configmap", name),
         content=hashlib.sha256(order.config_json.encode()).hexdigest(),
         update=(apply,),
     )
 
 
-def _secret(order: Order, stem: str, certificates: str) -> Resource:
+def _secret(
+    order: Order, cluster: GkeCluster, stem: str, certificates: str
+) -> Resource:
     name = order.secrets[stem]
     files = ("ca.pem", f"{stem}.pem", f"{stem}.key")
     create = _kubectl(
-        order,
-        *("create", "secret", "generic", name),
+        *(order, cluster, "create", "secret", "generic", name),
         *(f"--from-file={certificates}/{file}" for file in files),
     )
-    delete = _delete(order, "secret", name)
+    delete = _delete(order, cluster, "secret", name)
     return Resource(
         what=f"secret {name}",
         owner=order.owner_of(stem),
-        find=_find(order, "secret", name),
+        find=_find(order, cluster, "secret", name),
         create=create,
         delete=delete,
         content=digest(Path(certificates), stem),
@@ -206,29 +263,35 @@ def _secret(order: Order, stem: str, certificates: str) -> Resource:
     )
 
 
-def _namespace(order: Order) -> Resource:
+def _namespace(order: Order, cluster: GkeCluster) -> Resource:
     name = order.settings.namespace
     return Resource(
-        what=f"namespace {name}",
+        what=f"namespace {name}{_elsewhere(order, cluster)}",
         owner=SHARED,
-        find=_find(order, "namespace", name),
-        create=_kubectl(order, "create", "namespace", name),
+        find=_find(order, cluster, "namespace", name),
+        create=_kubectl(order, cluster, "create", "namespace", name),
         delete=None,
     )
 
 
+def _elsewhere(order: Order, cluster: GkeCluster) -> str:
+    return "" if cluster == order.cluster else f" in {cluster.context}"
+
+
 def _logs(order: Order) -> tuple[Owned, ...]:
     lines = f"--tail={LOG_LINES}"
+    job = f"job/{order.coordinator}"
     return (
         Owned(
             COORDINATOR,
-            _kubectl(order, "logs", f"statefulset/{order.coordinator}", lines),
+            _kubectl(order, order.cluster, "logs", job, "--container=diloco", lines),
         ),
         *(
             Owned(
                 island.name,
                 _kubectl(
                     order,
+                    island.cluster,
                     "logs",
                     f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}",
                     *("--container=diloco", "--prefix", lines),
@@ -240,40 +303,33 @@ def _logs(order: Order) -> tuple[Owned, ...]:
     )
 
 
-def _find(order: Order, kind: str, name: str) -> Command:
-    return _kubectl(order, "get", kind, name, "--ignore-not-found", "-o", "name")
+def _results(order: Order, folder: str) -> tuple[Command, ...]:
+    """Return the commands that copy the run's folder, from a pod beside its disk."""
+    name, cluster = manifests.reader_name(order), order.cluster
+    ready = ("--for=condition=Ready", "--timeout=900s")
+    copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / "results"))
+    return (
+        _kubectl(order, cluster, "apply", "-f", f"{folder}/reader.yaml"),
+        _kubectl(order, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
+        _kubectl(order, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
+        _delete(order, cluster, "pod", name),
+    )
 
 
-def _delete(order: Order, kinds: str, name: str) -> Command:
-    return _kubectl(order, "delete", kinds, name, "--ignore-not-found", deadline_s=300)
+def _find(order: Order, cluster: GkeCluster, kind: str, name: str) -> Command:
+    get = ("get", kind, name, "--ignore-not-found", "-o", "name")
+    return _kubectl(order, cluster, *get)
 
 
-def _kubectl(order: Order, *arguments: str, deadline_s: float = 120.0) -> Command:
-    settings = order.settings
-    context = f"gke_{settings.project}_{settings.location}_{settings.cluster}"
-    where = (f"--context={context}", f"--namespace={settings.namespace}")
-    return Command(("kubectl", *arguments, *where), deadline_s)
+def _delete(order: Order, cluster: GkeCluster, kinds: str, name: str) -> Command:
+    delete = ("delete", kinds, name, "--ignore-not-found")
+    return _kubectl(order, cluster, *delete, deadline_s=300)
 
 
-# ---- as text ----------------------------------------------------------------------
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Dumper that writes scripts and files as blocks of lines, and no aliases."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Always."""
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def _yaml(*objects: dict[str, Any]) -> str:
-    text: str = yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
-    return text
+def _kubectl(
+    order: Order, cluster: GkeCluster, *arguments: str, deadline_s: float = 120.0
+) -> Command:
+    where = (f"--context={cluster.context}", f"--namespace={order.settings.namespace}")
+    # After "--" comes a command in the pod.
+    own = arguments.index("--") if "--" in arguments else len(arguments)
+    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), deadline_s)

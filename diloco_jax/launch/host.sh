@@ -1,6 +1,7 @@
 # What every machine does: at each boot, as root, it installs itself as the service
-# `diloco`; the service runs it again, and then becomes `diloco` in its container. The
-# settings in capitals come before this part; they are all that differs.
+# `diloco`; the service runs it again, and then becomes `diloco` in its container. On
+# SkyPilot's machines the job does both (`prepare`, `run`). The settings in capitals come
+# before this part; they are all that differs.
 #
 #   journalctl -u diloco       what it says
 #   systemctl stop diloco      SIGTERM to `diloco`: it says goodbye
@@ -8,7 +9,8 @@ set -Eeuo pipefail
 # 2 and 3 are `diloco`'s own: they mean that another attempt will not help.
 trap 'exit 1' ERR
 
-boot() {
+# Settings of the machine, and the config. Repeating it changes nothing.
+prepare() {
   # JAX on TPUs asks for it: starting and stopping are much faster.
   if [ "$ROLE" = island ]; then
     echo always >/sys/kernel/mm/transparent_hugepage/enabled
@@ -24,6 +26,10 @@ boot() {
     net.ipv4.tcp_slow_start_after_idle=0
   mkdir -p "$ROOT/config" "$ROOT/certificates" "$ROOT/data" "$ROOT/run"
   printf '%s\n' "$CONFIG_JSON" >"$ROOT/config/config.json"
+}
+
+boot() {
+  prepare
   cp "$0" "$ROOT/host.sh"
   cat >/etc/systemd/system/diloco.service <<UNIT
 [Unit]
@@ -37,6 +43,7 @@ Restart=on-failure
 RestartSec=10
 RestartPreventExitStatus=2 3
 TimeoutStopSec=60
+ExecStopPost=/bin/bash $ROOT/host.sh over
 UNIT
   systemctl daemon-reload
   # Boots come again, and must not end what runs.
@@ -44,6 +51,16 @@ UNIT
 }
 
 run() {
+  local limit=() left
+  if [ "$END" != 0 ]; then
+    left=$((END - $(date +%s)))
+    if [ "$left" -le 0 ]; then
+      echo 'launch.max_hours are over'
+      exit 0
+    fi
+    limit=(timeout --foreground --kill-after=60 "$left")
+  fi
+  count_crashes
   export DOCKER_CONFIG="$ROOT/docker"
   mkdir -p "$DOCKER_CONFIG"
   cloud auth print-access-token |
@@ -61,6 +78,7 @@ run() {
   local work="$ROOT/run" environment=("${VARIABLES[@]}") number value
   if [ "$ROLE" = coordinator ]; then
     mount_disk
+    register
     work=$DISK/run
     if [ ! -d "$work/log" ] && [ "$(date +%s)" -lt "$INIT_BEFORE" ]; then
       ARGUMENTS+=(--init)
@@ -72,7 +90,7 @@ run() {
     local attempt
     attempt=$(($(cat "$ROOT/attempt" 2>/dev/null || echo -1) + 1))
     echo "$attempt" >"$ROOT/attempt"
-    ARGUMENTS+=(--incarnation "$((FIRST_INCARNATION + attempt))")
+    ARGUMENTS+=(--incarnation "$((${FIRST_INCARNATION:-$(date +%s)} + attempt))")
     # Without TPUs it fails, and does not train on the CPU.
     environment+=(--env "JAX_PLATFORMS=$PLATFORMS")
   fi
@@ -83,6 +101,14 @@ run() {
     export "${SECRETS[number]}=$value"
     environment+=(--env "${SECRETS[number]}")
   done
+  # To the cloud's log, if the machine may write there: it outlives the machine.
+  local log=(--log-driver gcplogs --label "diloco-run=$RUN" --label "diloco-part=$PART"
+    --log-opt labels=diloco-run,diloco-part --log-opt "gcp-project=$PROJECT")
+  if ! docker run --rm "${log[@]}" --entrypoint true "$IMAGE" >/dev/null 2>&1; then
+    log=(--log-driver none)
+  fi
+  local privileged=()
+  if [ "$ROLE" = island ]; then privileged=(--privileged); fi
   # Left by a run that was killed; chips in use by it would keep the next one waiting.
   docker rm --force diloco >/dev/null 2>&1 || true
   if [ -n "$DATA" ]; then
@@ -92,9 +118,53 @@ run() {
   fi
   trap - ERR
   # In the foreground: signals and the exit code pass through.
-  exec docker run --rm --name diloco --privileged --network host --log-driver none \
-    --volume "$ROOT:$ROOT" --volume "$work:$ROOT/run" "${environment[@]}" \
+  exec "${limit[@]}" docker run --rm --name diloco "${privileged[@]}" --network host \
+    "${log[@]}" --volume "$ROOT:$ROOT" --volume "$work:$ROOT/run" "${environment[@]}" \
     "$IMAGE" "${ARGUMENTS[@]}"
+}
+
+# A crash loop ends with 2, which nobody repeats. What ran for ten minutes has no part
+# in it.
+count_crashes() {
+  local now before=0 crashes=0
+  now=$(date +%s)
+  if [ -e "$ROOT/crashes" ]; then read -r before crashes <"$ROOT/crashes"; fi
+  if [ $((now - before)) -ge 600 ]; then crashes=0; fi
+  if [ "$crashes" -ge "$MAX_RESTARTS" ]; then
+    echo "$crashes starts in a row ended within ten minutes; it is given up"
+    exit 2
+  fi
+  mkdir -p "$ROOT"
+  echo "$now $((crashes + 1))" >"$ROOT/crashes"
+}
+
+# After the process: what ended for good gives its machines back. 1 is a crash, or a
+# notice; a coordinator that is asked to end says 0, too.
+over() {
+  case "${EXIT_STATUS-}" in
+    0)
+      if [ "$ROLE" = coordinator ] && [ "$(date +%s)" -lt "${END/#0/9999999999}" ] &&
+        ! grep -Eqs '"phase": ?"done"' "$DISK/run/summary.json"; then
+        return
+      fi
+      ;;
+    2 | 3) ;;
+    *) return ;;
+  esac
+  if [ ${#RELEASE[@]} -gt 0 ]; then
+    # Another host may have done it already.
+    cloud "${RELEASE[@]}" || true
+  fi
+}
+
+# The machine may be a new one, with another address under the same name.
+register() {
+  if [ -z "$DNS_ZONE" ]; then return; fi
+  local verb=create name="$ADDRESS." where=(--zone "$DNS_ZONE" --type A)
+  if cloud dns record-sets describe "$name" "${where[@]}" --project "$PROJECT" \
+    >/dev/null 2>&1; then verb=update; fi
+  cloud dns record-sets "$verb" "$name" "${where[@]}" --project "$PROJECT" --ttl 5 \
+    --rrdatas "$(hostname -I | cut -d ' ' -f 1)"
 }
 
 mount_disk() {

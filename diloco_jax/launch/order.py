@@ -9,27 +9,30 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
     DataConfig,
-    IslandConfig,
     LaunchConfig,
     Placement,
     own_code,
 )
-from diloco_jax.launch.fleet import Slice, find_slice
+from diloco_jax.launch.placing import (
+    Backend,
+    GkeCluster,
+    PlacedIsland,
+    check_zones,
+    cluster_of,
+    place,
+    resource_name,
+)
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.paths import is_bucket
 from diloco_jax.weights.sources import FROM_ISLAND, source_of
 from diloco_jax.wire import principal
-
-Backend = Literal["tpu_vm", "gke"]
-Purchase = Literal["on_demand", "spot", "reserved"]
-PURCHASES: dict[str, Purchase] = {p: p for p in get_args(Purchase)}
 
 PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
@@ -48,36 +51,15 @@ INIT_WITHIN_S = 3600
 """Seconds after the making of its machine in which a coordinator may begin a new run on
 an empty disk. Later, an empty disk means that the run's disk got lost."""
 
-ZONE = re.compile(r"(?<=\d)-[a-z]$")
-"""Ending of a zone's name after its region's name."""
-MAX_NAME = 40
-"""Longest name in letters. GKE's node pools have the strictest limit of all."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlacedIsland:
-    """One island, its slice, and the way in which the slice is bought."""
-
-    name: str
-    """Name of the island in the config."""
-    resource: str
-    """Name of everything that is made for the island."""
-    slice: Slice
-    zone: str
-    purchase: Purchase
-    reservation: str
-    """Name of the reservation; empty = any of the project's."""
-
-    def arguments(self, address: str, notice_s: float) -> tuple[str, ...]:
-        """Return the arguments of `diloco` on the island's hosts, less the incarnation.
-
-        notice_s: seconds from SIGTERM until the goodbye must be said.
-        """
-        return (
-            *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", self.name),
-            *("--coordinator", address, "--workdir", WORKDIR),
-            *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
-        )
+CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
+"""Image with `gcloud`, for machines that lack it."""
+MAX_RESTARTS = 200
+"""Crashes of a process before it is given up. Preemptions do not count where they can
+be told from crashes."""
+FRUITLESS_STARTS = 20
+"""`placement.fruitless_starts` of a launch whose config has none."""
+KEPT_HOURS = 24.0 * 365
+"""Hours for which a coordinator lingers whose machine is not to be given back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,12 +69,16 @@ class Order:
     name: str
     settings: LaunchConfig
     islands: tuple[PlacedIsland, ...]
+    cluster: GkeCluster
+    """The coordinator's; only for GKE."""
     config_json: str
     """The config as the machines read it."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
     ports: tuple[int, ...] = (PORT, PORT + 1)
     """Ports of the coordinator, see `Placement.ports`."""
+    ends_unix: int = 0
+    """End of all processes, if it is set already."""
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -123,6 +109,25 @@ class Order:
         """Return the further ones of a coordinator that begins a run."""
         return ("--init", self.source) if self.source else ("--init",)
 
+    def island_arguments(
+        self, island: PlacedIsland, address: str, notice_s: float
+    ) -> tuple[str, ...]:
+        """Return the arguments of `diloco` on the island's hosts, less the incarnation.
+
+        notice_s: seconds from SIGTERM until the goodbye must be said.
+        """
+        return (
+            *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", island.name),
+            *("--coordinator", address, "--workdir", WORKDIR),
+            *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
+        )
+
+    def end_unix(self, now_unix: int) -> int:
+        """Return the time at which every process ends, if it is launched now; 0 if
+        there is none."""
+        seconds = round(self.settings.max_hours * 3600)
+        return self.ends_unix or (now_unix + seconds if seconds else 0)
+
 
 def make_order(config: Config, path: str, on: Backend, source: str = "") -> Order:
     """Return the launch of the config read from `path`.
@@ -134,11 +139,16 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
     """
     settings = config.launch
     needed = ("project", "image", "coordinator_zone", *_needed(on))
-    if empty := [field for field in needed if not getattr(settings, field)]:
-        options = ", ".join(f"--launch.{field.replace('_', '-')}" for field in empty)
+    empty = [field for field in needed if not getattr(settings, field)]
+    options = [f"--launch.{field.replace('_', '-')}" for field in empty]
+    if zoneless := [name for name in config.islands if name not in settings.zones]:
+        empty += [f"zones.{name}" for name in zoneless]
+        zones = ", ".join(f"{name!r}: 'us-east5-a'" for name in zoneless)
+        options.append(f"zones={{{zones}}} in the config")
+    if empty:
         raise ConfigError(
             f"{', '.join(f'launch.{field}' for field in empty)} must be set for "
-            f"`diloco launch --on {on}`: in the config, or as {options}"
+            f"`diloco launch --on {on}`: in the config, or as {', '.join(options)}"
         )
     if not re.fullmatch(r"[a-z][-a-z0-9]{4,28}[a-z0-9]", settings.project):
         raise ConfigError(
@@ -185,19 +195,22 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
         raise ConfigError(
             "launch.name is empty, and config.json names no run; set launch.name"
         )
-    islands = tuple(_place(name, config, island, on) for island in config.islands)
+    islands = tuple(place(name, config, island, on) for island in config.islands)
     if on == "gke":
-        _check_zones(settings, islands)
-    resources = [island.resource for island in islands]
-    for resource in (*resources, _resource(name, COORDINATOR)):
-        if [*resources, _resource(name, COORDINATOR)].count(resource) > 1:
+        check_zones(settings, islands)
+        _check_address(settings, islands)
+    resources = [pool for island in islands for pool in island.pools]
+    resources.append(resource_name(name, COORDINATOR))
+    for resource in resources:
+        if resources.count(resource) > 1:
             raise ConfigError(
                 f"two parts of the run would be called {resource!r}; rename an island"
             )
     return Order(
-        name=_resource(name, ""),
+        name=resource_name(name, ""),
         settings=settings,
         islands=islands,
+        cluster=cluster_of(settings),
         config_json=json.dumps(_host_config(config, islands), indent=2),
         source=source,
         ports=tuple(range(PORT, PORT + config.placement.ports)),
@@ -219,105 +232,28 @@ def _check_source(source: str) -> None:
 
 
 def _needed(on: Backend) -> tuple[str, ...]:
-    return ("cluster", "location") if on == "gke" else ()
+    needed = {
+        "gke": ("cluster", "location"),
+        "sky": ("coordinator_address", "dns_zone"),
+    }
+    return needed.get(on, ())
 
 
-def _place(name: str, config: Config, island: str, on: Backend) -> PlacedIsland:
-    settings = config.launch
-    if island not in settings.zones:
-        raise ConfigError(
-            f"launch.zones has no zone for island {island!r}; add one, for example "
-            f"zones={{{island!r}: 'us-east5-a'}}"
-        )
-    found = slice_of(island, config.islands[island])
-    how, _, reservation = settings.purchase.get(island, "on_demand").partition(":")
-    purchase = PURCHASES.get(how)
-    field = f"launch.purchase.{island}"
-    if purchase is None or (reservation and purchase != "reserved"):
-        raise ConfigError(
-            f"{field} = {settings.purchase[island]!r}; write 'on_demand', 'spot', "
-            f"'reserved' or 'reserved:NAME'"
-        )
-    if on == "tpu_vm" and reservation:
-        raise ConfigError(
-            f"{field} = {settings.purchase[island]!r}: queued resources take any "
-            f"reservation that fits; write 'reserved'"
-        )
-    if on == "gke" and purchase == "reserved" and not reservation:
-        raise ConfigError(
-            f"{field} = 'reserved': GKE needs the reservation; write 'reserved:NAME'"
-        )
-    return PlacedIsland(
-        name=island,
-        resource=_resource(name, island),
-        slice=found,
-        zone=settings.zones[island],
-        purchase=purchase,
-        reservation=reservation,
-    )
-
-
-def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
-    """Raise ConfigError for a zone in which the cluster cannot have nodes. A zonal
-    cluster may have nodes in all zones of its region, like a regional one."""
-    region = ZONE.sub("", settings.location)
-    fields = {"launch.coordinator_zone": (settings.coordinator_zone, "")}
-    for island in islands:
-        generation = island.slice.generation
-        known = [zone for zone in generation.zones if ZONE.sub("", zone) == region]
-        offers = f" ({generation.name} is known in {', '.join(known)})" if known else ""
-        fields[f"launch.zones.{island.name}"] = (island.zone, offers)
-    for field, (zone, offers) in fields.items():
-        if ZONE.sub("", zone) != region:
+def _check_address(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
+    for name in settings.clusters:
+        if name not in [island.name for island in islands]:
             raise ConfigError(
-                f"{field} = {zone!r} is outside launch.location = "
-                f"{settings.location!r}, and all nodes of a GKE cluster are in its "
-                f"region; choose a zone of {region}{offers}, or set launch.cluster and "
-                f"launch.location to a cluster there"
+                f"launch.clusters names {name!r}, but the islands are "
+                f"{', '.join(island.name for island in islands)}"
             )
-        if zone == region:
-            raise ConfigError(
-                f"{field} = {zone!r} is a region, and node pools are in one zone of it;"
-                f" write a zone such as '{zone}-a'{offers}"
-            )
-
-
-def slice_of(name: str, island: IslandConfig) -> Slice:
-    """Return the TPU slice of the island, which its mesh fills.
-
-    Raises ConfigError naming field, value and remedy.
-    """
-    field = f"islands.{name}.topology"
-    if not island.topology:
+    away = [i.name for i in islands if i.cluster != cluster_of(settings)]
+    if away and not settings.coordinator_address:
         raise ConfigError(
-            f"{field} is empty: name the slice that the island runs on, such as "
-            f"'v5p:2x2x1' or 'v6e:4x4'"
+            f"launch.coordinator_address is empty, and {', '.join(away)} run in other "
+            f"clusters than the coordinator; reserve an internal address in its subnet "
+            f"(`gcloud compute addresses create`) and write it there, or a host name "
+            f"that leads to it"
         )
-    found = find_slice(island.topology, field)
-    if island.devices != found.chips:
-        raise ConfigError(
-            f"islands.{name}: its mesh has {island.devices} devices, and "
-            f"{found.topology} has {found.chips} chips, one device each; choose mesh_* "
-            f"whose product is {found.chips}, or another topology"
-        )
-    if island.hosts not in (1, found.hosts):
-        raise ConfigError(
-            f"islands.{name}.hosts = {island.hosts}, and {found.topology} has "
-            f"{found.hosts}; leave it out, the topology says it"
-        )
-    return found
-
-
-def _resource(name: str, part: str) -> str:
-    """Return a name that every part of the cloud accepts."""
-    made = re.sub(r"[._]", "-", f"{name}-{part}" if part else name).lower()
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made) or len(made) > MAX_NAME:
-        raise ConfigError(
-            f"{made!r} cannot name machines: letters, digits and '-' are allowed, a "
-            f"letter first, {MAX_NAME} in all; set a shorter launch.name, or rename "
-            f"the island"
-        )
-    return made
 
 
 def _copied(config: Config) -> DataConfig:
@@ -341,9 +277,12 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
     It leaves out the settings of this machine; the machines' command lines give their
     own.
     """
-    here = Placement()
+    here, launch = Placement(), config.launch
+    linger_hours = launch.linger_hours if launch.when_done == "delete" else KEPT_HOURS
     placement = dataclasses.replace(
         config.placement,
+        linger_s=config.placement.linger_s or 3600 * linger_hours,
+        fruitless_starts=config.placement.fruitless_starts or FRUITLESS_STARTS,
         workdir=here.workdir,
         bind=here.bind,
         advertise=here.advertise,
@@ -357,5 +296,17 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
         )
         for island in placed
     }
-    told = Config(run=run, islands=islands, placement=placement, launch=config.launch)
+    told = Config(run=run, islands=islands, placement=placement, launch=launch)
     return dataclasses.asdict(told.validate())
+
+
+def ended_at(command: str, end_unix: int, grace_s: float) -> str:
+    """Return shell lines that become the command, ended by SIGTERM at `end_unix` (0 =
+    never), and by SIGKILL `grace_s` later. Started after that, they end with 0."""
+    if not end_unix:
+        return f"exec {command}\n"
+    return (
+        f"left=$(({end_unix} - $(date +%s)))\n"
+        f"if [ $left -le 0 ]; then echo 'launch.max_hours are over'; exit 0; fi\n"
+        f"exec timeout --foreground --kill-after={grace_s:g} $left {command}\n"
+    )

@@ -6,9 +6,26 @@ All are plain values; `submit.py` acts on them.
 from __future__ import annotations
 
 import dataclasses
+import re
+
+from diloco_jax.launch.order import Order
 
 SHARED = ""
 """Owner of resources that belong to no island."""
+
+
+RUN_LABEL, PART_LABEL = "diloco-run", "diloco-part"
+"""Labels by which what is left over can be found."""
+
+
+def labels(order: Order, owner: str) -> str:
+    """Return the labels of what costs money, as `gcloud` takes them."""
+    return f"{RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}"
+
+
+def part_of(owner: str) -> str:
+    """Return the label of a part of the run."""
+    return re.sub(r"[^-_a-z0-9]", "-", owner.lower()) or "shared"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +54,13 @@ class Resource:
     """Command that deletes it; None = it stays, since others may use it."""
     dead: tuple[str, ...] = ()
     """States in which it is useless and must be made anew."""
+    job: str = ""
+    """Name of the job whose state is in the JSON that `find` prints. Once it is dead,
+    nothing is left of it to delete."""
+    ended: tuple[str, ...] = ()
+    """States that mean that the run is over; "" = it is not there any more."""
+    revives: bool = False
+    """True if a dead one is to be made anew whatever it died of: it was taken away."""
     runs: bool = False
     """True for a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
@@ -45,6 +69,9 @@ class Resource:
     """Digest of its content. Empty = the content never changes."""
     update: tuple[Command, ...] = ()
     """Commands that replace its content."""
+    grant: tuple[Command, ...] = ()
+    """Commands that let others use it, before it has its content; they may be
+    repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,3 +95,7 @@ class Deployment:
     start: tuple[Owned, ...]
     stop: tuple[Owned, ...]
     logs: tuple[Owned, ...]
+    status: Command
+    """Command that prints what `diloco status --json` does, beside the coordinator."""
+    results: tuple[Command, ...]
+    """Commands that copy the run's folder to `results` beside the launch's folder."""

@@ -7,28 +7,21 @@ same script, `host.sh`, which keeps `diloco island` running.
 
 from __future__ import annotations
 
-import shlex
-from importlib import resources
 from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
-from diloco_jax.launch.order import (
-    COORDINATOR,
-    INIT_WITHIN_S,
-    PLATFORMS,
-    PORT,
-    ROOT,
-    Order,
-    PlacedIsland,
+from diloco_jax.launch.host import DISK, coordinator_script, island_script
+from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, PORT, Order
+from diloco_jax.launch.placing import PlacedIsland
+from diloco_jax.launch.resources import (
+    SHARED,
+    Command,
+    Deployment,
+    Owned,
+    Resource,
+    labels,
 )
-from diloco_jax.launch.resources import SHARED, Command, Deployment, Owned, Resource
-from diloco_jax.launch.variables import variables_of
-from diloco_jax.wire import principal
 
-NOTICE_S = 25.0
-"""Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
-CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
-DISK = "/mnt/disks/diloco"
 SLICE_PORTS = (8471, 8482, 8431)
 """Ports within a slice, of libtpu, JAX and runtime metrics."""
 LOG_LINES = 100
@@ -48,17 +41,24 @@ def deployment(
     """
     (host,) = hosts(order)
     address = f"{host}:{PORT}"
-    files = {"coordinator.sh": _coordinator_script(order, address, now_unix)}
+    project, name = f"--project={order.settings.project}", order.coordinator
+    place = f"--zone={order.settings.coordinator_zone}"
+    release = ("compute", "instances", "delete", name, place, project)
+    script = coordinator_script(order, address, now_unix, release)
+    files = {"coordinator.sh": script}
     made = [
         _firewall(order),
-        *(_secret(order, stem, certificates) for stem in order.secrets),
-        _disk(order),
+        *(secret(order, stem, certificates) for stem in order.secrets),
+        disk(order),
         _coordinator(order, f"{folder}/coordinator.sh"),
     ]
     for island in order.islands:
         script = f"{island.resource}.sh"
-        files[script] = _island_script(order, island, address, now_unix)
+        tpu = ("compute", "tpus", "queued-resources", "delete", island.resource)
+        gone = (*tpu, f"--zone={island.zone}", "--force", "--async", project)
+        files[script] = island_script(order, island, address, now_unix, gone)
         made.append(_queued_resource(order, island, f"{folder}/{script}"))
+    ask = f"sudo docker exec diloco diloco status {address} --json --certificates "
     return Deployment(
         files=files,
         prepare=(),
@@ -67,6 +67,15 @@ def deployment(
         stop=tuple(reversed(_everywhere(order, "sudo systemctl stop diloco"))),
         logs=_everywhere(
             order, f"sudo journalctl --unit diloco --lines {LOG_LINES} --no-pager"
+        ),
+        status=_everywhere(order, ask + CERTIFICATES)[0].command,
+        results=(
+            gcloud(
+                order,
+                *("compute", "scp", "--recurse", place, *_inside(order)),
+                *(f"{name}:{DISK}/run", str(Path(folder).parent / "results")),
+                deadline_s=24 * 3600,
+            ),
         ),
     )
 
@@ -89,10 +98,11 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
         kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
     bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
     tpus = ("compute", "tpus", "queued-resources")
-    create = _gcloud(
+    create = gcloud(
         order,
         *(*tpus, "create", island.resource, zone, f"--node-id={island.resource}"),
         *(*kind, f"--runtime-version={found.generation.runtime_version}", "--async"),
+        f"--labels={labels(order, island.name)}",
         *(*bought[island.purchase], *_network(order), f"--tags={order.name}"),
         *(["--internal-ips"] if order.settings.internal_ips else []),
         f"--metadata-from-file=startup-script={script}",
@@ -108,13 +118,14 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
     return Resource(
         what=f"slice {island.resource} ({found.topology}) in {island.zone}",
         owner=island.name,
-        find=_gcloud(order, *describe, shown),
+        find=gcloud(order, *describe, shown),
         create=create,
         # --force also deletes the machines of a slice that still exists.
-        delete=_gcloud(
+        delete=gcloud(
             order, *tpus, "delete", island.resource, zone, "--force", deadline_s=900
         ),
         dead=DEAD,
+        revives=True,
     )
 
 
@@ -126,38 +137,43 @@ def _coordinator(order: Order, script: str) -> Resource:
     return Resource(
         what=f"machine {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=_gcloud(
+        find=gcloud(
             order, *instances, "describe", name, zone, "--format=value(status)"
         ),
-        create=_gcloud(
+        create=gcloud(
             order,
             *(*instances, "create", name, zone),
             f"--machine-type={settings.coordinator_machine}",
             *("--image-family=cos-stable", "--image-project=cos-cloud"),
             "--boot-disk-size=50GB",
             f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
+            f"--labels={labels(order, COORDINATOR)}",
             *(*_network(order, "--subnet"), *address, f"--tags={order.name}"),
             f"--metadata-from-file=startup-script={script}",
             deadline_s=300,
         ),
-        delete=_gcloud(order, *instances, "delete", name, zone, deadline_s=600),
+        delete=gcloud(order, *instances, "delete", name, zone, deadline_s=600),
+        # It deletes itself after the run.
+        ended=("",),
     )
 
 
-def _disk(order: Order) -> Resource:
+def disk(order: Order) -> Resource:
+    """Return the disk that holds the run."""
     settings, name = order.settings, order.coordinator
     zone = f"--zone={settings.coordinator_zone}"
     disks = ("compute", "disks")
     return Resource(
         what=f"disk {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=_gcloud(order, *disks, "describe", name, zone, "--format=value(status)"),
-        create=_gcloud(
+        find=gcloud(order, *disks, "describe", name, zone, "--format=value(status)"),
+        create=gcloud(
             order,
             *(*disks, "create", name, zone),
             *(f"--size={settings.coordinator_disk_gb}GB", "--type=pd-balanced"),
+            f"--labels={labels(order, COORDINATOR)}",
         ),
-        delete=_gcloud(order, *disks, "delete", name, zone),
+        delete=gcloud(order, *disks, "delete", name, zone),
         keeps=True,
     )
 
@@ -168,31 +184,40 @@ def _firewall(order: Order) -> Resource:
     return Resource(
         what=f"firewall rule {order.name}",
         owner=SHARED,
-        find=_gcloud(order, *rules, "describe", order.name, "--format=value(name)"),
-        create=_gcloud(
+        find=gcloud(order, *rules, "describe", order.name, "--format=value(name)"),
+        create=gcloud(
             order,
             *(*rules, "create", order.name, f"--network={order.settings.network}"),
             *("--direction=INGRESS", f"--allow={allowed}"),
             *(f"--source-tags={order.name}", f"--target-tags={order.name}"),
         ),
-        delete=_gcloud(order, *rules, "delete", order.name),
+        delete=gcloud(order, *rules, "delete", order.name),
     )
 
 
-def _secret(order: Order, stem: str, certificates: str) -> Resource:
-    name = order.secrets[stem]
+def secret(order: Order, stem: str, certificates: str) -> Resource:
+    """Return the secret of Secret Manager with the certificates of this stem."""
+    name, settings = order.secrets[stem], order.settings
+    owner, account = order.owner_of(stem), settings.service_account
+    if owner == COORDINATOR:
+        account = settings.coordinator_account or account
+    member = f"--member=serviceAccount:{account}"
+    role = "--role=roles/secretmanager.secretAccessor"
+    bind = ("secrets", "add-iam-policy-binding", name, member, role)
     data = f"--data-file={certificates}/{stem}.tar"
     return Resource(
         what=f"secret {name}",
-        owner=order.owner_of(stem),
-        find=_gcloud(order, "secrets", "describe", name, "--format=value(name)"),
-        create=_gcloud(
+        owner=owner,
+        find=gcloud(order, "secrets", "describe", name, "--format=value(name)"),
+        create=gcloud(
             order,
             *("secrets", "create", name, "--replication-policy=automatic", data),
+            f"--labels={labels(order, owner)}",
         ),
-        delete=_gcloud(order, "secrets", "delete", name),
+        delete=gcloud(order, "secrets", "delete", name),
         content=digest(Path(certificates), stem),
-        update=(_gcloud(order, "secrets", "versions", "add", name, data),),
+        update=(gcloud(order, "secrets", "versions", "add", name, data),),
+        grant=(gcloud(order, *bind),) if account else (),
     )
 
 
@@ -202,35 +227,42 @@ def _network(order: Order, subnetwork: str = "--subnetwork") -> list[str]:
     options = [f"--network={settings.network}", "--scopes=cloud-platform"]
     if settings.subnetwork:
         options.append(f"{subnetwork}={settings.subnetwork}")
-    if settings.service_account:
-        options.append(f"--service-account={settings.service_account}")
+    account = settings.service_account
+    if subnetwork == "--subnet":  # The coordinator's machine.
+        account = settings.coordinator_account or account
+    if account:
+        options.append(f"--service-account={account}")
     return options
 
 
-def _gcloud(
+def gcloud(
     order: Order, *arguments: str, deadline_s: float = 120.0, remedy: str = ""
 ) -> Command:
+    """Return a command in the launch's project."""
     line = ("gcloud", *arguments, f"--project={order.settings.project}", "--quiet")
     return Command(line, deadline_s, remedy)
 
 
-# ---- commands and scripts on the machines -----------------------------------------
+# ---- commands on the machines -----------------------------------------
+
+
+def _inside(order: Order) -> list[str]:
+    return ["--tunnel-through-iap"] if order.settings.internal_ips else []
 
 
 def _everywhere(order: Order, command: str) -> tuple[Owned, ...]:
     """Run a command on the coordinator's machine, then on all hosts of every island."""
-    inside = ["--tunnel-through-iap"] if order.settings.internal_ips else []
-    line = [f"--command={command}", *inside]
+    line = [f"--command={command}", *_inside(order)]
     there = f"--zone={order.settings.coordinator_zone}"
     return (
         Owned(
             COORDINATOR,
-            _gcloud(order, "compute", "ssh", order.coordinator, there, *line),
+            gcloud(order, "compute", "ssh", order.coordinator, there, *line),
         ),
         *(
             Owned(
                 island.name,
-                _gcloud(
+                gcloud(
                     order,
                     *("compute", "tpus", "queued-resources", "ssh", island.resource),
                     *(f"--zone={island.zone}", "--node=all", "--worker=all", *line),
@@ -239,67 +271,4 @@ def _everywhere(order: Order, command: str) -> tuple[Owned, ...]:
             )
             for island in order.islands
         ),
-    )
-
-
-def _island_script(
-    order: Order, island: PlacedIsland, address: str, now_unix: int
-) -> str:
-    return _script(
-        order,
-        "island",
-        island.name,
-        island.arguments(address, NOTICE_S),
-        FIRST_INCARNATION=str(now_unix),
-        PLATFORMS=PLATFORMS,
-    )
-
-
-def _coordinator_script(order: Order, address: str, now_unix: int) -> str:
-    return _script(
-        order,
-        COORDINATOR,
-        COORDINATOR,
-        order.coordinator_arguments(address),
-        INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
-        SOURCE=order.source,
-        PORTS=" ".join(map(str, order.ports)),
-        DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
-        DISK=DISK,
-    )
-
-
-def _script(
-    order: Order,
-    role: str,
-    owner: str,
-    arguments: tuple[str, ...],
-    **settings: str,
-) -> str:
-    """Return `host.sh` with its settings before it. owner: whose variables and
-    certificates it gives to the process."""
-    stem = principal.island(owner).stem if role == "island" else COORDINATOR
-    plain, secret = variables_of(order.settings, owner)
-    variables = [f"--env={name}={value}" for name, value in plain.items()]
-    secrets = [part for pair in secret.items() for part in pair]
-    settings = {
-        "ROLE": role,
-        "ROOT": ROOT,
-        "PROJECT": order.settings.project,
-        "IMAGE": order.settings.image,
-        "CLOUD_IMAGE": CLOUD_IMAGE,
-        "SECRET": order.secrets[stem],
-        "DATA": order.settings.data,
-        **settings,
-    }
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *(f"{name}={shlex.quote(value)}" for name, value in settings.items()),
-            f"ARGUMENTS=({shlex.join(arguments)})",
-            f"VARIABLES=({shlex.join(variables)})",
-            f"SECRETS=({shlex.join(secrets)})",
-            f"CONFIG_JSON={shlex.quote(order.config_json)}",
-            resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
-        ]
     )

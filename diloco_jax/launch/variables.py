@@ -26,7 +26,8 @@ OF_THE_LAUNCH = frozenset(
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
         *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "DEVICE", "DISK"),
-        *("PORTS", "SOURCE"),
+        *("PORTS", "SOURCE", "END", "RUN", "PART", "MAX_RESTARTS", "RELEASE"),
+        *("DNS_ZONE", "ADDRESS"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

@@ -168,7 +168,17 @@ PRESETS |= {
 
 
 def preset(name: str) -> ModelConfig:
-    """Return the model of this name; raise ConfigError, naming the nearest, if none."""
+    """Return the model of this name; raise ConfigError, naming the nearest, if none.
+
+    Example:
+      >>> from diloco_jax import preset
+      >>> preset("llama3_1b").d_model
+      2048
+      >>> preset("llama3_1")
+      Traceback (most recent call last):
+          ...
+      diloco_jax.errors.ConfigError: no model preset 'llama3_1'; did you mean...
+    """
     if name not in PRESETS:
         raise ConfigError(
             f"no model preset {name!r}{suggest(name, PRESETS)}; "

@@ -1,27 +1,49 @@
-"""A progress bar for one piece of work whose share is known."""
+"""Progress of one piece of work whose share is known, with the time left."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich import progress
 from rich.console import Console
 
+from diloco_jax.observability.terminal import LINE_EVERY_S, duration_text
+
 
 @contextmanager
 def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
-    """Show a bar on a terminal, and remove it at the end. Yields the function that is
-    told the share that is done."""
+    """Show a bar on a terminal, and remove it at the end; elsewhere a line of text now
+    and then. Yields the function that is told the share that is done."""
+    if not console.is_terminal:
+        yield lines(console, doing)
+        return
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.TaskProgressColumn(),
         progress.TimeRemainingColumn(),
     )
-    hidden = not console.is_terminal
-    with progress.Progress(
-        *columns, console=console, transient=True, disable=hidden
-    ) as shown:
+    with progress.Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(doing, total=1.0)
         yield lambda share: shown.update(task, completed=share)
+
+
+def lines(console: Console, doing: str) -> Callable[[float], None]:
+    """Return a function that is told the share that is done, and says so in a line of
+    text every `LINE_EVERY_S` seconds at most."""
+    began = time.monotonic()
+    told = began
+
+    def report(share: float) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < LINE_EVERY_S or not 0 < share < 1:
+            return
+        told = now
+        left = duration_text((now - began) * (1 - share) / share)
+        text = f"{doing}: {share:.0%}, {left} left"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    return report

@@ -16,7 +16,7 @@ import msgspec
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusals
 from diloco_jax.planning.chips import chip_of

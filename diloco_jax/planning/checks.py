@@ -254,9 +254,10 @@ def _memory(terms: Terms, needs: Needs) -> Check:
         "memory",
         needed,
         MOST_MEMORY * machine.memory,
-        f"the coordinator needs {needed / GB:.0f} GB of memory and {machine.name} has "
+        f"the coordinator needs {needed / GB:.0f} GB of memory"
+        f"{needs.coordinator.for_whom} and {machine.name} has "
         f"{machine.memory / GB:.0f}, of which {MOST_MEMORY:.0%} may be used",
-        lambda: _machines(needs),
+        lambda: _machines_or_fewer_workers(needs, machine.cores),
     )
 
 
@@ -280,10 +281,16 @@ def _cores(terms: Terms, needs: Needs) -> Check:
         "cores",
         needs.coordinator.cores,
         machine.cores,
-        f"the coordinator needs {needs.coordinator.cores} cores and {machine.name} has "
-        f"{machine.cores}",
-        lambda: _machines(needs),
+        f"the coordinator needs {needs.coordinator.cores} cores"
+        f"{needs.coordinator.for_whom} and {machine.name} has {machine.cores}",
+        lambda: _machines_or_fewer_workers(needs, machine.cores),
     )
+
+
+def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[dict[str, Any]]:
+    yield from _machines(needs)
+    most = min(len(needs.coordinator.workers), cores)
+    yield from ({"placement.workers": fewer} for fewer in range(most - 1, 0, -1))
 
 
 def _machines(

@@ -18,7 +18,8 @@ from rich.console import Console
 from diloco_jax import files
 from diloco_jax.config import Config
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
+from diloco_jax.observability.bar import lines
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.machines import machine_of
@@ -178,17 +179,20 @@ def _plan(
 
 @contextmanager
 def _bars(console: Console, names: list[str]) -> Iterator[Report]:
-    """Show one bar per island on a terminal; remove them when all are done."""
+    """Show one bar per island on a terminal, and remove them when all are done;
+    elsewhere lines of text."""
+    if not console.is_terminal:
+        plain = {name: lines(console, name) for name in names}
+        yield lambda name, doing, share: plain[name](share)
+        return
     columns = (
         bars.TextColumn("{task.fields[island]}"),
         bars.BarColumn(),
         bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
         bars.TextColumn("{task.description}"),
     )
-    hidden = not console.is_terminal
-    with bars.Progress(
-        *columns, console=console, transient=True, disable=hidden
-    ) as shown:
+    with bars.Progress(*columns, console=console, transient=True) as shown:
         tasks = {
             name: shown.add_task("waiting", total=1.0, island=name) for name in names
         }

@@ -21,7 +21,7 @@ from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.launch.fleet import Slice
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
 from diloco_jax.planning.chips import chip_of

@@ -26,6 +26,7 @@ from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.disk import DiskPlan, plan_disk
 from diloco_jax.planning.rates import CONSTANTS, MachineRates
+from diloco_jax.protocol.coordinator.workers import deal
 
 SNAPSHOT_COPIES = 1
 """Fragments that a snapshot holds while merges replace them."""
@@ -38,6 +39,19 @@ PROCESS_BYTES = 256 << 20
 """The interpreter and compiled programs: what a coordinator of next to no parameters
 has of its own (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,
 are mapped files, as what waits on the disk is: the system takes their pages back."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """One of `placement.workers` processes that hold fragments, of which that with the
+    most parameters needs the most."""
+
+    fragments: int
+    params: int
+    memory: int
+    """Its share of what fragments take, and a process."""
+    cores: float
+    """Cores that merging and the wire of its fragments take, on average."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +85,10 @@ class CoordinatorPlan:
     wire_cores: float
     merge_cores: float
     cores: int
-    """Whole cores, with one for everything else."""
+    """Whole cores, with one for everything else; with workers whole ones for each of
+    them, and one for the lead."""
+    workers: tuple[WorkerPlan, ...]
+    """Empty if the coordinator is one process. What they take is in the sums above."""
     merge_core_seconds: float
     """Core seconds of the merge of the largest fragment."""
     disk: DiskPlan
@@ -81,6 +98,12 @@ class CoordinatorPlan:
     replayed_bytes: float
     replay_core_seconds: float
     """Core seconds per 1e9 parameters that recovery decodes and adds."""
+
+    @property
+    def for_whom(self) -> str:
+        """How many processes cores and memory are for, if they are several."""
+        count = len(self.workers)
+        return f" (placement.workers = {count}, and one for the lead)" if count else ""
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -130,7 +153,9 @@ def plan_coordinator(
     rule_bytes = max(
         merging.merging_bytes(rules[kind], islands, like[kind].size) for kind in kinds
     )
-    at_once = merges_at_once(cores)
+    workers = placement.workers
+    # Each process decides by the cores of the machine.
+    at_once = workers * merges_at_once(cores)
     most_deltas = DELTAS_AT_ONCE * islands * sum(up)
     parts = {
         "theta": params,
@@ -144,13 +169,13 @@ def plan_coordinator(
             )
             for kind, count in kinds.items()
         ),
-        "snapshots": SNAPSHOT_COPIES * held,
+        "snapshots": workers * SNAPSHOT_COPIES * held,
         "kept_cycle": params if placement.export_every else 0,
         "merging": at_once * (held + rule_bytes),
         "publishes": sum(down),
         "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
         "merge_buffer": min(most_deltas, placement.merge_buffer_bytes),
-        "process": PROCESS_BYTES,
+        "process": PROCESS_BYTES * (1 if workers == 1 else 1 + workers),
     }
     both_ways = (
         sum(up) * rates.upload_core_seconds + sum(down) * rates.fetch_core_seconds
@@ -172,19 +197,45 @@ def plan_coordinator(
         cycle_seconds=cycle_seconds,
         bytes_per_s=disk_bytes_per_s,
     )
+    memory = sum(parts.values())
+    dealt = _worker_plans(plan, workers, memory - parts["process"], wire + merge_cores)
+    needed = math.ceil(wire + merge_cores) if not dealt else 0
     replayed = disk.round_seconds / 2 / cycle_seconds + 1
     return CoordinatorPlan(
         **parts,
-        memory=sum(parts.values()),
+        memory=memory,
         wire_cores=wire,
         merge_cores=merge_cores,
-        cores=math.ceil(wire + merge_cores) + 1,
+        cores=1 + needed + sum(max(1, math.ceil(w.cores)) for w in dealt),
+        workers=dealt,
         merge_core_seconds=each * largest,
         disk=disk,
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sum(down),
         replay_core_seconds=rates.replaying(run.sync.codec_down),
     )
+
+
+def _worker_plans(
+    plan: FragmentPlan, workers: int, held: int, cores: float
+) -> tuple[WorkerPlan, ...]:
+    """Divide the bytes that fragments take, and the cores, by the parameters that each
+    worker has."""
+    if workers == 1:
+        return ()
+    dealt, plans = deal(plan.sizes, workers), []
+    for worker in range(workers):
+        own = [size for f, size in enumerate(plan.sizes) if dealt[f] == worker]
+        share = sum(own) / plan.total
+        plans.append(
+            WorkerPlan(
+                fragments=len(own),
+                params=sum(own),
+                memory=math.ceil(share * held) + PROCESS_BYTES,
+                cores=share * cores,
+            )
+        )
+    return tuple(plans)
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
 from diloco_jax.launch.fleet import GENERATIONS
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 
 COORDINATOR = "coordinator"
 

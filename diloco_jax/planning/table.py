@@ -185,6 +185,14 @@ def _run(run: RunPlan) -> str:
 def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
     disk = plan.disk
     where = "bucket" if disk.in_bucket else "disk"
+    workers: tuple[str, ...] = ()
+    if plan.workers:
+        most = max(plan.workers, key=lambda worker: worker.params)
+        workers = (
+            f"its {len(plan.workers)} workers: each at most {most.fragments} fragments "
+            f"of {most.params / 1e9:.4g} B parameters, {_size(most.memory)} of memory, "
+            f"{most.cores:.2g} cores on average",
+        )
     return (
         f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
         f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
@@ -193,6 +201,7 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
         f"log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
         f"snapshots to the {where}: {_size(disk.snapshots)}, "
         f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s",
+        *workers,
     )
 
 

@@ -52,10 +52,19 @@ class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of Theta."""
 
 
+class LostFragment(msgspec.Struct, frozen=True, kw_only=True):
+    """A fragment that cannot be brought to its committed version: its files are gone or
+    damaged. why: for people."""
+
+    fragment: int
+    why: str
+
+
 class FragmentsRestored(Message, frozen=True, kw_only=True):
     """Answer to `RestoreFragments`."""
 
     fragments: tuple[RestoredFragment, ...]
+    lost: tuple[LostFragment, ...] = ()
     discarded: int
     """Merges that were prepared and never committed."""
     environment: dict[str, Any]
@@ -86,8 +95,8 @@ class Merge(Message, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """Make the prepared merge, whose record is durable now, the fragment's version.
-    Its deltas are not needed any more."""
+    """Make what was prepared, whose record is durable now, the fragment's version: a
+    merge, whose deltas are not needed any more, or the anchor of a new term."""
 
     fragment: int
     version: Version
@@ -122,7 +131,17 @@ class Forget(Message, frozen=True, kw_only=True):
     kept: tuple[DeltaKey, ...]
 
 
-ToHolder = Merge | Commit | KeepFragment | Drop | Forget
+class AwaitAnchor(Message, frozen=True, kw_only=True):
+    """The fragment is lost here: its anchor comes from this island, and begins this
+    term of the fragment. No other is awaited any more."""
+
+    fragment: int
+    island: str
+    incarnation: int
+    term: int
+
+
+ToHolder = Merge | Commit | KeepFragment | Drop | Forget | AwaitAnchor
 
 # ---- from a holder ------------------------------------------------------------
 
@@ -146,6 +165,21 @@ class MergePrepared(Message, frozen=True, kw_only=True):
     fragment: int
     version: Version
     prepared: Prepared
+
+
+class AnchorKept(Message, frozen=True, kw_only=True):
+    """The awaited anchor has arrived, and is on disk as the fragment's first snapshot
+    in its new term. It becomes visible with its record and `Commit`, or never was."""
+
+    fragment: int
+    island: str
+    incarnation: int
+    replaced: Version
+    """Version of the anchor on the island."""
+    version: Version
+    """The same number in the new term."""
+    digest: str
+    """Digest of Theta, which is the anchor."""
 
 
 class CycleKept(Message, frozen=True, kw_only=True):
@@ -191,6 +225,7 @@ class HolderTroubled(Message, frozen=True, kw_only=True):
 FromHolder = (
     DeltaArrived
     | MergePrepared
+    | AnchorKept
     | CycleKept
     | MergesCompiled
     | MergeMeasured

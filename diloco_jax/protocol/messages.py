@@ -244,10 +244,15 @@ class Progress(Message, frozen=True, kw_only=True, tag=True):
     next_position: int
 
 
-class AnchorRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Send the anchor of this fragment: the coordinator has lost its state."""
+class AnchorRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Send the anchor of this fragment: the coordinator has lost its state, or a worker
+    the fragment."""
 
     fragment: int
+    term: int = 0
+    """Term of the fragment that the anchor begins; 0: one of the run."""
+    ticket: bytes = b""
+    """For the upload to a worker; see `tickets`."""
 
 
 class Watch(Message, frozen=True, kw_only=True, tag=True):

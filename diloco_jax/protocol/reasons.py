@@ -16,6 +16,9 @@ or the whole run was. refused: it was not let in, or was put out for an impossib
 claim. died: another incarnation replaced it, and it had said no goodbye. finished,
 absent: the run ended first, with the island live or absent."""
 
+FAILURES: Final[frozenset[EndReason]] = frozenset(("failed", "died"))
+"""Ends that another attempt may repeat; nobody asked for them."""
+
 RefusalReason = Literal[
     "non_finite", "out_of_bounds", "quarantined", "stale", "overlap", "empty", "refused"
 ]

@@ -123,6 +123,20 @@ class Merged(Written, frozen=True, kw_only=True):
     """Bytes of the encoded publish."""
 
 
+class TermBegun(_OfIncarnation, frozen=True, kw_only=True, tag="term_begun"):
+    """A fragment that its worker had lost begins a new term, with this island's
+    anchor."""
+
+    fragment: int
+    version: Version
+    replaced: Version
+    """Version of the anchor on the island."""
+    lost_tokens: dict[str, int]
+    """Tokens by island that were merged into versions above it, and are lost."""
+    digest: str
+    """Digest of Theta."""
+
+
 class Ticks(Written, frozen=True, kw_only=True):
     """Tick numbers up to `through` may be used before the next such record."""
 
@@ -153,6 +167,7 @@ Durable = (
     | Quarantined
     | Released
     | Merged
+    | TermBegun
     | Ticks
     | Stopping
     | Finished

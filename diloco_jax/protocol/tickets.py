@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.messages import (
+    AnchorRequest,
     FromCoordinator,
     Published,
     ResendRequest,
@@ -32,8 +33,8 @@ KEY_BYTES = 32
 
 
 class Permit(NamedTuple):
-    """The subject of a ticket: an upload of the take of a tick, or fetches of a
-    fragment up to a version.
+    """The subject of a ticket: an upload of the take of a tick, fetches of a fragment
+    up to a version, or an upload of the anchor that begins a term (`of_anchor`).
     """
 
     run_id: str
@@ -42,6 +43,11 @@ class Permit(NamedTuple):
     fragment: int
     of: int | Version
     """Tick of the take, or version."""
+
+
+def of_anchor(term: int) -> Version:
+    """Return `Permit.of` for the anchor that begins a term of a fragment."""
+    return Version(term, -1)
 
 
 Flaw = Literal["", "malformed", "forged", "expired", "fenced"]
@@ -73,6 +79,8 @@ def stamped(
             return replace(message, ticket=ticket(message.fragment, message.tick))
         case Published() | TakeVerdict():
             return replace(message, ticket=ticket(message.fragment, message.version))
+        case AnchorRequest(fragment=fragment, term=term):
+            return replace(message, ticket=ticket(fragment, of_anchor(term)))
         case Welcome():
             each = [ticket(f, version) for f, version in enumerate(message.versions)]
             return replace(message, tickets=tuple(each))

@@ -37,6 +37,8 @@ class Version(NamedTuple):
 
 
 FIRST_VERSION = Version()
+NOTHING = Version(0, 0)
+"""Below every version."""
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):

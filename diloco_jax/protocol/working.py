@@ -32,6 +32,8 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     bind: str
     ticket_key: bytes
     """Of this life of the lead; see `tickets`."""
+    life: int = 1
+    """Counts the processes of this worker in a life of the lead."""
 
 
 class SaveAll(Message, frozen=True, kw_only=True):

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
+from diloco_jax.observability.bar import bar as progress_bar
 from diloco_jax.simulation.progress import Progress
 
 
-@contextmanager
-def bar(title: str) -> Iterator[Progress]:
-    """Show a progress bar on a terminal; remove it at the end."""
-    console = Console(stderr=True)
-    hidden = not console.is_terminal
-    with bars.Progress(console=console, transient=True, disable=hidden) as shown:
-        task = shown.add_task(title, total=1.0)
-        yield lambda share: shown.update(task, completed=share)
+def bar(title: str) -> AbstractContextManager[Progress]:
+    """Show how far a simulation is, on standard error."""
+    return progress_bar(Console(stderr=True), title)
 
 
 def show(as_json: bool, values: dict[str, Any], *texts: Table | str) -> None:

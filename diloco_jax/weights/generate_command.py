@@ -64,10 +64,15 @@ def generate_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax.
     skip_absent_tpu()
+    from rich.console import Console
+
     from diloco_jax.models.generation import generate
     from diloco_jax.weights.speaker import open_speaker
 
-    speaker = open_speaker(options.source, options.dtype, trust_code=options.trust_code)
+    with Console(stderr=True).status("reading the weights"):
+        speaker = open_speaker(
+            options.source, options.dtype, trust_code=options.trust_code
+        )
     began, tokens, shown = time.monotonic(), list[int](), ""
     for token in generate(
         speaker.model,

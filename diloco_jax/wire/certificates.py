@@ -1,8 +1,8 @@
 """Make a run's own certificate authority, and a certificate for each of its principals.
 
 Folder: `ca.pem`, `ca.key` (needed only to add more; keep it off all other machines),
-and STEM.pem and STEM.key of the coordinator, of each island (`island.NAME`), of readers
-and of operators. EC P-256 throughout.
+and STEM.pem and STEM.key of the coordinator, of its workers (`worker.NUMBER`), of each
+island (`island.NAME`), of readers and of operators. EC P-256 throughout.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from diloco_jax.wire.principal import (
     Principal,
     island,
     of_stem,
+    worker,
 )
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -43,6 +44,7 @@ def make_certificates(
     days: int,
     *,
     islands: Iterable[str] = (),
+    workers: int = 0,
     replace: bool = False,
 ) -> None:
     """Write a new authority and its certificates, valid for `days`.
@@ -50,6 +52,7 @@ def make_certificates(
     Args:
       names: host names and IP addresses at which islands reach the coordinator.
       islands: names of the islands.
+      workers: number of the coordinator's workers, which are reached by its names.
       replace: replace an authority that the folder has.
 
     Raises SecurityError if the folder has an authority already, unless `replace`.
@@ -72,6 +75,7 @@ def make_certificates(
     )
     authority = _Signed(certificate, key)
     wanted = [COORDINATOR, READER, OPERATOR, *map(island, islands)]
+    wanted += map(worker, range(workers))
     hosts = [*LOCAL_NAMES, *names]
     made = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
     if replace:
@@ -85,9 +89,11 @@ def add(
     days: int,
     *,
     islands: Iterable[str] = (),
+    workers: int = 0,
 ) -> None:
-    """Sign certificates anew: the coordinator's with further names, those of these
-    islands, or all of them if nothing is named. Those given out before stay valid.
+    """Sign certificates anew: those of the coordinator and its workers with further
+    names, those of these islands and workers, or all of them if nothing is named. Those
+    given out before stay valid.
 
     Raises SecurityError if the folder does not hold the authority with its key.
     """
@@ -95,8 +101,10 @@ def add(
     authority, coordinator = _opened(folder)
     further = list(names)
     hosts = [*_names_in(coordinator), *further]
-    wanted = [*([COORDINATOR] if further else []), *map(island, islands)]
-    wanted = wanted or principals(folder)
+    here = principals(folder)
+    serving = [who for who in here if _serves(who)] if further else []
+    named = [*map(island, islands), *map(worker, range(workers))]
+    wanted = list(dict.fromkeys([*serving, *named])) or here
     _write(folder, {who.stem: _leaf(authority, who, hosts, days) for who in wanted})
 
 
@@ -208,7 +216,7 @@ def _leaf(
     # The coordinator's asks for the status, too, for people on its machine.
     usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
-    if who == COORDINATOR:
+    if _serves(who):
         usages.insert(0, ExtendedKeyUsageOID.SERVER_AUTH)
         names += _hosts(hosts)
     builder = (
@@ -225,6 +233,10 @@ def _leaf(
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
     )
     return _Signed(builder.sign(authority.key, hashes.SHA256()), key)
+
+
+def _serves(who: Principal) -> bool:
+    return who.role in ("coordinator", "worker")
 
 
 def _builder(

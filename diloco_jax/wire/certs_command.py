@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
 from diloco_jax.config.validation import check_name
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.options import parse
@@ -27,6 +27,12 @@ class CertsOptions:
         (),
         help="Names of islands, as the config has them: each gets a key of its own. "
         "With --add, those that have one get another.",
+    )
+    workers: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Workers of the coordinator (placement.workers) that get a key of their "
+        "own.",
     )
     revoke: tuple[str, ...] = setting(
         (),
@@ -65,7 +71,11 @@ def certs_command(arguments: Sequence[str]) -> int:
             return 0
         if options.add:
             certificates.add(
-                folder, options.hosts, options.days, islands=options.islands
+                folder,
+                options.hosts,
+                options.days,
+                islands=options.islands,
+                workers=options.workers,
             )
         else:
             certificates.make_certificates(
@@ -73,6 +83,7 @@ def certs_command(arguments: Sequence[str]) -> int:
                 options.hosts,
                 options.days,
                 islands=options.islands,
+                workers=options.workers,
                 replace=options.replace,
             )
     except OSError as error:
@@ -87,8 +98,8 @@ def certs_command(arguments: Sequence[str]) -> int:
         f"certificates in {folder}, of a coordinator called {names}, and of "
         f"{f'islands {islands}' if islands else 'no island (--add --islands NAME)'}. "
         f"Give each machine, as --certificates, a folder with ca.pem and its own "
-        f".pem and .key: coordinator.*, island.NAME.*, or reader.* to look on; ca.key "
-        f"to none",
+        f".pem and .key: coordinator.* and worker.*, island.NAME.*, or reader.* to "
+        f"look on; ca.key to none",
         file=sys.stderr,
     )
     return 0

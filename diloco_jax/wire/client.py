@@ -50,23 +50,26 @@ class Client:
         self._channels, self._insecure = bulk_channels, insecure
         self._lock = threading.Lock()
         self._streams: list[ControlStream] = []
-        self._transfers: dict[str, Transfers] = {}
+        self._transfers: dict[tuple[str, int | None], Transfers] = {}
         self.transfers = self.transfers_at(addresses.bulk_address(address))
         """Uploads and fetches."""
 
-    def transfers_at(self, address: str) -> Transfers:
+    def transfers_at(self, address: str, worker: int | None = None) -> Transfers:
         """Return the uploads and fetches at another bulk port, with connections and
-        threads of their own. Raises ConfigError if it must not go without TLS."""
+        threads of their own. worker: the worker that has to answer there. Raises
+        ConfigError if it must not go without TLS."""
         addresses.require_tls(
             address, tls=self._tls is not None, insecure=self._insecure
         )
         with self._lock:
-            found = self._transfers.get(address)
+            found = self._transfers.get((address, worker))
             if found is None:
                 # As many for either direction.
                 most = 2 * max(self._channels, 1)
-                connections = Connections(address, self._tls, self._deadlines, most)
-                found = self._transfers[address] = Transfers(
+                connections = Connections(
+                    address, self._tls, self._deadlines, most, worker
+                )
+                found = self._transfers[address, worker] = Transfers(
                     connections, self._channels, self._deadlines, self._watch
                 )
         return found
@@ -75,12 +78,12 @@ class Client:
         """End the transfers at all bulk ports but the coordinator's and these."""
         with self._lock:
             left = {
-                address: transfers
-                for address, transfers in self._transfers.items()
-                if address not in addresses_kept and transfers is not self.transfers
+                whose: transfers
+                for whose, transfers in self._transfers.items()
+                if whose[0] not in addresses_kept and transfers is not self.transfers
             }
-            for address in left:
-                del self._transfers[address]
+            for whose in left:
+                del self._transfers[whose]
         for transfers in left.values():
             transfers.cancel()
             transfers.close(0.0)

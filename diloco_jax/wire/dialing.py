@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 
+from cryptography import x509
+
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire import addresses
+from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.connection import BulkConnection, prepare
-from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.errors import ConnectionLost, SecurityError
+from diloco_jax.wire.peers import principal_of
 from diloco_jax.wire.reachability import explain
 from diloco_jax.wire.tls import TlsFiles
 
@@ -17,10 +21,16 @@ class Connections:
     """Connections of one client to one port. Any thread may take one."""
 
     def __init__(
-        self, address: str, tls: TlsFiles | None, deadlines: Deadlines, most: int
+        self,
+        address: str,
+        tls: TlsFiles | None,
+        deadlines: Deadlines,
+        most: int,
+        worker: int | None = None,
     ) -> None:
-        """most: connections that are kept while nothing uses them."""
-        self.address = address
+        """most: connections that are kept while nothing uses them. worker: the
+        coordinator's worker that has to answer; None: the coordinator."""
+        self.address, self._worker = address, worker
         self._tls, self._deadlines, self._most = tls, deadlines, most
         self._context = tls.client_context() if tls is not None else None
         self._lock = threading.Lock()
@@ -69,9 +79,11 @@ class Connections:
             try:
                 prepare(connection, self._deadlines)
                 if self._context is not None:
-                    connection = self._context.wrap_socket(
+                    connection = secure = self._context.wrap_socket(
                         connection, server_hostname=host
                     )
+                    if self._worker is not None:
+                        self._require_worker(secure, self._worker)
                 connection.settimeout(None)
             except BaseException:
                 connection.close()
@@ -81,3 +93,11 @@ class Connections:
             cause = explain(self.address, self._tls, limit_s / 4)
             raise cause or ConnectionLost(f"{self.address}: {error}") from error
         return BulkConnection(connection, self.address)
+
+    def _require_worker(self, connection: ssl.SSLSocket, worker: int) -> None:
+        """Raise SecurityError unless the worker that was dialled answers."""
+        encoded = connection.getpeercert(binary_form=True)
+        assert encoded is not None
+        server = principal_of(x509.load_der_x509_certificate(encoded))
+        if wrong := principal.not_worker(server, worker):
+            raise SecurityError(f"{self.address}: {wrong}")

@@ -1,4 +1,4 @@
-"""Principals: the owners of certificates, by role and, for islands, by name.
+"""Principals: the owners of certificates, by role, and by name if there are several.
 
 A certificate carries its principal as a URI, `diloco:island:v6e`, and its files are
 named after it, `island.v6e.pem`. The name that an island claims is compared with its
@@ -16,7 +16,8 @@ from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.errors import Refused
 
 SCHEME = "diloco"
-Role = Literal["coordinator", "island", "reader", "operator"]
+Role = Literal["coordinator", "worker", "island", "reader", "operator"]
+NAMED = ("worker", "island")
 
 
 class Principal(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +25,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     name: str = ""
-    """An island's; empty for other roles."""
+    """An island's, or the number of a worker; empty for other roles."""
 
     @property
     def uri(self) -> str:
@@ -52,6 +53,11 @@ def island(name: str) -> Principal:
     return Principal(role="island", name=name)
 
 
+def worker(number: int) -> Principal:
+    """Return the principal that a worker of the coordinator is."""
+    return Principal(role="worker", name=str(number))
+
+
 def of_uri(uri: str) -> Principal | None:
     """Return the principal that a URI names; None if it names none."""
     scheme, role, *name = uri.split(":")
@@ -67,9 +73,11 @@ def of_stem(stem: str) -> Principal | None:
 
 
 def _of_parts(role: str, name: list[str]) -> Principal | None:
-    if (role == "island") != bool(name) or len(name) > 1:
+    if (role in NAMED) != bool(name) or len(name) > 1:
         return None
     if name and not re.search(ISLAND_NAME, name[0]):
+        return None
+    if role == "worker" and not name[0].isdecimal():
         return None
     found: Principal = msgspec.convert({"role": role, "name": "".join(name)}, Principal)
     return found
@@ -87,6 +95,18 @@ def require_island(caller: Principal | None, name: str) -> None:
         f"the call is of island {name!r}, and its certificate is that of {caller}; "
         f"start island {name!r} with its own {island(name).stem}.pem and .key "
         f"(`diloco certs DIR --add --islands {name}` makes them)",
+    )
+
+
+def not_worker(server: Principal | None, number: int) -> str:
+    """Explain why a server is not this worker; empty if it is, or is the coordinator,
+    whose key a worker without one of its own uses."""
+    if server in (worker(number), COORDINATOR):
+        return ""
+    return (
+        f"that is the certificate of {server or 'nobody'}, and has to be that of "
+        f"{worker(number)}, or the coordinator's; check placement.advertise, and what "
+        f"listens there"
     )
 
 

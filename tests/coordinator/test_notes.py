@@ -62,6 +62,12 @@ LINES = {
         **HERE,
         "peer": "ipv4:10.0.0.2:4000",
     },
+    notes.WorkerRecovered: {
+        "kind": "worker_recovered",
+        "worker": 1,
+        "fragments": [1, 3],
+        "snapshot_versions": [[1, 3], [2, 4]],
+    },
     notes.Compiled: {"kind": "compiled"},
     notes.Alert: {"kind": "alert", "text": "slow"},
 }

@@ -29,10 +29,10 @@ def test_an_island_leaves_the_workers_of_a_lead_that_ended_and_tells_its_hosts()
         lanes.use(FIRST)
         lanes.use(FIRST)
         assert lanes.dealt == (1, 0, 1)
-        stayed, left = (coordinator.transfers_at(address) for address in FIRST)
+        stayed, left = (coordinator.transfers_at(a, w) for w, a in enumerate(FIRST))
         lanes.use(SECOND)
         assert moved == [FIRST, SECOND]
-        assert coordinator.transfers_at(SECOND[0]) is stayed
+        assert coordinator.transfers_at(SECOND[0], 0) is stayed
         with pytest.raises(ConnectionLost, match="closed"):
             left.fetch(
                 FetchRequest(

@@ -24,7 +24,7 @@ def test_a_coordinator_that_lost_its_state_begins_a_new_term(
     seen = [wait_for_news(mailbox)]
     while not seen[-1].anchors and len(seen) < 3:
         seen.append(wait_for_news(mailbox))  # The take that was asked for is news, too.
-    assert seen[-1].anchors == (1,)
+    assert seen[-1].anchors == (messages.AnchorRequest(fragment=1),)
     assert {decision.term for decision in seen} == {0}
     assert mailbox.status().term == 1
     successor = Coordinator()
@@ -53,3 +53,9 @@ def test_an_anchor_is_sent_ahead_and_once(coordinator, sender):
     assert coordinator.failed.get(timeout=WAIT_S).version == Version(1, 8)
     sender.resend(messages.ResendRequest(fragment=0, tick=4))
     assert coordinator.uploads.get(timeout=WAIT_S)[0].tick == 4
+
+
+def test_an_anchor_has_the_ticket_of_its_request(coordinator, sender):
+    sender.permit(0, 4, b"of a take")
+    sender.put_anchor(0, Version(1, 7), encoded(2.0)[:1], b"of the request")
+    assert coordinator.uploads.get(timeout=WAIT_S)[0].ticket == b"of the request"

@@ -13,6 +13,7 @@ from typing import Any
 
 import fake_gcloud
 import fake_kubectl
+import fake_sky
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, LaunchConfig
@@ -29,6 +30,7 @@ class Cloud:
         folder.mkdir()
         for name in ("things.json", "objects.json", "failures.json"):
             (folder / name).write_text("{}")
+        (folder / "jobs.json").write_text("[]")
         (folder / "calls.jsonl").touch()
 
     @property
@@ -39,7 +41,7 @@ class Cloud:
 
     def changes(self) -> list[list[str]]:
         """Those that do not only look; forgets them all."""
-        looks = {"describe", "get", "get-credentials"}
+        looks = {"describe", "get", "get-credentials", "queue", "list"}
         found = [call for call in self.calls if not looks & set(call[:6])]
         (self._folder / "calls.jsonl").write_text("")
         return found
@@ -57,6 +59,20 @@ class Cloud:
             (self._folder / "objects.json").read_text()
         )
         return objects
+
+    @property
+    def jobs(self) -> list[dict[str, Any]]:
+        """Every managed job, oldest first."""
+        jobs: list[dict[str, Any]] = json.loads(
+            (self._folder / "jobs.json").read_text()
+        )
+        return jobs
+
+    def set_job(self, name: str, status: str) -> None:
+        """As if the newest job of that name had come to that."""
+        jobs = self.jobs
+        [job for job in jobs if job["job_name"] == name][-1]["status"] = status
+        (self._folder / "jobs.json").write_text(json.dumps(jobs))
 
     def set_state(self, kind: str, name: str, state: str) -> None:
         """As if it had happened in the cloud."""
@@ -84,7 +100,8 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
         arguments: tuple[str, ...], **options: Any
     ) -> subprocess.CompletedProcess[str]:
         output, errors = io.StringIO(), io.StringIO()
-        tool = {"gcloud": fake_gcloud, "kubectl": fake_kubectl}[arguments[0]]
+        tools = {"gcloud": fake_gcloud, "kubectl": fake_kubectl, "sky": fake_sky}
+        tool = tools[arguments[0]]
         with redirect_stdout(output), redirect_stderr(errors):
             code = tool.main(list(arguments[1:]))
         return subprocess.CompletedProcess(
@@ -101,7 +118,7 @@ def cloud_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
     """The fake commands are the ones of their names on PATH."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("gcloud", "kubectl"):
+    for name in ("gcloud", "kubectl", "sky"):
         tool = tools / name
         program = f"{sys.executable} {HERE}/fake_{name}.py"
         tool.write_text(f'#!/bin/sh\nexec {program} "$@"\n')

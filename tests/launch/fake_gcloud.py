@@ -37,6 +37,8 @@ SSH = (
     "--batch-size --ssh-flag --ssh-key-file --strict-host-key-checking --command "
     "--output-directory --ssh-key-expiration --ssh-key-expire-after --zone"
 )
+LISTED = "--zone --filter --limit --sort-by"
+RECORDS = {"values": "--zone --type", "groups": ("--zone", "--type")}
 ZONED = {"values": "--zone", "groups": ("--zone",)}
 POOL = {"values": "--cluster --location", "groups": ("--cluster", "--location")}
 TPUS = "compute tpus queued-resources"
@@ -63,6 +65,11 @@ COMMANDS = {
     f"{TPUS} delete": Spec(
         "queued resource", "delete", switches="--async --force", **ZONED
     ),
+    f"{TPUS} list": Spec("queued resource", "list", LISTED),
+    "compute tpus tpu-vm list": Spec("TPU VM", "list", LISTED),
+    "compute instances list": Spec("instance", "list", LISTED),
+    "compute disks list": Spec("disk", "list", LISTED),
+    "secrets list": Spec("secret", "list", LISTED),
     f"{TPUS} ssh": Spec(
         "queued resource",
         "ssh",
@@ -115,6 +122,12 @@ COMMANDS = {
         "create",
         "--data-file --labels --location --locations --replication-policy --ttl",
     ),
+    "secrets add-iam-policy-binding": Spec(
+        "secret",
+        "bind",
+        "--member --role --condition --location",
+        groups=("--member", "--role"),
+    ),
     "secrets versions add": Spec("secret", "version", "--data-file"),
     "secrets describe": Spec("secret", "describe", "--location"),
     "secrets delete": Spec("secret", "delete", "--etag --location"),
@@ -130,7 +143,7 @@ COMMANDS = {
         "create",
         "--location --node-locations --num-nodes --machine-type --release-channel "
         "--workload-pool --network --subnetwork",
-        "--enable-ip-alias",
+        "--enable-ip-alias --enable-dataplane-v2",
         groups=("--location",),
     ),
     "container node-pools create": Spec(
@@ -139,7 +152,8 @@ COMMANDS = {
         f"{POOL['values']} --machine-type --node-locations --num-nodes --tpu-topology "
         "--min-nodes --max-nodes --total-min-nodes --total-max-nodes --disk-size "
         "--location-policy --reservation --reservation-affinity --placement-type "
-        "--service-account --scopes --node-labels --max-run-duration",
+        "--service-account --scopes --node-labels --max-run-duration --labels "
+        "--node-taints --workload-metadata",
         "--async --spot --preemptible --enable-autoscaling --enable-gvnic --flex-start",
         groups=POOL["groups"],
         pairs=(("--reservation", "--reservation-affinity"),),
@@ -147,6 +161,31 @@ COMMANDS = {
     "container node-pools describe": Spec("node pool", "describe", **POOL),
     "container node-pools delete": Spec(
         "node pool", "delete", switches="--async", **POOL
+    ),
+    "dns record-sets describe": Spec("record", "describe", **RECORDS),
+    "dns record-sets create": Spec(
+        "record", "create", "--zone --type --ttl --rrdatas", groups=("--zone", "--type")
+    ),
+    "dns record-sets update": Spec(
+        "record", "version", "--zone --type --ttl --rrdatas", groups=RECORDS["groups"]
+    ),
+    "dns managed-zones create": Spec(
+        "DNS zone",
+        "create",
+        "--dns-name --visibility --networks --description",
+        groups=("--dns-name", "--description"),
+    ),
+    "compute addresses create": Spec(
+        "address",
+        "create",
+        "--region --subnet --addresses --purpose",
+        groups=("--region",),
+    ),
+    "iam service-accounts add-iam-policy-binding": Spec(
+        "account",
+        "bind",
+        "--member --role --condition",
+        groups=("--member", "--role"),
     ),
     "services enable": Spec("service", "enable", switches="--async"),
     "artifacts repositories create": Spec(
@@ -157,6 +196,9 @@ COMMANDS = {
     ),
     "iam service-accounts create": Spec(
         "account", "create", "--description --display-name"
+    ),
+    "iam roles create": Spec(
+        "role", "create", "--permissions --title --description --stage --file"
     ),
     "projects add-iam-policy-binding": Spec(
         "project",
@@ -223,7 +265,7 @@ def parse(arguments: list[str]) -> tuple[str, Spec, list[str], dict[str, str]]:
             flags[flag] = value if given else words.pop(0)
         else:
             raise UsageError(f"unrecognized arguments: {word}")
-    if not names:
+    if not names and spec.verb != "list":
         raise UsageError("argument NAME: Must be specified.")
     for group in spec.groups:
         given = [flag for flag in group.split() if flag in flags]
@@ -247,6 +289,9 @@ def act(
 ) -> int:
     """Changes or shows what there is."""
     things = json.loads(path.read_text())
+    if spec.verb == "list":
+        print(json.dumps(listed(things, spec.kind, flags)))
+        return 0
     kind, name = things.setdefault(spec.kind, {}), names[0]
     there = ("describe", "delete", "ssh", "version")
     if spec.verb in there and name not in kind:
@@ -263,6 +308,8 @@ def act(
         kind[name] = {"state": FRESH.get(spec.kind, name), **flags}
     elif spec.verb == "describe":
         print(kind[name]["state"])
+    elif spec.verb == "bind" and spec.kind == "secret":
+        kind[name].setdefault("readers", []).append(flags["--member"])
     elif spec.verb == "version":
         kind[name]["versions"] = kind[name].get("versions", 1) + 1
     elif spec.verb == "delete":
@@ -271,6 +318,36 @@ def act(
         print(f"{name}: {flags['--command']}")
     path.write_text(json.dumps(things))
     return 0
+
+
+def listed(things: dict, kind: str, flags: dict[str, str]) -> list[dict]:
+    """What has the label that is asked for, in the words of the real lists."""
+    label = flags.get("--filter", "").removeprefix("labels.").removesuffix(":*")
+    of = "queued resource" if kind == "TPU VM" else kind
+    found = []
+    for name, made in things.get(of, {}).items():
+        pairs = [p.partition("=") for p in made.get("--labels", "").split(",") if p]
+        labels = {key: value for key, _, value in pairs}
+        entry = {"name": name, "labels": labels, "state": made["state"]}
+        zone = made.get("--zone", "")
+        if of == "queued resource":
+            folder = "nodes" if kind == "TPU VM" else "queuedResources"
+            entry["name"] = f"projects/p/locations/{zone}/{folder}/{name}"
+        if kind == "TPU VM":
+            if made["state"] != "ACTIVE":
+                continue
+            entry |= {"state": "READY", "acceleratorType": made["--accelerator-type"]}
+        elif kind == "queued resource":
+            entry["tpu"] = {"nodeSpec": [{"node": {"labels": entry.pop("labels")}}]}
+            entry["state"] = {"state": made["state"]}
+        elif kind != "secret":
+            entry["status"] = entry.pop("state")
+            entry["zone"] = f"https://compute/projects/p/zones/{zone}"
+            machine = made.get("--machine-type", "")
+            entry["machineType"] = f"https://compute/machineTypes/{machine}"
+        if not label or (label in labels and kind != "queued resource"):
+            found.append(entry)
+    return found
 
 
 if __name__ == "__main__":

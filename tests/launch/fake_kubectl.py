@@ -19,7 +19,7 @@ FLAGS = {
     "apply": ({"-f"}, {"--server-side"}),
     "create": ({"--from-file"}, set()),
     "delete": (set(), {"--ignore-not-found"}),
-    "scale": ({"--replicas"}, set()),
+    "wait": ({"--for", "--timeout"}, set()),
     "logs": (
         {"--selector", "--container", "--tail", "--max-log-requests"},
         {"--prefix"},
@@ -28,8 +28,9 @@ FLAGS = {
     "exec": ({"--container"}, set()),
 }
 KINDS = {
-    *("configmap", "secret", "namespace", "service", "statefulset", "jobset"),
-    *("persistentvolumeclaim", "poddisruptionbudget"),
+    *("configmap", "secret", "namespace", "service", "job", "jobset", "pod"),
+    *("persistentvolumeclaim", "poddisruptionbudget", "networkpolicy"),
+    "serviceaccount",
 }
 
 
@@ -79,8 +80,31 @@ def parse(arguments: list[str]) -> tuple[str, list[str], dict[str, list[str]]]:
 
 
 def act(path: Path, verb: str, names: list[str], flags: dict[str, list[str]]) -> int:
-    """Changes or shows what there is."""
-    objects = json.loads(path.read_text())
+    """Changes or shows what there is in the cluster of the context."""
+    everything = json.loads(path.read_text())
+    # Those of the cluster `tpus` have bare names.
+    cluster = "".join(flags.get("--context", [])).rpartition("_")[2]
+    prefix = "" if cluster in ("tpus", "diloco") else f"{cluster}:"
+    objects = {
+        key.removeprefix(prefix): made
+        for key, made in everything.items()
+        if (":" in key) == bool(prefix) and key.startswith(prefix)
+    }
+    code = act_on(objects, verb, names, flags)
+    others = {
+        key: made
+        for key, made in everything.items()
+        if (":" in key) != bool(prefix) or not key.startswith(prefix)
+    }
+    mine = {f"{prefix}{key}": made for key, made in objects.items()}
+    path.write_text(json.dumps({**others, **mine}))
+    return code
+
+
+def act_on(
+    objects: dict, verb: str, names: list[str], flags: dict[str, list[str]]
+) -> int:
+    """The same for one cluster's objects."""
     if verb == "apply":
         for file in flags["-f"]:
             if file.startswith("https://"):
@@ -111,14 +135,20 @@ def act(path: Path, verb: str, names: list[str], flags: dict[str, list[str]]) ->
                     return fail(f'{kind} "{name}" not found')
             else:
                 print(f'{kind} "{name}" deleted')
-    elif verb == "scale":
-        kind, name = names
-        if f"{kind}/{name}" not in objects:
-            return fail(f'{kind} "{name}" not found')
-        objects[f"{kind}/{name}"]["spec"]["replicas"] = int(flags["--replicas"][0])
+    elif verb in ("wait", "exec"):
+        name = names[0]
+        if name not in objects:
+            return fail(f'"{name}" not found')
+        if verb == "exec":
+            if ended(objects[name]):
+                return fail("cannot exec into a container in a completed pod")
+            print(json.dumps({"phase": objects[name].get("phase", "running")}))
+    elif verb == "cp":
+        pod = names[0].partition(":")[0]
+        if f"pod/{pod}" not in objects:
+            return fail(f'pods "{pod}" not found')
     elif verb == "logs":
         print(f"logs of {names or flags['--selector']}")
-    path.write_text(json.dumps(objects))
     return 0
 
 
@@ -135,9 +165,19 @@ def get(objects: dict, names: list[str], flags: dict[str, list[str]]) -> int:
         print(f"{kind}/{name}")
     elif output == "jsonpath={.metadata.name} {.status.terminalState}":
         print(name, found.get("status", {}).get("terminalState", ""))
+    elif output == (
+        'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
+    ):
+        print(name, *ended(found))
     else:
         return fail(f"unknown output {output!r}")
     return 0
+
+
+def ended(job: dict) -> list[str]:
+    """Types of a job's conditions that are true."""
+    conditions = job.get("status", {}).get("conditions", [])
+    return [c["type"] for c in conditions if c["status"] == "True"]
 
 
 def fail(text: str) -> int:

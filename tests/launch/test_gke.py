@@ -1,4 +1,4 @@
-"""JobSets and all around them, against the published schema and fake commands."""
+"""JobSets and all around them, and what their pods run, against fake commands."""
 
 import base64
 import dataclasses
@@ -7,16 +7,14 @@ import signal
 import subprocess
 import time
 
-import jobset_schema
-import jsonschema
 import pytest
 import yaml
+from gke_support import NOW, container_script, job_and_pod, jobset, rendered
 
 from diloco_jax.launch import manifests, tpu_vm
 from diloco_jax.launch.gke import deployment
 from diloco_jax.launch.order import make_order
 
-NOW = 1_800_000_000
 WAIT_S = 120.0
 UNTIL_TERM = (
     "trap 'echo %s; kill $!; exit %d' TERM; echo up; sleep 600 >/dev/null & wait"
@@ -31,87 +29,14 @@ OWNERS = {
 """Stems of the certificates' files by the name of the machine that gets them."""
 
 
-def rendered(config, **settings):
-    """All objects of a launch by kind and name, read back from its files."""
-    launch = dataclasses.replace(config.launch, **settings)
-    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "gke")
-    files = deployment(order, "certificates", "folder", NOW).files
-    return {
-        (made["kind"], made["metadata"]["name"]): made
-        for text in files.values()
-        for made in yaml.safe_load_all(text)
-    }
-
-
-def jobset(config, name="two-v6e-b", **settings):
-    return rendered(config, **settings)["JobSet", name]
-
-
-def job_and_pod(made):
-    (replicated,) = made["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    return replicated, job, job["template"]["spec"]
-
-
 # ---- what is rendered ------------------------------------------------------------
-
-
-SETTINGS = [
-    {},
-    {"data": "gs://bucket/text"},
-    {"purchase": {"v5p": "reserved:mine", "v6e.b": "spot"}, "namespace": "train"},
-]
-
-
-@pytest.mark.skipif(
-    not jobset_schema.path().is_file(),
-    reason=f"no JobSet schema at {jobset_schema.path()}; {jobset_schema.VARIABLE} "
-    f"names one",
-)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_every_jobset_is_valid_against_the_published_schema(config, settings):
-    validator = jsonschema.Draft202012Validator(jobset_schema.load())
-    made = [v for (kind, _), v in rendered(config, **settings).items()]
-    jobsets = [value for value in made if value["kind"] == "JobSet"]
-    assert len(jobsets) == 2
-    for value in jobsets:
-        validator.validate(value)
-        # The check can fail: on an unknown field, and on a missing one.
-        pod = job_and_pod(value)[2]
-        pod["nodeSelectors"] = {}
-        assert not validator.is_valid(value)
-        del pod["nodeSelectors"], value["spec"]["failurePolicy"]["rules"][0]["name"]
-        assert not validator.is_valid(value)
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_jobsets_keep_the_rules_that_no_schema_holds(config, settings):
-    made = rendered(config, **settings)
-    for (_, name), value in made.items():
-        assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
-        if value["kind"] != "JobSet":
-            continue
-        replicated, job, pod = job_and_pod(value)
-        chips = int(pod["containers"][0]["resources"]["limits"]["google.com/tpu"])
-        shape = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
-        product = 1
-        for axis in shape:
-            product *= int(axis)
-        assert job["parallelism"] == job["completions"] == product // chips
-        assert replicated["replicas"] == 1
-        longest = f"{name}-{replicated['name']}-0-{job['completions'] - 1}-abcde"
-        assert len(longest) <= 63
-        labels = {**pod["nodeSelector"], **value["metadata"]["labels"]}
-        assert all(isinstance(label, str) for label in labels.values())
 
 
 def test_an_island_is_one_slice_all_or_nothing(config):
     made = jobset(config)
     _, job, pod = job_and_pod(made)
     assert (job["parallelism"], job["backoffLimit"]) == (4, 0)
-    assert made["metadata"]["annotations"] == {
-        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
-    }
+    assert "annotations" not in made["metadata"]
     assert pod["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
         "cloud.google.com/gke-tpu-topology": "4x4",
@@ -119,7 +44,10 @@ def test_an_island_is_one_slice_all_or_nothing(config):
         "cloud.google.com/gke-spot": "true",
     }
     (container,) = pod["containers"]
-    assert container["resources"]["requests"] == {"google.com/tpu": "4"}
+    # The machine has 180 vCPUs and 720 GB.
+    asked = {"cpu": "144", "memory": "576Gi", "google.com/tpu": "4"}
+    assert container["resources"]["requests"] == asked
+    assert container["resources"]["limits"] == {"google.com/tpu": "4"}
     v5p = job_and_pod(jobset(config, "two-v5p"))[2]
     assert "cloud.google.com/gke-spot" not in v5p["nodeSelector"]
     assert v5p["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == (
@@ -161,7 +89,7 @@ def test_the_notice_is_no_longer_than_the_machine_lives(config):
 
 def test_text_is_copied_before_a_process_starts(config):
     made = rendered(config, data="gs://bucket/text")
-    for key in (("JobSet", "two-v5p"), ("StatefulSet", "two-coordinator")):
+    for key in (("JobSet", "two-v5p"), ("Job", "two-coordinator")):
         pod = made[key]["spec"]
         pod = (
             pod["template"]["spec"] if "template" in pod else job_and_pod(made[key])[2]
@@ -213,12 +141,6 @@ def shell(tmp_path):
         process.stdout.close()
 
 
-def container_script(pod):
-    (container,) = pod["containers"]
-    assert container["command"][:2] == ["/bin/bash", "-c"]
-    return container["command"][2]
-
-
 def test_an_island_counts_its_attempts_from_the_launch(config, shell):
     script = container_script(job_and_pod(jobset(config))[2])
     island = shell(script, 'echo "$@"; exit 3')
@@ -238,11 +160,14 @@ def test_sigterm_reaches_the_island_itself(config, shell):
     assert island.returncode == 1
 
 
-def coordinator_script(config, now=NOW, source=""):
+def coordinator_script(config, now=NOW, source="", max_hours=0.0):
+    config = dataclasses.replace(
+        config, launch=dataclasses.replace(config.launch, max_hours=max_hours)
+    )
     order = make_order(config, "two.py", "gke", source)
     text = deployment(order, "certificates", "folder", now).files["coordinator.yaml"]
     made = {m["kind"]: m for m in yaml.safe_load_all(text)}
-    return container_script(made["StatefulSet"]["spec"]["template"]["spec"])
+    return container_script(made["Job"]["spec"]["template"]["spec"])
 
 
 @pytest.mark.parametrize(
@@ -274,7 +199,9 @@ def test_islands_reach_every_port_of_a_coordinator(config, workers, ports):
     order = make_order(
         dataclasses.replace(config, placement=placement), "two.py", "gke"
     )
-    service, _, pods = manifests.coordinator(order, "address", NOW)
+    _, service, policy, _, pods = manifests.coordinator(order, "address", NOW)
+    (rule,) = policy["spec"]["ingress"]
+    assert [p["port"] for p in rule["ports"]] == list(ports.values())
     assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == ports
     (container,) = pods["spec"]["template"]["spec"]["containers"]
     assert [p["containerPort"] for p in container["ports"]] == list(ports.values())
@@ -301,11 +228,57 @@ def test_sigterm_reaches_the_coordinator(config, shell):
     assert process.returncode == 0
 
 
-def test_after_the_run_the_pod_stays_with_its_results(config, shell):
-    process = shell(coordinator_script(config), "exit 0")
-    assert "the run is over" in process.stdout.readline()
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.2)
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_what_ends_for_good_ends_the_pod(config, shell, code):
+    process = shell(coordinator_script(config), f"exit {code}")
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == code
+
+
+def scripts(config, now, max_hours):
+    """The coordinator's, and an island's."""
+    made = jobset(config, now=now, max_hours=max_hours)
+    return (
+        coordinator_script(config, now, max_hours=max_hours),
+        container_script(job_and_pod(made)[2]),
+    )
+
+
+def test_after_the_last_hour_nothing_starts(config, shell):
+    for script in scripts(config, int(time.time()) - 7201, 2.0):
+        process = shell(script, "echo started; exit 1")
+        said, _ = process.communicate(timeout=WAIT_S)
+        assert said == "launch.max_hours are over\n"
+        assert process.returncode == 0
+
+
+def test_the_last_hour_ends_what_runs(config, shell, tmp_path):
+    tool = tmp_path / "timeout"
+    tool.write_text('#!/bin/bash\necho "$@"; exit 124\n')
+    tool.chmod(0o755)
+    for script, grace in zip(
+        scripts(config, int(time.time()), 2.0), (60, 15), strict=True
+    ):
+        process = shell(script, "exit 9")
+        said, _ = process.communicate(timeout=WAIT_S)
+        foreground, kill, left, program, *_ = said.split()
+        assert (foreground, kill) == ("--foreground", f"--kill-after={grace}")
+        assert 7200 - WAIT_S < int(left) <= 7200
+        assert program == "diloco"
+        # Neither 2 nor 3: it is started once more, and ends with 0.
+        assert process.returncode == 124
+
+
+def test_signals_and_codes_pass_through_a_limit(config, shell):
+    for script in scripts(config, int(time.time()), 2.0):
+        process = shell(script, UNTIL_TERM % ("goodbye", 1))
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=WAIT_S)[0] == "goodbye\n"
+        assert process.returncode == 1
+        process = shell(script, "exit 3")
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == 3
 
 
 def test_an_island_without_tpus_does_not_train_on_the_cpu(config):
@@ -323,21 +296,30 @@ def test_create_makes_everything_once(cloud, launch):
     v6e = pools["two-v6e-b"]
     assert v6e["--machine-type"] == "ct6e-standard-4t"
     assert (v6e["--tpu-topology"], v6e["--max-nodes"]) == ("4x4", "4")
-    # Bought when the pods ask for it.
-    assert (v6e["--num-nodes"], v6e["--min-nodes"]) == ("0", "0")
+    # Bought when the pods ask for it, and given back after them.
+    for pool in pools.values():
+        assert (pool["--num-nodes"], pool["--min-nodes"]) == ("0", "0")
+    taint = pools["two-coordinator"]["--node-taints"]
+    assert taint == "diloco-part=coordinator:NoSchedule"
     assert ("--spot" in v6e, "--spot" in pools["two-v5p"]) == (True, False)
     assert sorted(cloud.objects) == [
         "configmap/two-config",
+        "job/two-coordinator",
         "jobset/two-v5p",
         "jobset/two-v6e-b",
         "namespace/train",
+        "networkpolicy/two-coordinator",
+        "networkpolicy/two-v5p",
+        "networkpolicy/two-v6e-b",
         "persistentvolumeclaim/two-coordinator",
         "poddisruptionbudget/two-coordinator",
         "secret/two-coordinator-certificates",
         "secret/two-v5p-certificates",
         "secret/two-v6e-b-certificates",
         "service/two-coordinator",
-        "statefulset/two-coordinator",
+        "serviceaccount/two-coordinator",
+        "serviceaccount/two-v5p",
+        "serviceaccount/two-v6e-b",
     ]
     for owner, stem in OWNERS.items():
         files = cloud.objects[f"secret/two-{owner}-certificates"]["data"]
@@ -367,18 +349,17 @@ def test_stop_ends_the_islands_first_and_run_starts_them_above_all_before(
     launch("gke")
     cloud.changes()
     assert launch("gke", "stop") == 0
-    verbs = [call[1:4] for call in cloud.changes()]
+    verbs = [(call[1], *call[2].split(",")[:1], call[3]) for call in cloud.changes()]
     assert verbs == [
-        ["delete", "jobset", "two-v6e-b"],
-        ["delete", "jobset", "two-v5p"],
-        ["scale", "statefulset", "two-coordinator"],
+        ("delete", "jobset", "two-v6e-b"),
+        ("delete", "jobset", "two-v5p"),
+        ("delete", "job", "two-coordinator"),
     ]
-    assert cloud.objects["statefulset/two-coordinator"]["spec"]["replicas"] == 0
     assert len(cloud.things["node pool"]) == 3
     later = int(time.time()) + 1000
     monkeypatch.setattr("diloco_jax.launch.command.time.time", lambda: later)
     assert launch("gke", "run") == 0
-    assert cloud.objects["statefulset/two-coordinator"]["spec"]["replicas"] == 1
+    assert "job/two-coordinator" in cloud.objects
     script = container_script(job_and_pod(cloud.objects["jobset/two-v5p"])[2])
     assert f"--incarnation $(({later} + RESTART_ATTEMPT))" in script
 
@@ -390,7 +371,8 @@ def test_a_jobset_that_was_given_up_is_made_anew(cloud, launch):
     cloud.changes()
     launch("gke")
     deleted, applied = cloud.changes()
-    assert deleted[1:4] == ["delete", "jobset", "two-v5p"]
+    kinds = "jobset,networkpolicy,serviceaccount"
+    assert deleted[1:4] == ["delete", kinds, "two-v5p"]
     assert applied[1:3] == ["apply", "-f"]
     assert "status" not in cloud.objects["jobset/two-v5p"]
 
@@ -410,7 +392,7 @@ def test_logs_are_of_all_hosts(cloud, launch, capsys):
     launch("gke")
     assert launch("gke", "logs") == 0
     said = capsys.readouterr().err
-    assert "logs of ['statefulset/two-coordinator']" in said
+    assert "logs of ['job/two-coordinator']" in said
     assert "jobset.sigs.k8s.io/jobset-name=two-v6e-b" in said
     assert "--max-log-requests=4" in said
 

@@ -59,7 +59,10 @@ class Machine:
     def render(self, config, name, now=NOW, source=""):
         """Puts the rendered script there, with this folder as `/`."""
         order = make_order(config, "two.py", "tpu_vm", source)
-        text = deployment(order, "certificates", "folder", now).files[name]
+        self.put(deployment(order, "certificates", "folder", now).files[name])
+
+    def put(self, text):
+        """Puts a script there, with this folder as `/`."""
         for place in ("/var/lib/", "/etc/systemd", "/sys/kernel", "/mnt/disks"):
             text = text.replace(place, f"{self.root}{place}")
         self.script = self.root / "startup"
@@ -78,6 +81,11 @@ class Machine:
         )
         self.errors = done.stderr
         return done.returncode
+
+    @property
+    def unit(self):
+        """The service as it is installed."""
+        return (self.root / "etc/systemd/system/diloco.service").read_text()
 
     @property
     def calls(self):
@@ -117,8 +125,9 @@ def test_a_boot_installs_the_service_and_starts_it(island, config, tmp_path):
     assert not any(call.startswith("iptables") for call in calls)
     pages = island.root / "sys/kernel/mm/transparent_hugepage/enabled"
     assert pages.read_text() == "always\n"
-    unit = (island.root / "etc/systemd/system/diloco.service").read_text()
+    unit = island.unit
     started = re.search(r"^ExecStart=/bin/bash (\S+) run$", unit, re.MULTILINE)[1]
+    assert f"ExecStopPost=/bin/bash {started} over\n" in unit
     assert started == f"{island.root}/var/lib/diloco/host.sh"
     assert "Restart=on-failure\n" in unit
     assert "RestartPreventExitStatus=2 3\n" in unit

@@ -33,7 +33,7 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
     assert cloud.calls == []
     shown = capsys.readouterr()
     files = sorted(file.name for file in (tmp_path / "run/launch").iterdir())
-    assert len(files) == {"tpu_vm": 3, "gke": 5}[on]
+    assert len(files) == {"tpu_vm": 3, "gke": 6}[on]
     assert all(f"written: {tmp_path}/run/launch/{name}" in shown.err for name in files)
     # No key is made, and nothing counts as made.
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["launch"]
@@ -105,7 +105,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("", "--on tpu_vm or --on gke"),
+        ("", "choose --on tpu_vm, --on gke or --on sky"),
         ("--on tpu_vm --dry-run --only v5", "did you mean 'v5p'"),
         ("--on gke --dry-run --launch.cluster=", "launch.cluster must be set"),
         ("--on tpu_vm --dry-run --disk", "--disk with --action create: it is for"),
@@ -164,6 +164,17 @@ def test_what_was_made_is_on_record_before_it_is_made(cloud, launch, tmp_path):
     cloud.fail("", 0, "")
     assert launch("tpu_vm", "delete", disk=True) == 0
     assert cloud.things == {}
+
+
+def test_what_another_config_made_is_named(cloud, launch, capsys):
+    launch("tpu_vm")
+    zones = {"v5p": "us-central1-a", "v6e.b": "us-east5-b"}
+    capsys.readouterr()
+    launch("tpu_vm", zones=zones)
+    said = [s for s in capsys.readouterr().err.splitlines() if "# left over" in s]
+    assert len(said) == 1
+    assert "slice two-v5p (v5p:2x2x2) in us-east5-a" in said[0]
+    assert "delete two-v5p --zone=us-east5-a --force" in said[0]
 
 
 def test_certificates_of_ones_own_get_the_coordinators_name(cloud, config, tmp_path):

@@ -45,9 +45,11 @@ def test_a_setting_that_is_missing_is_named(config, field):
 
 
 def test_all_settings_that_are_missing_are_named_at_once(config):
-    said = refusal(changed(config, project="", cluster=""), on="gke")
-    assert "launch.project, launch.cluster must be set" in said
-    assert "--launch.project, --launch.cluster" in said
+    lacking = changed(config, project="", cluster="", zones={})
+    said = refusal(lacking, on="gke")
+    fields = "project, launch.cluster, launch.zones.v5p, launch.zones.v6e.b"
+    assert f"launch.{fields} must be set" in said
+    assert "--launch.project, --launch.cluster, zones={'v5p': 'us-east5-a'," in said
 
 
 def test_tpu_vms_need_no_cluster(config):
@@ -102,7 +104,7 @@ def test_where_no_zone_of_the_region_is_known_none_is_named(config):
     there = changed(config, location="us-west1", coordinator_zone="us-west1-b")
     said = refusal(there, on="gke")
     assert "launch.zones.v5p = 'us-east5-a' is outside" in said
-    assert "choose a zone of us-west1, or set" in said
+    assert "choose a zone of us-west1, or name a cluster there" in said
 
 
 def test_an_islands_slice_must_fit_its_mesh(config):

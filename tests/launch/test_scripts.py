@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,17 @@ def test_the_images_allocator_is_that_of_diloco_run() -> None:
     dockerfile = (ROOT / "launch/gke/Dockerfile").read_text()
     (set_to,) = re.findall(r"^ENV GLIBC_TUNABLES=(\S+)$", dockerfile, re.MULTILINE)
     assert {"GLIBC_TUNABLES": set_to} == ALLOCATOR
+
+
+def test_the_image_has_the_jax_that_the_tests_run_with() -> None:
+    """And with it one libtpu: its extra names one version."""
+    dockerfile = (ROOT / "launch/gke/Dockerfile").read_text()
+    (version,) = re.findall(r"^ARG JAX=(\S+)$", dockerfile, re.MULTILINE)
+    assert f"jax[tpu]>={version}\n" in (ROOT / "setup.cfg").read_text()
+    needed = metadata.requires("jax") or []
+    libtpu = [n for n in needed if n.startswith("libtpu") and "tpu" in n.split(";")[1]]
+    assert re.match(r"libtpu\s*==", libtpu[0])
+    assert '"jax[tpu]==${JAX}"' in dockerfile
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,19 @@ def test_scripts_hold_no_key_and_secrets_no_authority(cloud, launch, tmp_path):
         with tarfile.open(given) as tar:
             assert tar.getnames() == ["ca.pem", f"{stem}.pem", f"{stem}.key"]
         assert (tmp_path / given).stat().st_mode & 0o077 == 0
+
+
+def test_each_account_reads_its_own_secrets(cloud, launch):
+    accounts = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
+    assert launch("tpu_vm", **accounts) == 0
+    readers = {name: made["readers"] for name, made in cloud.things["secret"].items()}
+    assert readers == {
+        "two-coordinator-certificates": ["serviceAccount:c@p.iam"],
+        "two-v5p-certificates": ["serviceAccount:i@p.iam"],
+        "two-v6e-b-certificates": ["serviceAccount:i@p.iam"],
+    }
+    machine = cloud.things["instance"]["two-coordinator"]
+    assert machine["--service-account"] == "c@p.iam"
+    slice_ = cloud.things["queued resource"]["two-v5p"]
+    assert slice_["--service-account"] == "i@p.iam"
+    assert slice_["--labels"] == "diloco-run=two,diloco-part=v5p"

@@ -12,7 +12,7 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import Terms, changed, needs_of, refusals
 from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
@@ -100,6 +100,18 @@ def test_every_check_has_a_case_in_which_it_refuses(mixed):
         *("disk bytes", "disk speed", "restart", "places"),
     ]
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
+
+
+def test_more_workers_than_cores_are_refused():
+    """A larger machine is the remedy, or fewer workers where there is none."""
+    terms = changed(terms_of("four_regions"), {"placement.workers": 64})
+    (found,) = [r for r in refusals(terms) if r.check == "cores"]
+    assert "needs 65 cores (placement.workers = 64, and one for the lead)" in found.text
+    assert needs_of(changed(terms, found.change)).coordinator.cores <= 65
+    terms = changed(terms_of("four_regions"), {"placement.workers": 200})
+    (found,) = [r for r in refusals(terms) if r.check == "cores"]
+    cores = machine_of(terms.config.launch.coordinator_machine).cores
+    assert found.change == {"placement.workers": cores - 1}
 
 
 def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():

@@ -257,7 +257,7 @@ island = IslandConfig(
 )
 os.environ.update(environment_of(island))
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.launch.order import slice_of
+from diloco_jax.launch.placing import slice_of
 from diloco_jax.planning.compiling import _devices
 model = ModelConfig(
     d_model=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=128, mlp_dim=128,

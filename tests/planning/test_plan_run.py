@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import plan_support
 import pytest
@@ -12,7 +13,12 @@ from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.compiling import ExchangePlan
-from diloco_jax.planning.coordinator import payload_bytes, plan_coordinator
+from diloco_jax.planning.coordinator import (
+    PROCESS_BYTES,
+    CoordinatorPlan,
+    payload_bytes,
+    plan_coordinator,
+)
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.report import fragments_of, plan_run
@@ -142,7 +148,7 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     assert coordinator.merge_buffer == DELTAS_AT_ONCE * len(CONFIG.islands) * up
     parts = dataclasses.asdict(heavy)
     for name in (
-        *("memory", "wire_cores", "merge_cores", "cores"),
+        *("memory", "wire_cores", "merge_cores", "cores", "workers"),
         *("merge_core_seconds", "disk", "replayed", "replayed_bytes"),
         "replay_core_seconds",
     ):
@@ -157,9 +163,34 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     assert keeps.disk.bytes_per_s - heavy.disk.bytes_per_s == pytest.approx(
         params / 200
     )
+    assert heavy.workers == ()
     # Twice as fast, twice the work.
     fast = plan_coordinator(run, bounded, fragments, 2, 10.0, 16, 280e6, cycles=9.0)
     assert fast.wire_cores == pytest.approx(2 * heavy.wire_cores)
+
+
+def test_each_worker_has_its_share_and_a_process():
+    outer = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)
+    run, fragments = dataclasses.replace(CONFIG.run, outer=outer), fragments_of(CONFIG)
+
+    def planned(workers: int) -> CoordinatorPlan:
+        placement = Placement(workers=workers)
+        return plan_coordinator(
+            run, placement, fragments, 2, 0.01, 4, 280e6, cycles=9.0
+        )
+
+    alone, spread = planned(1), planned(2)
+    assert sum(worker.params for worker in spread.workers) == fragments.total
+    assert sum(worker.fragments for worker in spread.workers) == 5
+    own = sum(worker.memory for worker in spread.workers)
+    assert own + PROCESS_BYTES == pytest.approx(spread.memory, abs=2)
+    # Two merges and two snapshots at a time in place of one, and two processes more.
+    more = alone.merging + alone.snapshots + 2 * PROCESS_BYTES
+    assert spread.memory - alone.memory == more
+    busy = alone.wire_cores + alone.merge_cores
+    assert sum(worker.cores for worker in spread.workers) == pytest.approx(busy)
+    whole = sum(math.ceil(worker.cores) for worker in spread.workers)
+    assert (alone.cores, spread.cores) == (1 + math.ceil(busy), 1 + whole)
 
 
 def test_what_goes_down_counts_as_it_is_encoded():

@@ -7,8 +7,10 @@ import io
 import json
 import os
 import queue
+import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
 
 from diloco_jax import checkpoint, cli
-from diloco_jax.coordinator.holder import make_holder
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
+    AnchorKept,
+    AwaitAnchor,
     Commit,
     Committed,
     DeltaArrived,
@@ -36,12 +40,12 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
     RestoreFragments,
 )
-from diloco_jax.protocol.messages import TakeRequest
+from diloco_jax.protocol.messages import AnchorRequest, Published, TakeRequest
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire import principal
-from diloco_jax.wire.bulk import UploadStart
+from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.certificates import make_certificates
-from diloco_jax.wire.errors import NO_TICKET, Refused
+from diloco_jax.wire.errors import NO_TICKET, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = pytest.mark.dist
@@ -121,9 +125,10 @@ class Ask:
 
 def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_path):
     """What it prepared never was; the other worker notices nothing; the same merge
-    once more gives the bits of a process that was not killed. All of it over TLS."""
+    once more gives the bits of a process that was not killed. Without its disk it goes
+    on with an island's anchor, once that is committed. All of it over TLS."""
     folder = tmp_path / "certificates"
-    make_certificates(folder, [], 1, islands=["a"])
+    make_certificates(folder, [], 1, islands=["a"], workers=2)
     certificates = str(folder)
     config = placed(
         make_config(text),
@@ -184,7 +189,9 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         (own,) = [n for n in range(2) if 0 in workers.of(n)]
         address = workers.processes()[own].address
         with client(address, tls=tls) as island:
-            there = island.transfers_at(address)
+            there = island.transfers_at(address, own)
+            with pytest.raises(SecurityError, match=f"of worker {own}, and has to be"):
+                island.transfers_at(address, 1 - own).upload(start, payload.data)
 
             def send(start: UploadStart) -> object:
                 who = hello(config, incarnation=start.incarnation)
@@ -215,6 +222,44 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             refused(before_it, send, "fenced")
             assert workers.processes()[1 - own].pid == pids[1 - own]
             assert (ask.merge(send, start), ask.commit(0)) == wanted
+
+            # It is killed once more, and its disk is gone.
+            os.kill(workers.processes()[own].pid, signal.SIGKILL)
+            assert ask.await_(WorkerAway).worker == own
+            shutil.rmtree(publishes)
+            shutil.rmtree(tmp_path / "spread" / "checkpoints" / "coordinator" / "00000")
+            workers.bring_back(own, [SECOND, FIRST])
+            assert ask.await_(WorkerBack).lost == (0,)
+            who, begun = hello(config), Version(2, 1)
+            workers.hold(
+                AwaitAnchor(fragment=0, island="a", incarnation=1, term=begun.term)
+            )
+            anchor = b"".join(map(bytes, store.fetch(0, SECOND, None).buffers))
+            whole = replace(start, tick=-1, version=SECOND)
+            whole = replace(whole, length=len(anchor), total=len(anchor))
+            refused(whole, lambda start: there.upload(start, anchor), "malformed")
+            asked = AnchorRequest(fragment=0, term=begun.term)
+            ticket = workers.told(who, asked).ticket
+            there.upload(replace(whole, ticket=ticket), anchor)
+            found = ask.await_(AnchorKept)
+            assert (found.replaced, found.version) == (SECOND, begun)
+            published = Published(fragment=0, version=begun)
+            fetch = FetchRequest(
+                run_id="r",
+                island="a",
+                incarnation=1,
+                session="s",
+                fragment=0,
+                want=begun,
+                have=None,
+                ticket=workers.told(who, published).ticket,
+            )
+            with ThreadPoolExecutor(1) as beside:
+                size = len(anchor)
+                fetched = beside.submit(there.fetch, fetch, max_bytes=size)
+                assert not fetched.done(), "it waits for the commit"
+                workers.hold(Commit(fragment=0, version=begun))
+                assert bytes(fetched.result(PATIENCE_S).payload) == anchor
     finally:
         workers.end(PATIENCE_S)
     assert not any(Path(f"/proc/{w.pid}").exists() for w in workers.processes())

@@ -1,6 +1,7 @@
 """`diloco certs`: what it makes, and what it does not."""
 
 import pytest
+from cryptography import x509
 
 from diloco_jax import cli
 
@@ -89,3 +90,24 @@ def test_a_revoked_certificate_is_listed_and_gone(tmp_path, capsys):
     assert "# island a, " in line
     assert cli.main(["certs", str(folder), "--revoke", "x", "--add"]) == 2
     assert "choose one of them" in capsys.readouterr().err
+
+
+def test_workers_get_keys_of_their_own_and_the_coordinators_names(tmp_path, capsys):
+    folder = tmp_path / "certs"
+    assert cli.main(["certs", str(folder), "--workers", "2"]) == 0
+    first = (folder / "worker.0.pem").read_bytes()
+    assert not (folder / "worker.2.pem").exists()
+    added = ["certs", str(folder), "--add", "--hosts", "10.0.0.5"]
+    assert cli.main(added) == 0, "a worker is reached where the coordinator is"
+    assert (folder / "worker.0.pem").read_bytes() != first
+    assert "10.0.0.5" in str(certificate_names(folder / "worker.1.pem"))
+    assert cli.main(["certs", str(folder), "--add", "--workers", "3"]) == 0
+    assert (folder / "worker.2.key").exists()
+    capsys.readouterr()
+
+
+def certificate_names(path):
+    """The names of machines in a certificate."""
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    known = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    return [str(entry.value) for entry in known.value]

@@ -18,9 +18,11 @@ from diloco_jax.wire.principal import (
     READER,
     Principal,
     island,
+    not_worker,
     of_stem,
     of_uri,
     require_island,
+    worker,
 )
 from diloco_jax.wire.tls import TlsFiles
 
@@ -38,7 +40,9 @@ def at_once(monkeypatch):
     monkeypatch.setattr(peers, "READ_AGAIN_S", 0.0)
 
 
-@pytest.mark.parametrize("who", [COORDINATOR, READER, OPERATOR, island("v6e.b-1_x")])
+@pytest.mark.parametrize(
+    "who", [COORDINATOR, worker(12), READER, OPERATOR, island("v6e.b-1_x")]
+)
 def test_names_of_files_and_in_certificates_lead_back(who):
     assert of_uri(who.uri) == who
     assert of_stem(who.stem) == who
@@ -52,6 +56,8 @@ def test_names_of_files_and_in_certificates_lead_back(who):
         "diloco:island:a:b",
         "diloco:island:../a",
         "diloco:reader:a",
+        "diloco:worker",
+        "diloco:worker:a",
         "diloco:king",
         "other:island:a",
         "https://example.com",
@@ -67,6 +73,13 @@ def test_only_the_island_itself_may_speak_for_it():
     for who in (island("b"), READER, OPERATOR, COORDINATOR):
         with pytest.raises(Refused, match=rf"certificate is that of {who}.*island\.a"):
             require_island(who, "a")
+
+
+def test_a_worker_is_itself_or_uses_the_coordinators_key():
+    assert not_worker(worker(1), 1) == not_worker(COORDINATOR, 1) == ""
+    for who in (worker(2), island("1"), READER, None):
+        wrong = not_worker(who, 1)
+        assert wrong.startswith(f"that is the certificate of {who or 'nobody'}, and")
 
 
 def test_an_island_speaks_and_transfers_as_itself(serve, connect, handlers, tls):

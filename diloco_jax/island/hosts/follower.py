@@ -76,7 +76,8 @@ class Follower(Generic[L]):
         joined = self._hear_unless_refused("joined", host.join_s)
         versions = msgspec.msgpack.decode(joined, type=list[Version])
         decisions = FollowDecisions(hosts, self.mailbox, begin.lead, deadlines.budget_s)
-        faults = parse_faults(config.placement.faults, config.islands)
+        placement = config.placement
+        faults = parse_faults(placement.faults, config.islands, placement.workers)
         self._loop = host.loop(
             versions,
             decisions,

@@ -42,8 +42,8 @@ class Lanes:
     def use(self, addresses: tuple[str, ...]) -> None:
         """Exchange bulk with workers at these addresses from now on; empty: with the
         coordinator. Raises ConfigError for one that must not go without TLS."""
-        for address in addresses:
-            self.coordinator.transfers_at(address)
+        for worker, address in enumerate(addresses):
+            self.coordinator.transfers_at(address, worker)
         with self._lock:
             before, self._addresses = self._addresses, addresses
             count = len(addresses)
@@ -80,5 +80,6 @@ class Lanes:
         with self._lock:
             if not self._addresses:
                 return self.coordinator.transfers
-            address = self._addresses[self._dealt[fragment]]
-        return self.coordinator.transfers_at(address)
+            worker = self._dealt[fragment]
+            address = self._addresses[worker]
+        return self.coordinator.transfers_at(address, worker)

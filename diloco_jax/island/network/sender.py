@@ -47,6 +47,8 @@ class _Parcel:
     part: Part = ()
     payload: Buffer | None = None
     due: bool = True
+    ticket: bytes = b""
+    """For an anchor; tickets for deltas may change."""
 
     def __str__(self) -> str:
         if self.version is None:
@@ -99,12 +101,16 @@ class Sender:
         self._put(_Parcel(fragment, tick, None, encoded))
 
     def put_anchor(
-        self, fragment: int, version: Version, encoded: tuple[Any, ...]
+        self,
+        fragment: int,
+        version: Version,
+        encoded: tuple[Any, ...],
+        ticket: bytes = b"",
     ) -> None:
         """Send an anchor once, before any delta. It is encoded as a delta is, in
-        f32.
+        f32. ticket: of the request for it.
         """
-        self._put(_Parcel(fragment, -1, version, encoded))
+        self._put(_Parcel(fragment, -1, version, encoded, ticket=ticket))
 
     def permit(self, fragment: int, tick: int, ticket: bytes) -> None:
         """Note a worker's ticket for the newest take of a fragment."""
@@ -186,11 +192,12 @@ class Sender:
             total=len(parcel.payload),
             part=parcel.part,
             version=parcel.version,
+            ticket=parcel.ticket,
         )
         backoff = Backoff(self._deadlines)
         for attempt in itertools.count(1):
             tick, ticket = self._tickets.get(parcel.fragment, (-1, b""))
-            if tick == parcel.tick:
+            if parcel.version is None and tick == parcel.tick:
                 start = replace(start, ticket=ticket)
             try:
                 nbytes = self._transfers.upload(start, parcel.payload)

@@ -7,7 +7,7 @@ joined before the coordinator lost its state.
 from __future__ import annotations
 
 from diloco_jax.protocol.coordinator import claims
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Refused
 
 
@@ -16,7 +16,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
     code = message = ""
     known = state.islands.get(event.island)
     resumes = known is not None and known.incarnation == event.incarnation
-    term = state.fragments[0].version.term
+    term = state.term
     if event.run_id not in ("", config.run_id):
         code = "run_id"
         message = (
@@ -62,6 +62,8 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
                 f"same incarnation {event.incarnation}; choose another name, or "
                 f"replace that process by starting incarnation {event.incarnation + 1}"
             )
+    elif known is not None and (message := _fruitless(config, known)):
+        code = "no_progress"
     elif event.term >= term:
         code = "other_term"
         message = (
@@ -98,6 +100,21 @@ def wrong_claim(name: str, incarnation: int, wrong: str) -> str:
     )
 
 
+def _fruitless(config: PolicyConfig, known: Island) -> str:
+    """Explain why no further incarnation of the island is let in; empty if it may be.
+    The last one counts if it was not heard to end."""
+    unheard = known.status != "gone" and not known.steps
+    failures = known.fruitless + unheard
+    if not config.fruitless_starts or failures < config.fruitless_starts:
+        return ""
+    return (
+        f"island {known.name!r} failed {failures} times in a row before its first step "
+        f"(placement.fruitless_starts = {config.fruitless_starts}); its logs say why. "
+        f"Put that right, and start the coordinator again with a higher number: the "
+        f"run goes on"
+    )
+
+
 def _other_batch(config: PolicyConfig, event: Hello) -> str:
     if config.admitted is None:
         return ""
@@ -115,4 +132,4 @@ def _other_batch(config: PolicyConfig, event: Hello) -> str:
 
 def is_carrying(state: State, event: Hello) -> bool:
     """Tell whether the island joined before the coordinator lost its state."""
-    return 0 < event.term < state.fragments[0].version.term
+    return 0 < event.term < state.term

@@ -17,14 +17,15 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
-    alerts,
     claims,
+    committing,
     cycles,
     ending,
     fragments,
     leases,
     leaving,
     ledger,
+    lost_fragments,
     members,
     quarantine,
     schedule,
@@ -59,18 +60,22 @@ from diloco_jax.protocol.coordinator.state import (
     same_live_islands,
     with_fragment,
 )
-from diloco_jax.protocol.holding import Commit, CycleKept, DeltaArrived, MergePrepared
+from diloco_jax.protocol.holding import (
+    AnchorKept,
+    CycleKept,
+    DeltaArrived,
+    MergePrepared,
+)
 from diloco_jax.protocol.messages import (
     Goodbye,
     Hello,
     Progress,
-    Published,
     Refused,
     Report,
     Stop,
     Welcome,
 )
-from diloco_jax.protocol.values import Record, Verdict
+from diloco_jax.protocol.values import Record
 
 Step = tuple[State, list[Effect]]
 
@@ -100,17 +105,21 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
-            state, effects = _prepared(config, state, event, now)
+            state, effects = committing.prepared(config, state, event, now)
+        case AnchorKept():
+            state, effects = _anchor_kept(config, state, event, now)
         case WorkerAway():
             state, effects = workers.away(config, state, event)
         case WorkerBack():
-            state, effects = workers.back(config, state, event)
+            state, effects = workers.back(config, state, event, now)
         case Timer():
             effects = []
     state, expired = members.expire(state, now)
     state, turned = quarantine.turn_away(config, state)
     effects += expired + turned
     state, moved = _advance(config, before, state, now)
+    state, asks = lost_fragments.advance(config, state, now)
+    moved += asks
     state, judged = quarantine.advance(config, state, effects + moved)
     state, keeps = cycles.advance(config, before, state)
     state, watches = watching.advance(config, before, state)
@@ -128,6 +137,12 @@ def next_deadline(state: State, now: float) -> float | None:
     for fragment in state.fragments:
         at = fragment.closes_at
         if at is not None and now < at < soonest and fragment.phase == "open":
+            soonest = at
+    for index in state.lost:
+        lost = state.fragments[index].lost
+        assert lost is not None
+        at = lost_fragments.deadline(lost)
+        if now < at < soonest:
             soonest = at
     if state.phase in ("stopping", "flushing") and now < state.deadline:
         soonest = min(soonest, state.deadline)
@@ -195,6 +210,10 @@ def _record(
     name = island.name
     fact = records.Fact(island=name, incarnation=island.incarnation, record=record)
     effects: list[Effect] = [Note(record=fact)]
+    if record.kind == "adopted":
+        fragment = state.fragments[record.fragment]
+        fragment = takes.adopted(fragment, name, record.version)
+        return with_fragment(state, fragment), effects
     if record.kind not in ("took", "reopened", "dropped", "reset", "carried"):
         return state, effects
     fragment = state.fragments[record.fragment]
@@ -248,57 +267,15 @@ def _arrived(
     return state, effects + asks
 
 
-def _prepared(
-    config: PolicyConfig, state: State, event: MergePrepared, now: float
+def _anchor_kept(
+    config: PolicyConfig, state: State, event: AnchorKept, now: float
 ) -> Step:
-    fragment = state.fragments[event.fragment]
-    if fragment.phase != "merging" or event.version != fragment.version.next():
-        return state, [ignored("fragment", fragment.phase, "merge")]
-    contributions, tick = fragment.merging, fragment.tick
-    share = fragment.merging_share
-    fragment, verdicts, effects = fragments.computed(
-        config, fragment, counted_islands(state), now
-    )
-    state = leases.contributed(with_fragment(state, fragment), contributions)
-    record = records.Merged(
-        fragment=event.fragment,
-        version=event.version,
-        tick=tick,
-        final=fragment.final,
-        contributions=contributions,
-        share=share,
-        verdicts=verdicts,
-        digest=event.prepared.digest,
-        payload_bytes=event.prepared.payload_bytes,
-    )
-    visible: list[Effect] = [
-        Persist(record=record),
-        Commit(fragment=event.fragment, version=event.version),
-        *_publish(state, fragment, verdicts),
-    ]
-    raised = alerts.after_merge(fragment, contributions, counted_islands(state))
-    raised += alerts.in_turns(config, state, fragment)
-    return state, visible + effects + raised
-
-
-def _publish(
-    state: State, fragment: Fragment, verdicts: dict[str, tuple[int, Verdict, str]]
-) -> list[Effect]:
-    """Tell every island of the new version and of the verdict on its take."""
-    tells: list[Effect] = []
-    for name, island in state.islands.items():
-        if island.status == "gone":
-            continue
-        tick, verdict, reason = verdicts.get(name, (-1, "none", ""))
-        published = Published(
-            fragment=fragment.index,
-            version=fragment.version,
-            tick=tick,
-            verdict=verdict,
-            reason=reason,
-        )
-        tells.append(Tell(session=island.session, message=published))
-    return tells
+    before = state.fragments
+    state, effects = lost_fragments.kept(config, state, event)
+    if state.phase == "flushing" and state.fragments is not before:
+        # As after a delta: its last takes are yet to come.
+        state = replace(state, deadline=now + config.flush_s)
+    return state, effects
 
 
 def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import msgspec
 
 from diloco_jax.protocol.holding import (
+    AnchorKept,
     CycleKept,
     DeltaArrived,
     MergePrepared,
+    RestoredFragment,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Goodbye, Hello, Report
@@ -74,9 +76,13 @@ class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker has brought its fragments to what is committed."""
+    """A worker has brought its fragments to what is committed, but for those that it
+    has lost with its disk."""
 
     worker: int
+    lost: tuple[int, ...] = ()
+    restored: tuple[RestoredFragment, ...] = ()
+    """The others, for the tape; none at a start of the lead."""
 
 
 Event = (
@@ -84,6 +90,7 @@ Event = (
     | Said
     | DeltaArrived
     | MergePrepared
+    | AnchorKept
     | Disconnected
     | RunResumed
     | RunExtended

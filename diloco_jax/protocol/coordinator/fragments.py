@@ -214,9 +214,11 @@ def computed(
         if account.incarnation == contribution.incarnation:
             verdicts[contribution.island] = (contribution.tick, "merged", "")
     merged = set(verdicts)
+    version = fragment.version.next()
     fragment = replace(
         fragment,
-        version=fragment.version.next(),
+        version=version,
+        newest=ledger.newest(fragment, version, fragment.merging),
         phase=FRAGMENT.move(fragment.phase, "commit"),
         merging=(),
         asked=(),
@@ -235,21 +237,33 @@ def computed(
                 missed_merges=account.missed_merges + 1,
             )
             fragment = with_account(fragment, name, account)
-        take = account.take
-        if take is None:
-            continue
-        # An island whose record of the take is missing may have taken by now, and
-        # must know the verdict before it adopts.
-        if take.end is not None:
-            fragment, refusals = takes.refuse_if_stale(config, fragment, name)
-            effects += [e for e in refusals if not isinstance(e, Tell)]
-            take = fragment.accounts[name].take
-            assert take is not None
-        if take.refused:
-            verdicts[name] = (take.tick, "refused", take.refused)
-        else:
-            verdicts[name] = (take.tick, "pending", "")
+        fragment, verdict, refusals = outstanding(config, fragment, name)
+        effects += refusals
+        if verdict is not None:
+            verdicts[name] = verdict
     return fragment, verdicts, effects
+
+
+def outstanding(
+    config: PolicyConfig, fragment: Fragment, name: str
+) -> tuple[Fragment, tuple[int, Verdict, str] | None, list[Effect]]:
+    """Judge an island's outstanding take, which is not in the fragment's new version.
+    Return the verdict (tick, verdict, reason), if there is such a take, and the effects
+    of a refusal, without the message that the publish takes the place of."""
+    take = fragment.accounts[name].take
+    if take is None:
+        return fragment, None, []
+    effects: list[Effect] = []
+    # An island whose record of the take is missing may have taken by now, and must know
+    # the verdict before it adopts.
+    if take.end is not None:
+        fragment, refusals = takes.refuse_if_stale(config, fragment, name)
+        effects = [e for e in refusals if not isinstance(e, Tell)]
+        take = fragment.accounts[name].take
+        assert take is not None
+    if take.refused:
+        return fragment, (take.tick, "refused", take.refused), effects
+    return fragment, (take.tick, "pending", ""), effects
 
 
 def _extend(

@@ -7,22 +7,25 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.state import (
+    MERGES_KNOWN,
     Account,
     Fragment,
     Island,
+    MergedTokens,
     PolicyConfig,
     State,
     Told,
     with_account,
 )
 from diloco_jax.protocol.reasons import EndReason, LossReason
-from diloco_jax.protocol.values import Contribution
+from diloco_jax.protocol.values import Contribution, Version
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +61,17 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
         **settled,
     )
     return with_account(fragment, contribution.island, account)
+
+
+def newest(
+    fragment: Fragment, version: Version, merged: Iterable[Contribution]
+) -> tuple[MergedTokens, ...]:
+    """Return `Fragment.newest` once these deltas are merged into this version."""
+    by_island: dict[str, int] = {}
+    for c in merged:
+        by_island[c.island] = by_island.get(c.island, 0) + c.tokens
+    last = MergedTokens(version=version, by_island=by_island)
+    return (*fragment.newest, last)[-MERGES_KNOWN:]
 
 
 def settled_steps(fragment: Fragment, island: Island) -> int:

@@ -62,10 +62,15 @@ RunState = Literal["running", "stopping", "flushing", "done"]
 FRAGMENT: StateMachine[FragmentState] = StateMachine(
     "fragment",
     {
-        "idle": {"tick": "open", "flush": "done", "recover": "idle"},
+        "idle": {
+            "tick": "open",
+            "flush": "done",
+            "recover": "idle",
+            "begin term": "idle",
+        },
         "open": {"close": "merging", "give up": "idle", "recover": "idle"},
         "merging": {"commit": "idle", "recover": "idle"},
-        "done": {"recover": "done", "extend": "idle"},
+        "done": {"recover": "done", "extend": "idle", "begin term": "idle"},
     },
 )
 
@@ -113,6 +118,7 @@ MACHINES: tuple[StateMachine[str], ...] = (FRAGMENT, TAKE, ISLAND, RUN)  # type:
 
 EXPECTED: Mapping[tuple[str, str, str], str] = {
     ("fragment", "away", "bytes"): "its worker died after it had told of them",
+    ("fragment", "found", "anchor"): "another island was asked meanwhile",
     ("take", "none", "bytes"): "the verdict was sent while the bytes were on their way",
     ("take", "none", "give up"): "it was booked before a crash, or at a goodbye",
     ("take", "asked", "give up"): "it belongs to an earlier take",

@@ -19,6 +19,7 @@ from diloco_jax.protocol.coordinator import (
     fragments,
     leases,
     ledger,
+    lost_fragments,
     schedule,
     takes,
 )
@@ -43,7 +44,7 @@ from diloco_jax.protocol.coordinator.state import (
 )
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
-from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.reasons import FAILURES, EndReason
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Span
 
 Step = tuple[State, list[Effect]]
@@ -188,7 +189,13 @@ def ended(
     for fragment, settled in zip(state.fragments, settled_steps, strict=True):
         fragment = ledger.close_account(fragment, island, reason, settled)
         state = with_fragment(state, fragment)
-    return with_island(state, replace(island, status=ISLAND.move(island.status, "end")))
+    fruitless = island.fruitless
+    if island.steps:
+        fruitless = 0
+    elif reason in FAILURES:
+        fruitless += 1
+    status = ISLAND.move(island.status, "end")
+    return with_island(state, replace(island, status=status, fruitless=fruitless))
 
 
 def joined(state: State, island: Island, *, carrying: bool) -> State:
@@ -204,6 +211,7 @@ def joined(state: State, island: Island, *, carrying: bool) -> State:
             tokens_before=before.computed_tokens,
             joins=before.joins + 1,
             quarantined=before.quarantined,
+            fruitless=before.fruitless,
         )
     state = with_island(state, island)
     state = replace(state, in_merges={**state.in_merges, island.name: ()})
@@ -281,10 +289,14 @@ def _resume(
     )
     effects += leases.regrant(state, name, event.sequences_granted)
     # A late hello may also list takes of an earlier term.
-    earlier = schedule.ticks_before(config, state.fragments[0].version.term)
+    earlier = schedule.ticks_before(config, state.term)
     held = {take.fragment: take for take in event.outstanding if take.tick > earlier}
     fleet = Fleet(config, state)
     for fragment in state.fragments:
+        if len(event.versions) == config.fragments:
+            version = event.versions[fragment.index]
+            fragment = takes.adopted(fragment, name, version)
+        effects += lost_fragments.ask_again(fragment, island)
         outstanding = held.get(fragment.index)
         if outstanding is None:
             fragment, found = _ask_again(fragment, fleet, name)
@@ -369,7 +381,7 @@ def _welcome(
     versions = tuple(fragment.version for fragment in state.fragments)
     welcome = Welcome(
         run_id=config.run_id,
-        term=versions[0].term,
+        term=state.term,
         resumed=resumed,
         versions=versions,
     )

@@ -12,6 +12,7 @@ from diloco_jax.protocol.coordinator import (
     ending,
     leases,
     ledger,
+    lost_fragments,
     members,
     quarantine,
     schedule,
@@ -38,6 +39,7 @@ from diloco_jax.protocol.records import (
     Quarantined,
     Released,
     Stopping,
+    TermBegun,
     Ticks,
 )
 from diloco_jax.protocol.values import Span
@@ -63,6 +65,7 @@ def recover(
             merging=(),
             left_behind=(),
             away=False,
+            lost=None,
             accounts={
                 name: replace(account, take=None)
                 for name, account in fragment.accounts.items()
@@ -89,7 +92,7 @@ def recover(
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
-    state = cycles.forgotten(replace(state, reunion_until=now))
+    state = cycles.forgotten(replace(state, reunion_until=now, lost=()))
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(
@@ -142,6 +145,9 @@ def _replayed(state: State, record: Durable) -> State:
             return quarantine.moved(state, record.island, quarantined=quarantined)
         case Merged():
             return _replayed_merge(state, record)
+        case TermBegun():
+            fragment = state.fragments[record.fragment]
+            return with_fragment(state, lost_fragments.begun(fragment, record))
         case Ticks(through=through):
             return replace(state, ticks_reserved=through)
         case Stopping(tokens=tokens):
@@ -168,6 +174,7 @@ def _replayed_merge(state: State, record: Merged) -> State:
     fragment = replace(
         fragment,
         version=record.version,
+        newest=ledger.newest(fragment, record.version, record.contributions),
         tick=record.tick,
         phase="idle",
         merging=(),

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.reasons import LossReason, Refusal
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
+    NOTHING,
     Contribution,
     Phase,
     Span,
@@ -31,6 +32,8 @@ GRANTS_AT_ONCE = 4.0
 MISSED_MERGES = 10
 """Consecutive merges of one fragment without a live island, after which no merge
 counts on its next delta."""
+MERGES_KNOWN = 8
+"""Merges of a fragment whose tokens are known, should its worker lose it."""
 AVERAGE_KEPT = 0.8
 """Weight of the old value when a running average takes in a new one."""
 
@@ -63,6 +66,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     delta_bound: float = 0.0
     quarantine_after: int = 0
     release_cycles: int = 1
+    fruitless_starts: int = 0
+    """Incarnations in a row that fail without a step, after which none is let in; 0 =
+    any number."""
     workers: int = 1
     """Holders of fragments, see `workers.deal`."""
     export_every: int = 0
@@ -143,6 +149,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     norm: float = 0.0
     """Length of the incarnation's last merged delta, of `norm_steps` steps; 0: none."""
     norm_steps: int = 0
+    adopted: Version = NOTHING
+    """The newest version that the incarnation is known to have adopted."""
 
     def lose(self, steps: int, reason: LossReason) -> Account:
         """Return the account with `steps` more steps lost."""
@@ -156,6 +164,28 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, lost_tokens={**self.lost_tokens, reason: tokens})
 
 
+class MergedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens by island that the merge into a version has; none in the version with
+    which a term begins."""
+
+    version: Version
+    by_island: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True):
+    """The search for an anchor of a fragment that its worker has lost."""
+
+    hopes_until: float
+    """Time until which an island with the committed version is waited for."""
+    island: str = ""
+    """The island that was asked; empty: none is."""
+    incarnation: int = 0
+    until: float = 0.0
+    """Time until which its anchor is awaited."""
+    failed: tuple[str, ...] = ()
+    """Islands whose anchors did not come, or were of a version of no account."""
+
+
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """One fragment: its version, the tick it is open for, its books and averages."""
 
@@ -166,7 +196,11 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     asked: tuple[str, ...] = ()
     """Islands whose deltas count towards the quorum."""
     away: bool = False
-    """True while its worker is away."""
+    """True while its worker is away, or has lost it."""
+    lost: Lost | None = None
+    newest: tuple[MergedTokens, ...] = (MergedTokens(version=FIRST_VERSION),)
+    """The last `MERGES_KNOWN` merges, or fewer: of a version that is not among them,
+    nobody knows what came after it."""
     final: bool = False
     opened_at: float = 0.0
     quorum_at: float | None = None
@@ -223,6 +257,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     tokens_before: int = 0
     """Tokens computed by earlier incarnations."""
     joins: int = 1
+    fruitless: int = 0
+    """Ended incarnations in a row that failed without a step."""
     leases: tuple[Lease, ...] = ()
     """Grants of which some step is in no merge; merges keep them few."""
     sequences_granted: int = 0
@@ -273,6 +309,8 @@ class Departed(msgspec.Struct, frozen=True, kw_only=True):
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """The whole state. It does not keep the time of the last event: events bring it."""
 
+    term: int = 1
+    """Term of the run. A fragment that its worker has lost since is in a higher one."""
     phase: Literal["running", "stopping", "flushing", "done"] = "running"
     deadline: float = 0.0
     """Time at which stopping or flushing ends in any case."""
@@ -288,6 +326,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     islands: dict[str, Island] = msgspec.field(default_factory=dict)
     """By name: one entry for all incarnations. Only admitted names are let in."""
     fragments: tuple[Fragment, ...] = ()
+    lost: tuple[int, ...] = ()
+    """Fragments that their workers have lost."""
     kept_cycle: int = 0
     """The last cycle that was kept, or is being kept."""
     unkept: tuple[int, ...] = ()

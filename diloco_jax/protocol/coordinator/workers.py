@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import cycles, ledger, takes
+from diloco_jax.protocol.coordinator import cycles, ledger, lost_fragments, takes
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Effect,
@@ -46,6 +46,8 @@ def away(config: PolicyConfig, state: State, event: WorkerAway) -> Step:
     """Note that a worker is away, with all that it had not committed."""
     gone = []
     for fragment in _of_worker(config, state, event.worker):
+        if fragment.lost is not None:
+            state = lost_fragments.found(state, fragment)
         if not fragment.away:
             gone.append(fragment.index)
             fragment = _unheld(fragment)
@@ -62,14 +64,25 @@ def away(config: PolicyConfig, state: State, event: WorkerAway) -> Step:
     return state, [Alert(text=text)]
 
 
-def back(config: PolicyConfig, state: State, event: WorkerBack) -> Step:
+def back(config: PolicyConfig, state: State, event: WorkerBack, now: float) -> Step:
     """Note that a worker is back with what is committed; ask for the deltas that it
-    lost.
+    lost. Fragments that it does not have any more stay away, until they are gathered.
 
     It may have lost the bytes of a take before the take's record came.
     """
     effects: list[Effect] = []
+    if event.lost:
+        text = (
+            f"worker {event.worker} has lost its fragments {list(event.lost)}: their "
+            f"files are gone or damaged, see its log. They are gathered from islands"
+        )
+        effects.append(Alert(text=text))
     for fragment in _of_worker(config, state, event.worker):
+        if fragment.index in event.lost:
+            # At a start of the lead, they have not been away before.
+            fragment = fragment if fragment.away else _unheld(fragment)
+            state = lost_fragments.lose(config, state, fragment, now)
+            continue
         if not fragment.away:
             continue
         state = with_fragment(state, replace(fragment, away=False))

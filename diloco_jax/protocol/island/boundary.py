@@ -20,7 +20,13 @@ import msgspec
 from diloco_jax.protocol.island.books import Books, Outcome
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.island.watching import Watching
-from diloco_jax.protocol.messages import Measures, TakeRequest, TakeVerdict, Watch
+from diloco_jax.protocol.messages import (
+    AnchorRequest,
+    Measures,
+    TakeRequest,
+    TakeVerdict,
+    Watch,
+)
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Span, Version
 
@@ -48,8 +54,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adoptions: tuple[Adoption, ...] = ()
     verdicts: tuple[TakeVerdict, ...] = ()
     grants: tuple[Span, ...] = ()
-    anchors: tuple[int, ...] = ()
-    """Fragments whose anchors are to be sent."""
+    anchors: tuple[AnchorRequest, ...] = ()
+    """Requests for anchors, one for each fragment."""
     watches: tuple[Watch, ...] = ()
     """Versions at the cycle that the island is to watch."""
     term: int = 0

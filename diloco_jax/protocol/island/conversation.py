@@ -74,7 +74,7 @@ class Conversation:
         self._verdicts: list[TakeVerdict] = []
         self._grants: list[Span] = []
         self._granted = self._next_position = 0
-        self._anchors: list[int] = []
+        self._anchors: dict[int, AnchorRequest] = {}
         self._watches: dict[int, Watch] = {}
         self._others_tokens = self._tokens = self._heard = 0
         self.posted = Status()
@@ -117,8 +117,7 @@ class Conversation:
             case Progress():
                 self._progress(message)
             case AnchorRequest(fragment=fragment):
-                if fragment not in self._anchors:
-                    self._anchors.append(fragment)
+                self._anchors[fragment] = message
                 self.has_news = True
             case Watch(fragment=fragment):
                 self._watches[fragment] = message  # No news: it concerns no step.
@@ -167,7 +166,7 @@ class Conversation:
             adoptions=tuple(Adoption(f, v) for f, v in self._adoptions.items()),
             verdicts=tuple(self._verdicts),
             grants=tuple(self._grants),
-            anchors=tuple(self._anchors),
+            anchors=tuple(self._anchors.values()),
             watches=tuple(self._watches.values()),
             term=self._new_term,
             others_tokens=self._others_tokens,
@@ -179,7 +178,7 @@ class Conversation:
             ending=self.ending,
         )
         self._takes, self._adoptions, self._waiting = {}, {}, {}
-        self._verdicts, self._grants, self._anchors = [], [], []
+        self._verdicts, self._grants, self._anchors = [], [], {}
         self._watches, self._new_term, self.has_news = {}, 0, False
         return decision
 

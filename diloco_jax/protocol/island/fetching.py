@@ -13,11 +13,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.values import NOTHING, Version
 
 JOIN_FETCHES = 4
 """Most fragments that a join fetches at a time."""
-NOTHING = Version(0, 0)
 
 
 class Fetch(NamedTuple):

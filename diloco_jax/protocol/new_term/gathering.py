@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import leases, schedule
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell
 from diloco_jax.protocol.coordinator.state import (
+    MergedTokens,
     PolicyConfig,
     State,
     initial,
@@ -131,10 +132,14 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
     """Return the state of the run at the beginning of the term."""
     state = initial(config)
     for fragment, version in zip(state.fragments, opened.versions, strict=True):
-        state = with_fragment(state, replace(fragment, version=version))
+        begun = replace(
+            fragment, version=version, newest=(MergedTokens(version=version),)
+        )
+        state = with_fragment(state, begun)
     state = schedule.begin_term(config, state, opened.term)
     return replace(
         state,
+        term=opened.term,
         progress_tokens=opened.tokens,
         carried_progress=opened.tokens,
         next_position=opened.next_position,
@@ -143,7 +148,7 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
 
 def is_superseded(state: State, term: int) -> bool:
     """Tell whether the islands' term is later than this state's."""
-    return term > state.fragments[0].version.term
+    return term > state.term
 
 
 def _offered(

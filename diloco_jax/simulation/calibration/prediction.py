@@ -13,10 +13,10 @@ import numpy as np
 
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.settings import faults_of, policy_config
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator import recovery
@@ -24,7 +24,7 @@ from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.simulation.calibration.fit import LEAST_S, Calibration
 from diloco_jax.simulation.emulation.attendance import Attendance
-from diloco_jax.simulation.emulation.history import Diary
+from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.fleets.checks import in_reach
 from diloco_jax.simulation.progress import Progress, nobody
@@ -90,7 +90,7 @@ class _World(World):
 
     def __init__(self, calibration: Calibration, config: Config) -> None:
         run, placement = config.run, config.placement
-        faults = parse_faults(placement.faults, config.islands).for_who(COORDINATOR)
+        faults = faults_of(config, COORDINATOR)
         kills = [fault for fault in faults.faults if fault.kills]
         if len(kills) < len(faults.faults) or len(kills) > placement.restarts:
             raise ConfigError(

@@ -14,7 +14,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
 from diloco_jax.island.hosts.following import lead_of
-from diloco_jax.simulation.emulation.history import Diary
+from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.island import IslandSpec
 from diloco_jax.simulation.virtual.steps import durations

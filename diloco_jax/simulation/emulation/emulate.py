@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -41,19 +41,22 @@ from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.report import closing_report
 from diloco_jax.observability.terminal import Dashboard
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.sealed import digest_of
-from diloco_jax.simulation.emulation import history
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
-from diloco_jax.simulation.emulation.history import History
+from diloco_jax.simulation.emulation.diary import collect
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
 from diloco_jax.weights.first import first_pieces, require_repeatable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Show = Callable[[dict[str, Any]], None]
 """Callback for the status of the run, about once a second, as in `diloco status`."""
@@ -64,7 +67,19 @@ SHOW_EVERY_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """Result of an emulation."""
+    """Result of an emulation.
+
+    Example:
+      >>> from diloco_jax import Config, emulate, preset
+      >>> config = Config().replace("model", preset("tiny"))
+      >>> config = config.replace("islands.a.step_seconds", 1.0)
+      >>> config = config.replace("total_tokens", 16_384)
+      >>> found = emulate(config)
+      >>> found.summary["tokens_merged"], found.params["embedding"].dtype.name
+      (16384, 'float32')
+      >>> found.plot_loss().get_ylabel()
+      'loss, nats per token'
+    """
 
     config: Config
     """The config, resolved."""
@@ -75,6 +90,12 @@ class Emulation:
     """
     params: Params
     """Flushed global parameters Theta (numpy, f32)."""
+
+    def plot_loss(self, *, title: str | None = None, axes: Axes | None = None) -> Axes:
+        """Draw the loss of every island over time, and the final validation loss; as
+        `History.plot_loss`."""
+        final = self.summary["eval_loss"]
+        return self.history.plot_loss(final=final, title=title, axes=axes)
 
     def write(self, workdir: Path) -> None:
         """Write `history/*.csv` and `summary.json`."""
@@ -93,6 +114,15 @@ def emulate(
     Args:
       config: resolved here if it is not. Every island needs `step_seconds` > 0.
       options: the network, chance, and islands' comings and goings; by default none.
+      show: called with the status about once a second of real time.
+
+    Example:
+      >>> from diloco_jax import Config, emulate, preset
+      >>> config = Config().replace("model", preset("tiny"))
+      >>> config = config.replace("islands.a.step_seconds", 1.0)
+      >>> config = config.replace("total_tokens", 16_384)
+      >>> emulate(config).summary["eval_loss"] < 5.55  # nats; of a uniform guess
+      True
 
     Raises:
       ConfigError: naming field, values and remedy.
@@ -164,7 +194,7 @@ def run(
             raise
         if begun is not None:
             result.write(begun.workdir)
-    report = closing_report(result.summary, history.outages(result.history))
+    report = closing_report(result.summary, outages(result.history))
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
     return result.summary
 
@@ -259,9 +289,7 @@ class _Emulator:
         )
         return Emulation(
             config=self._config,
-            history=history.collect(
-                self._attendance.diaries, self._merges, self._evaluations
-            ),
+            history=collect(self._attendance.diaries, self._merges, self._evaluations),
             summary={
                 **result,
                 **summary.rows_by_source(self._config.run.data, coordinator.state),

@@ -24,6 +24,12 @@ class EmulationOptions:
 
     By default everything but the steps takes no time, so that equal islands are in
     lockstep: a delta taken at a step boundary is merged and adopted at that boundary.
+
+    Example:
+      >>> from diloco_jax import EmulationOptions
+      >>> options = EmulationOptions(merge_seconds=0.5, joins={"spot": (20.0, 60.0)})
+      >>> options.joins["spot"]  # it takes part from the 20th second to the 60th
+      (20.0, 60.0)
     """
 
     line: LineSpeed = setting(LineSpeed(), help="Every island's connection.")

@@ -8,7 +8,7 @@ publishes are deleted once the oldest snapshot does not need them.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -149,9 +149,9 @@ class Disk:
         torn = 0
         snapshots: list[dict[Any, Any]] = [self._states, *self._anchors]
         for kept in snapshots:
-            *before, newest = sorted(n for n, snapshot in kept.items() if snapshot)
-            if before:
-                kept[newest] = None
+            readable = sorted(n for n, snapshot in kept.items() if snapshot)
+            if len(readable) > 1:
+                kept[readable[-1]] = None
                 torn += 1
         return torn
 
@@ -178,26 +178,33 @@ class Disk:
         self._segments[later[-1]].seek(0, io.SEEK_END)
         return Found(msgspec.json.decode(state, type=State), lines)
 
-    def restore(self, committed: list[Version]) -> Anchors:
+    def restore(self, committed: list[Version]) -> tuple[Anchors, set[int]]:
         """Return the anchors at these versions, by fragment: each from its newest
-        readable snapshot and the publishes after it. Publishes that were prepared and
-        never committed are deleted.
+        readable snapshot and the publishes after it; and the fragments that are lost.
+        Publishes that were prepared and never committed are deleted.
 
         Raises DurableError if a committed publish is missing.
         """
         anchors = Anchors(first_anchors(len(committed)))
-        for fragment, through in enumerate(committed):
-            self.restore_fragment(anchors, fragment, through)
-        return anchors
+        lost = {
+            fragment
+            for fragment, through in enumerate(committed)
+            if not self.restore_fragment(anchors, fragment, through)
+        }
+        return anchors, lost
 
     def restore_fragment(
         self, anchors: Anchors, fragment: int, through: Version
-    ) -> None:
-        """Bring one of the anchors to this version; see `restore`."""
+    ) -> bool:
+        """Bring one of the anchors to this version; return False if it is lost. See
+        `restore`."""
         self.discard(fragment, through)
         saved = self._anchors[fragment]
         _remove_torn(saved)
-        begin = max(filter(None, saved.values()))
+        known = [a for a in saved.values() if a is not None and a.version <= through]
+        if not known or max(known).version.term != through.term:
+            return False
+        begin = max(known)
         anchors.load(fragment, begin)
         version = begin.version
         while version < through:
@@ -208,6 +215,33 @@ class Disk:
                     f"the publish of fragment {fragment}, {version}, is missing"
                 )
             anchors.replay(fragment, version, publish)
+        return True
+
+    def lose(self, fragments: Iterable[int]) -> None:
+        """Lose the snapshots and publishes of these fragments."""
+        for fragment in fragments:
+            snapshots, publishes = self._copies.setdefault(fragment, ({}, {}))
+            snapshots.update(self._anchors[fragment])
+            publishes.update(self._publishes[fragment])
+            self._anchors[fragment], self._publishes[fragment] = {}, {}
+
+    def bring_back(self, fragment: int, through: Version) -> None:
+        """Bring back what was lost of a fragment up to a version of its term."""
+        snapshots, publishes = (
+            {v: x for v, x in copy.items() if v.term == through.term and v <= through}
+            for copy in self._copies[fragment]
+        )
+        self._anchors[fragment], self._publishes[fragment] = snapshots, publishes
+
+    def begin_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """Write the first snapshot of a fragment in a term like
+        `Saver.begin_fragment`; False if the disk is full.
+        """
+        if self.full:
+            return False
+        self._anchors[fragment] = {anchor.version: anchor}
+        self._publishes[fragment] = {}
+        return True
 
     def discard(self, fragment: int, committed: Version) -> None:
         """Delete the publishes of a fragment above this version."""
@@ -224,6 +258,8 @@ class Disk:
         ]
         """Snapshots by fragment and version; None for one that cannot be read."""
         self._publishes: list[dict[Version, bytes]] = [{} for _ in range(fragments)]
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        """Snapshots and publishes of lost fragments, should none else be left."""
 
 
 def _remove_torn(snapshots: dict[Any, Any]) -> None:

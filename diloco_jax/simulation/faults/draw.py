@@ -15,7 +15,7 @@ from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
-from diloco_jax.simulation.faults.worker_crashes import WorkerCrash
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
 DrawValue = Callable[[random.Random], Any]
 
@@ -27,6 +27,11 @@ CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
 """Crashes of a coordinator whose disk stays; half of them come with a power cut."""
 WORKERS_SHARE = 0.5
 """Share of the schedules in which workers die."""
+LOST_SHARE = 0.3
+"""Share of the crashes of workers that cost the disk; and of the schedules without
+several workers in which they may."""
+PARTED_SHARE = 0.8
+"""Share of the schedules with several workers in which the lead does not reach one."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
 LIAR_SHARE = 0.3
@@ -104,6 +109,12 @@ def draw(seed: int) -> Schedule:
         faults += [
             _worker_crash(workers, storm_s) for _ in range(workers.choice([1, 2, 3]))
         ]
+    # Of the same crashes as before there were lost disks, and of partitions.
+    lost = random.Random(f"lost {seed}")
+    if schedule.workers > 1 or lost.random() < LOST_SHARE:
+        faults = [_with_lost_disk(lost, fault) for fault in faults]
+    if schedule.workers > 1 and lost.random() < PARTED_SHARE:
+        faults.append(_worker_partition(lost, storm_s))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -186,6 +197,21 @@ def _worker_crash(rng: random.Random, latest_s: float) -> AnyFault:
         down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
         noticed_s=rng.choice([0.0, 0.0, 0.05, 0.3]),
         effects=rng.randrange(12),
+    )
+
+
+def _with_lost_disk(rng: random.Random, fault: AnyFault) -> AnyFault:
+    if not isinstance(fault, WorkerCrash) or rng.random() >= LOST_SHARE:
+        return fault
+    return msgspec.structs.replace(fault, disk_lost=True)
+
+
+def _worker_partition(rng: random.Random, latest_s: float) -> AnyFault:
+    return WorkerPartition(
+        at_s=round(rng.uniform(0, latest_s), 2),
+        worker=rng.randrange(3),
+        for_s=round(_seconds(rng) * rng.choice([0.3, 1.0, 4.0]), 2),
+        down_s=round(rng.choice([0.2, 3.0]) * rng.uniform(0.5, 1), 2),
     )
 
 

@@ -18,6 +18,7 @@ from diloco_jax.simulation.faults import (
     safe_bounds,
     safe_disk,
     safe_merges,
+    safe_terms,
     safe_versions,
 )
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -45,6 +46,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_disk.PreparedFirst,
     safe_disk.ChainsKept,
     safe_disk.RestoredExactly,
+    safe_terms.GatheredExactly,
 )
 
 OBSERVATIONS = tuple(

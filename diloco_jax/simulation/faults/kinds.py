@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
-from diloco_jax.simulation.faults.worker_crashes import WorkerCrash
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld
@@ -378,6 +378,7 @@ AnyFault = (
     | LongDeltas
     | CoordinatorCrash
     | WorkerCrash
+    | WorkerPartition
     | DiskFailure
     | TornWrite
     | SnapshotFailure

@@ -28,13 +28,24 @@ def merges_within_s(schedule: Schedule) -> float:
     (`Deadlines.reunion_s`), for which ticks wait; a restart of refused islands, with a
     retry and a join; two cycles, since ticks go on from where they were and counters
     restart; a step of the slowest island, a transfer and a merge; and the time in which
-    the hosts of an island agree on a take and an adoption.
+    the hosts of an island agree on a take and an adoption; and if a worker has lost its
+    disk, the time to gather its fragments.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
     back_s = awaited_s + RESTART_S + RETRY_S + joins_s + schedule.transfer_s
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
-    return back_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
+    lost = any(getattr(fault, "disk_lost", False) for fault in schedule.faults)
+    lost_s = gathered_within_s(schedule) if lost else 0.0
+    return back_s + lost_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
+
+
+def gathered_within_s(schedule: Schedule) -> float:
+    """Bound the time from a worker's return to the anchors of all that it has lost: a
+    lease, in which an island may say that it has the newest one, a step of the slowest
+    island on all its hosts, and a transfer."""
+    agreed_s = schedule.slowest_s + _agreed_s(schedule)
+    return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s
 
 
 def takes_within_s(schedule: Schedule) -> float:

@@ -78,6 +78,9 @@ class Invariant:
     def worker_back(self, fragments: Sequence[int]) -> None:
         """Observe that the lead is about to hear that it is back."""
 
+    def lost(self, fragments: tuple[int, ...]) -> None:
+        """Observe that workers have lost these fragments, and say so."""
+
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""
 

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config import RunConfig
+from diloco_jax.coordinator.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.protocol.coordinator.events import Event, Persist
+from diloco_jax.protocol.coordinator.events import Event, Persist, WorkerBack
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.holding import Commit
-from diloco_jax.protocol.values import DeltaKey
-from diloco_jax.simulation.faults.arrays import Anchors, DigestBody
+from diloco_jax.protocol.holding import (
+    AnchorKept,
+    AwaitAnchor,
+    Commit,
+    DeltaArrived,
+    Drop,
+    MergePrepared,
+    ToHolder,
+)
+from diloco_jax.protocol.messages import AnchorRequest
+from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
+from diloco_jax.simulation.faults.observing import Incarnation
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld
+
+
+FromAWorker = DeltaArrived | MergePrepared | AnchorKept
 
 
 class FaultyCoordinator(VirtualCoordinator):
@@ -52,6 +67,16 @@ class FaultyCoordinator(VirtualCoordinator):
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()
         """Events that came while a record waited for space."""
+        self.lost_fragments: set[int] = set()
+        """Fragments that their workers, which are there, have lost."""
+        self.parted: set[int] = set()
+        """Fragments whose worker the lead does not reach."""
+        self._to_worker: list[ToHolder] = []
+        self._from_worker: list[Event] = []
+        """Messages that wait for that to end."""
+        self._awaited: dict[int, AwaitAnchor] = {}
+        self._kept: dict[int, Anchor] = {}
+        """Anchors that are on disk and not committed."""
 
     @property
     def waits(self) -> bool:
@@ -68,7 +93,10 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        if self._effects:
+        told = event if isinstance(event, FromAWorker) else None
+        if told is not None and told.fragment in self.parted:
+            self._from_worker.append(event)
+        elif self._effects:
             self._wait(event)
         else:
             super().hear(event)
@@ -94,13 +122,107 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """See VirtualCoordinator."""
+        if key.fragment in self.lost_fragments:
+            return
         if key.fragment not in self.dead_fragments:
             self._world.monitor.arrived(key)
         super().arrived(key, encoded)
 
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+        """See VirtualCoordinator; None also for what is lost, or not committed yet."""
+        here = self.anchors.anchors[fragment].version
+        if (
+            fragment in self.lost_fragments
+            or here < self.state.fragments[fragment].version
+        ):
+            return None
+        return super().fetch(fragment, have)
+
+    def lose(self, fragments: Iterable[int]) -> None:
+        """See VirtualCoordinator."""
+        super().lose(fragments)
+        for fragment in fragments:
+            self._awaited.pop(fragment, None)
+            self._kept.pop(fragment, None)
+
+    # ---- its workers ----------------------------------------------------------------
+
+    def has(self, fragment: int) -> bool:
+        """Tell whether a fragment's worker is there, and has it."""
+        return not (fragment in self.dead_fragments or fragment in self.lost_fragments)
+
+    def heal(self) -> None:
+        """Let the messages come that waited between the lead and a worker."""
+        self.parted = set()
+        to_worker, self._to_worker = self._to_worker, []
+        from_worker, self._from_worker = self._from_worker, []
+        for message in to_worker:
+            self.hold(message)
+        for event in from_worker:
+            self.hear(event)
+
+    def forget_line(self, fragments: Sequence[int]) -> None:
+        """Forget the messages of a worker that is away."""
+        if self.parted.intersection(fragments):
+            self.parted = set()
+            self._to_worker, self._from_worker = [], []
+
+    def hold(self, message: ToHolder) -> None:
+        """See VirtualCoordinator."""
+        of = message.delta.fragment if isinstance(message, Drop) else None
+        fragment = getattr(message, "fragment", of)
+        if fragment in self.parted:
+            self._to_worker.append(message)
+        elif isinstance(message, AwaitAnchor):
+            if message.fragment not in self.dead_fragments:
+                self._awaited[message.fragment] = message
+        elif isinstance(message, Commit) and fragment in self.lost_fragments:
+            self._begin_term(message)
+        else:
+            super().hold(message)
+
+    def anchor(self, who: Incarnation, asked: AnchorRequest, anchor: Anchor) -> None:
+        """Take in an anchor that has arrived at a worker; write it to disk."""
+        fragment, awaited = asked.fragment, self._awaited.get(asked.fragment)
+        if (
+            self.dead
+            or fragment in self.dead_fragments
+            or awaited is None
+            or (awaited.island, awaited.incarnation, awaited.term) != (*who, asked.term)
+        ):
+            return
+        first = anchor._replace(version=Version(asked.term, anchor.version.number))
+        if not self._world.disk.begin_fragment(fragment, first):
+            again = functools.partial(self.anchor, who, asked, anchor)
+            self.clock.after(WRITE_AGAIN_S, again)
+            return
+        self._kept[fragment] = first
+        digest, monitor = first.value.hex(), self._world.monitor
+        monitor.worker_back([fragment])
+        monitor.prepared(fragment, first.version, digest)
+        self.hear(
+            AnchorKept(
+                fragment=fragment,
+                island=who[0],
+                incarnation=who[1],
+                replaced=anchor.version,
+                version=first.version,
+                digest=digest,
+            )
+        )
+
+    def _begin_term(self, commit: Commit) -> None:
+        """Make a kept anchor visible."""
+        self.anchors.load(commit.fragment, self._kept.pop(commit.fragment))
+        self._awaited.pop(commit.fragment, None)
+        self.lost_fragments.discard(commit.fragment)
+
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         effects = super().decide(event, now)
-        self._world.monitor.decided(self.state, effects)
+        monitor = self._world.monitor
+        if isinstance(event, WorkerBack) and event.lost:
+            monitor.lost(event.lost)
+        monitor.decided(self.state, effects)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
@@ -112,7 +234,11 @@ class FaultyCoordinator(VirtualCoordinator):
             super().carry_out(effect)
         except DiskError:
             self._world.disk_failed()
-        if isinstance(effect, Commit) and effect.fragment not in self.dead_fragments:
+        if (
+            isinstance(effect, Commit)
+            and self.has(effect.fragment)
+            and effect.fragment not in self.parted
+        ):
             anchor = self.anchors.anchors[effect.fragment]
             self._world.monitor.published(effect.fragment, anchor)
 
@@ -154,12 +280,15 @@ class FaultyIsland(VirtualIsland):
                 self._seen(self._monitor.took, take, encoded)
         super().put(fragment, tick, encoded)
 
-    def send_anchor(self, fragment: int) -> None:
-        line, gatherer = self.line, self._coordinator
-        if line is None or not isinstance(gatherer, VirtualGatherer):
+    def send_anchor(self, asked: AnchorRequest) -> None:
+        line, to = self.line, self._coordinator
+        anchor = self.body.anchor(asked.fragment)
+        if line is None:
             return
-        anchor = self.body.anchor(fragment)
-        line.upload(0, lambda: gatherer.anchor(self.who, fragment, anchor))
+        if isinstance(to, VirtualGatherer):
+            line.upload(0, lambda: to.anchor(self.who, asked.fragment, anchor))
+        elif isinstance(to, FaultyCoordinator):
+            line.upload(0, lambda: to.anchor(self.who, asked, anchor))
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)

@@ -24,7 +24,15 @@ from diloco_jax.protocol.messages import (
     TakeVerdict,
     Welcome,
 )
-from diloco_jax.protocol.records import Durable, Joined, Left, Merged, Stopping, Ticks
+from diloco_jax.protocol.records import (
+    Durable,
+    Joined,
+    Left,
+    Merged,
+    Stopping,
+    TermBegun,
+    Ticks,
+)
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
@@ -65,6 +73,9 @@ class LedgerExact(Invariant):
         if isinstance(record, Merged):
             for c in record.contributions:
                 self._merged[record.fragment, c.island] += c.tokens
+        elif isinstance(record, TermBegun):
+            for name, tokens in record.lost_tokens.items():
+                self._merged[record.fragment, name] -= tokens
 
     def trained(self, who: Incarnation, step: int, positions: np.ndarray) -> None:
         self._steps[who] = step + 1
@@ -274,6 +285,8 @@ class DurableFirst(Invariant):
                 for c in record.contributions:
                     key = (c.island, c.incarnation)
                     self._merged.add((*key, fragment, c.tick))
+            case TermBegun(fragment=fragment):
+                self._versions[fragment] = record.version
             case Ticks(through=through):
                 self._ticks = through
 

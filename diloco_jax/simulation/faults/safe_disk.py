@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.records import Durable, Merged
+from diloco_jax.protocol.records import Durable, Merged, TermBegun
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -13,7 +13,10 @@ from diloco_jax.simulation.faults.observing import Invariant
 
 
 class PreparedFirst(Invariant):
-    """A merge is committed by a record whose publish is whole on the disk already."""
+    """A merge is committed by a record whose publish is whole on the disk already, and
+    so is the anchor with which a lost fragment begins a term. What a worker has
+    prepared and was not committed when it comes back is gone.
+    """
 
     name = "prepared"
 
@@ -21,15 +24,19 @@ class PreparedFirst(Invariant):
         super().__init__(config)
         self._prepared: dict[tuple[int, Version], str] = {}
 
+    def worker_back(self, fragments: Sequence[int]) -> None:
+        kept = {k: v for k, v in self._prepared.items() if k[0] not in fragments}
+        self._prepared = kept
+
     def prepared(self, fragment: int, version: Version, digest: str) -> None:
         self._prepared[fragment, version] = digest
 
     def persisted(self, record: Durable) -> None:
-        if isinstance(record, Merged):
+        if isinstance(record, Merged | TermBegun):
             found = self._prepared.get((record.fragment, record.version))
             self.hold(
                 found == record.digest,
-                f"fragment {record.fragment}, {record.version}: committed with publish "
+                f"fragment {record.fragment}, {record.version}: committed with "
                 f"{record.digest}, on the disk is {found}",
             )
 
@@ -42,7 +49,7 @@ class _Committed(Invariant):
         self._versions = [Version()] * config.fragments
 
     def persisted(self, record: Durable) -> None:
-        if isinstance(record, Merged):
+        if isinstance(record, Merged | TermBegun):
             self._versions[record.fragment] = record.version
 
     def opened(self, opened: Opened) -> None:

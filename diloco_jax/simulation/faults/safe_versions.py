@@ -7,7 +7,7 @@ from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.messages import TakeRequest
-from diloco_jax.protocol.records import Durable, Merged
+from diloco_jax.protocol.records import Durable, Merged, TermBegun
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -36,6 +36,8 @@ class VersionsGrow(Invariant):
                 version == last.next(), f"fragment {fragment}:", version, "after", last
             )
             self._versions[fragment] = version
+        elif isinstance(record, TermBegun):
+            self._versions[record.fragment] = record.version
 
     def opened(self, opened: Opened) -> None:
         found = zip(opened.state.fragments, opened.replaced, strict=True)
@@ -192,6 +194,8 @@ class CyclesWhole(Invariant):
                 f"{self._kept_to[fragment]}",
             )
             self._versions[fragment], self._ticks[fragment] = record.version, tick
+        elif isinstance(record, TermBegun):
+            self._versions[record.fragment] = record.version
 
     def opened(self, opened: Opened) -> None:
         for fragment in opened.state.fragments:

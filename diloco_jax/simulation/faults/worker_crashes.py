@@ -1,7 +1,10 @@
-"""Crashes of the coordinator's workers, in a world of faults."""
+"""Faults of the coordinator's workers, in a world of faults: crashes, lost disks, and
+partitions between a worker and its lead.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from diloco_jax.protocol.coordinator import workers
@@ -9,33 +12,54 @@ from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.simulation.faults.fault import DrawnFault
 
 if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.processes import FaultyCoordinator
     from diloco_jax.simulation.faults.world import FaultyWorld
 
 AGAIN_S = 0.5
-"""Seconds between two looks whether the lead hears again."""
+"""Seconds between two looks whether the lead hears again, or whether a lost fragment
+can be gathered."""
+SILENT_LEASES = 2
+"""Leases without a word of the lead after which a worker ends."""
 
 
 class WorkerCrash(DrawnFault, frozen=True):
     """A worker dies in the middle of the lead's effects, and comes back.
 
     effects: effects that the lead still carries out. noticed_s: seconds until the lead
-    notices. down_s: seconds from then to the worker's return.
+    notices. down_s: seconds from then to the worker's return. disk_lost: it has lost
+    its disk.
     """
 
     worker: int
     down_s: float
     noticed_s: float = 0.0
     effects: int = 0
+    disk_lost: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
         return world.worker_crashes.arm(self)
 
 
-class WorkerCrashes:
-    """The crashes of workers in one world; one is armed at a time."""
+class WorkerPartition(DrawnFault, frozen=True):
+    """Messages between a worker and its lead wait. Islands reach both. If it lasts, the
+    worker ends, the lead notices that a lease later, and it comes back `down_s` after
+    that.
+    """
 
-    def __init__(self, world: FaultyWorld) -> None:
-        self._world = world
+    worker: int
+    for_s: float
+    down_s: float = 1.0
+
+    def strike(self, world: FaultyWorld) -> bool:
+        return world.worker_crashes.part(self)
+
+
+class WorkerCrashes:
+    """The faults of workers in one world; one crash is armed at a time."""
+
+    def __init__(self, world: FaultyWorld, gathered_within_s: float) -> None:
+        """gathered_within_s: from a worker's return to the anchors of what it lost."""
+        self._world, self._gathered_within_s = world, gathered_within_s
         self._armed: WorkerCrash | None = None
         self._effects_left = 0
 
@@ -52,28 +76,81 @@ class WorkerCrashes:
         if fault is None:
             return
         self._effects_left -= 1
-        if self._effects_left < 0:
-            self._armed = None
-            self._crash(fault)
-            self._world.begun(fault, fault.noticed_s + fault.down_s)
-
-    def _crash(self, fault: WorkerCrash) -> None:
-        """Kill a worker. The lead notices later, and it comes back after that."""
-        world = self._world
-        coordinator, config = world.coordinator, world.config
-        worker = fault.worker % config.workers
-        dealt = workers.deal(config.fragment_sizes, config.workers)
-        fragments = [f for f, of in enumerate(dealt) if of == worker]
+        if self._effects_left >= 0:
+            return
+        self._armed = None
+        world, coordinator = self._world, self._world.coordinator
         assert coordinator is not None
-        if coordinator.dead_fragments.issuperset(fragments):
-            return  # It is dead already, or has no fragment.
+        fragments = self.fragments_of(fault.worker)
+        lasts_s = fault.noticed_s + fault.down_s
+        if not coordinator.dead_fragments.issuperset(fragments):
+            if fault.disk_lost:
+                world.disk.lose(fragments)
+                lasts_s += self._gathered_within_s
+            self._crash(coordinator, fault.worker, fault.noticed_s, fault.down_s)
+        world.begun(fault, lasts_s)
+
+    def part(self, fault: WorkerPartition) -> bool:
+        """Let the messages between a worker and its lead wait."""
+        world, coordinator = self._world, self._world.coordinator
+        if coordinator is None or coordinator.waits:
+            return False
+        fragments = self.fragments_of(fault.worker)
+        if coordinator.parted or coordinator.dead_fragments.issuperset(fragments):
+            return False
+        coordinator.parted = set(fragments)
+
+        def heal() -> None:
+            if not coordinator.dead:
+                coordinator.heal()
+
+        def end() -> None:
+            if not coordinator.dead and coordinator.parted == set(fragments):
+                self._crash(coordinator, fault.worker, lease_s, fault.down_s)
+
+        lasts_s, lease_s = fault.for_s, world.config.lease_s
+        silence_s = SILENT_LEASES * lease_s
+        if fault.for_s <= silence_s:
+            world.clock.after(fault.for_s, heal)
+        else:
+            world.clock.after(silence_s, end)
+            lasts_s = silence_s + lease_s + fault.down_s
+        return world.begun(fault, lasts_s)
+
+    def fragments_of(self, worker: int) -> list[int]:
+        """Return the fragments of a worker."""
+        config = self._world.config
+        dealt = workers.deal(config.fragment_sizes, config.workers)
+        return [f for f, of in enumerate(dealt) if of == worker % config.workers]
+
+    def tell_lost(self, coordinator: FaultyCoordinator) -> None:
+        """Tell a lead which has just come up what its workers have lost."""
+        world = self._world
+        for worker in range(world.config.workers):
+            lost = coordinator.lost_fragments & set(self.fragments_of(worker))
+            if lost:
+                world.monitor.worker_died(sorted(lost))
+                world.monitor.worker_away(sorted(lost))
+                coordinator.hear(WorkerBack(worker=worker, lost=tuple(sorted(lost))))
+        self._look(coordinator)
+
+    def _crash(
+        self,
+        coordinator: FaultyCoordinator,
+        worker: int,
+        noticed_s: float,
+        down_s: float,
+    ) -> None:
+        """Kill a worker. The lead notices later, and it comes back after that."""
+        world, fragments = self._world, self.fragments_of(worker)
+        worker %= world.config.workers
         world.crashes += 1
         coordinator.lose(fragments)
         world.monitor.worker_died(fragments)
-        anchors = coordinator.anchors
 
         def notice() -> None:
             if not coordinator.dead:
+                coordinator.forget_line(fragments)
                 world.monitor.worker_away(fragments)
                 coordinator.hear(WorkerAway(worker=worker))
 
@@ -83,14 +160,52 @@ class WorkerCrashes:
             if coordinator.waits:  # The lead hears nothing of it meanwhile.
                 world.clock.after(AGAIN_S, restore)
                 return
-            for fragment in fragments:
-                committed = coordinator.state.fragments[fragment].version
-                world.disk.restore_fragment(anchors, fragment, committed)
-                world.monitor.restored(fragment, anchors.anchors[fragment])
-                world.monitor.published(fragment, anchors.anchors[fragment])
-            coordinator.dead_fragments -= set(fragments)
-            world.monitor.worker_back(fragments)
-            coordinator.hear(WorkerBack(worker=worker))
+            self._restore(coordinator, worker)
 
-        world.clock.after(fault.noticed_s, notice)
-        world.clock.after(fault.noticed_s + fault.down_s, restore)
+        world.clock.after(noticed_s, notice)
+        world.clock.after(noticed_s + down_s, restore)
+
+    def _restore(self, coordinator: FaultyCoordinator, worker: int) -> None:
+        """Let a worker come back with what is on its disk."""
+        world, fragments = self._world, self.fragments_of(worker)
+        anchors, lost = coordinator.anchors, []
+        for fragment in fragments:
+            committed = coordinator.state.fragments[fragment].version
+            if not world.disk.restore_fragment(anchors, fragment, committed):
+                lost.append(fragment)
+                continue
+            world.monitor.restored(fragment, anchors.anchors[fragment])
+            world.monitor.published(fragment, anchors.anchors[fragment])
+        coordinator.dead_fragments -= set(fragments)
+        coordinator.lost_fragments -= set(fragments)
+        coordinator.lost_fragments |= set(lost)
+        world.monitor.worker_back([f for f in fragments if f not in lost])
+        coordinator.hear(WorkerBack(worker=worker, lost=tuple(lost)))
+        self._look(coordinator)
+
+    def _look(self, coordinator: FaultyCoordinator) -> None:
+        """Look now and then whether some process has an anchor of each lost fragment
+        that counts. If none has, the run is lost, unless that disk comes back."""
+        world = self._world
+        if coordinator.dead or not coordinator.lost_fragments:
+            return
+        for fragment in sorted(coordinator.lost_fragments):
+            state = coordinator.state.fragments[fragment]
+            known = {merged.version for merged in state.newest}
+            if any(
+                island.ended is None
+                and island.boundary is not None
+                and island.body.anchor(fragment).version in known
+                for island in world.islands.values()
+            ):
+                continue
+            world.disk.bring_back(fragment, state.version)
+            worker = next(
+                w
+                for w in range(world.config.workers)
+                if fragment in self.fragments_of(w)
+            )
+            if fragment not in coordinator.dead_fragments:
+                self._crash(coordinator, worker, 0.0, AGAIN_S)
+                return  # Its return looks again.
+        world.clock.after(AGAIN_S, functools.partial(self._look, coordinator))

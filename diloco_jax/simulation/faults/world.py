@@ -73,7 +73,7 @@ class FaultyWorld(Links):
         self._calls = 0
         self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
-        self.worker_crashes = WorkerCrashes(self)
+        self.worker_crashes = WorkerCrashes(self, liveness.gathered_within_s(schedule))
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
         self._snapshot_failures: list[DrawnFault] = []
 
@@ -163,13 +163,16 @@ class FaultyWorld(Links):
         log = [records.from_log(line) for line in found.records]
         state = recovery.recover(self.config, found.state, log, clock_s)
         committed = [fragment.version for fragment in state.fragments]
-        merging = self.disk.restore(committed)
+        merging, lost = self.disk.restore(committed)
         self.monitor.recovered(state)
         for fragment, anchor in enumerate(merging.anchors):
-            self.monitor.restored(fragment, anchor)
-            self.monitor.published(fragment, anchor)
+            if fragment not in lost:
+                self.monitor.restored(fragment, anchor)
+                self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
         self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
+        self.coordinator.lost_fragments = lost
+        self.worker_crashes.tell_lost(self.coordinator)
 
     @property
     def new_term_within_s(self) -> float:
@@ -306,13 +309,10 @@ class FaultyWorld(Links):
         following = functools.partial(self._snapshot, (fragment + 1) % count)
         self.clock.after(SNAPSHOT_EVERY_S / count, following)
         coordinator = self.coordinator
-        if (
-            coordinator is None
-            or coordinator.waits
-            or fragment in coordinator.dead_fragments
-        ):
+        if coordinator is None or coordinator.waits or not coordinator.has(fragment):
             return
-        anchor, state = coordinator.anchors.anchors[fragment], coordinator.state
+        newest, state = coordinator.anchors.anchors, coordinator.state
+        anchor = newest[fragment]
         number = self.disk.rotate() if fragment == count - 1 else None
         if self._snapshot_failures:
             self.begun(self._snapshot_failures.pop(), 0.0)
@@ -321,7 +321,8 @@ class FaultyWorld(Links):
         def complete() -> None:
             if (
                 self.coordinator is not coordinator
-                or fragment in coordinator.dead_fragments
+                or not coordinator.has(fragment)
+                or anchor.version.term != newest[fragment].version.term
             ):
                 return
             if self.disk.save_fragment(fragment, anchor):

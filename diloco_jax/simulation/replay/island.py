@@ -126,10 +126,12 @@ class ReplayedIsland:
         del self._deltas[fragment, tick]
 
     def pick(self, fragment: int, version: Version) -> Arrival:
+        have = self._books.version(fragment)
         try:
-            payloads = self._published.chain(
-                fragment, self._books.version(fragment), version
-            )
+            if have.term != version.term:  # It was fetched in full.
+                anchor = self._published.anchor(fragment, version)
+                return Arrival(fragment=fragment, version=version, anchor=(anchor,))
+            payloads = self._published.chain(fragment, have, version)
         except KeyError as error:
             raise self._unmerged(self._line, fragment, version) from error
         return Arrival(

@@ -228,11 +228,12 @@ class RemoteReplica:
         return residual
 
     def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """Adopt a version whose publishes are given as their payloads."""
+        """Adopt a version whose publishes are given as their payloads, or its anchor as
+        f32 tiles."""
         payloads = [bytes(payload) for (payload,) in arrival.publishes]
-        self._worker.send(
-            self._who, "adopt", arrival.fragment, arrival.version, payloads, keep
-        )
+        whole = arrival.anchor and arrival.anchor[0]
+        fragment, version = arrival.fragment, arrival.version
+        self._worker.send(self._who, "adopt", fragment, version, payloads, whole, keep)
 
     def judge(self, fragment: int, outcome: Outcome) -> None:
         self._worker.send(self._who, "judge", fragment, outcome)

@@ -30,13 +30,20 @@ class PublishedVersions:
         self._publish_uses: Counter[Key] = Counter()
         for life in recording.lives.values():
             self._anchor_uses.update(enumerate(life.begins()))
-            self._publish_uses.update(_adopted(life))
+            for fragment, have, want in _adopted(life):
+                if have.term == want.term:
+                    chain = [(fragment, version) for version in _between(have, want)]
+                    self._publish_uses.update(chain)
+                else:
+                    self._anchor_uses[fragment, want] += 1
+        for begun in recording.begun:
+            self._anchor_uses[begun.fragment, begun.replaced] += 1
         for recovery in recording.recoveries:
-            starts = recovery.snapshot_versions
+            starts = recovery.starts
             self._publish_uses.update(
                 (m.fragment, m.version)
                 for m in recording.merges[: recovery.merges]
-                if m.version > starts[m.fragment]
+                if m.fragment in starts and m.version > starts[m.fragment]
             )
         self._anchors: dict[Key, Arrays] = {}
         self._publishes: dict[Key, Buffer] = {}
@@ -50,8 +57,12 @@ class PublishedVersions:
         if self._publish_uses[key]:
             self._publishes[key] = merged.payload
 
+    def begin(self, fragment: int, version: Version, anchor: Arrays) -> None:
+        """Keep the anchor with which a term of a fragment begins, if it is needed."""
+        self._keep_anchor((fragment, version), anchor)
+
     def anchor(self, fragment: int, version: Version) -> bytes:
-        """Return A_v in full, in f32 tiles; once for every incarnation."""
+        """Return A_v in full, in f32 tiles; once for every use on the tape."""
         key = (fragment, version)
         arrays = self._anchors[key]
         self._anchor_uses[key] -= 1
@@ -77,13 +88,12 @@ class PublishedVersions:
             self._anchors[key] = anchor
 
 
-def _adopted(life: Life) -> Iterator[Key]:
-    """Yield every publish that the incarnation adopts."""
+def _adopted(life: Life) -> Iterator[tuple[int, Version, Version]]:
+    """Yield the fragment of each adoption, the version before it and its own."""
     have = life.begins()
     for _, record in life.records[len(have) :]:
         if record.kind == "adopted":
-            for version in _between(have[record.fragment], record.version):
-                yield record.fragment, version
+            yield record.fragment, have[record.fragment], record.version
             have[record.fragment] = record.version
 
 

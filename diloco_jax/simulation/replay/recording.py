@@ -89,13 +89,35 @@ class RecordedMerge:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Return of the coordinator after `merges` merges.
+    """Return of the coordinator, or of one of its workers, after `merges` merges.
 
     Each fragment came from a snapshot and its later publishes.
     """
 
     merges: int
     snapshot_versions: tuple[Version, ...]
+    fragments: tuple[int, ...] | None = None
+    """Those of a worker, in the same order; None: all, of the coordinator."""
+    line: int = 0
+
+    @property
+    def starts(self) -> dict[int, Version]:
+        """Version of the snapshot of each fragment that came back."""
+        fragments = self.fragments or range(len(self.snapshot_versions))
+        return dict(zip(fragments, self.snapshot_versions, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BegunTerm:
+    """After `merges` merges, a fragment that a worker had lost began a term: with the
+    anchor of an earlier version."""
+
+    merges: int
+    fragment: int
+    version: Version
+    replaced: Version
+    """That version."""
+    line: int = 0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -172,6 +194,7 @@ class Recording:
     merges: tuple[RecordedMerge, ...]
     merges_on_tape: int
     recoveries: tuple[Recovery, ...]
+    begun: tuple[BegunTerm, ...] = ()
     lives: Mapping[Who, Life]
     """Incarnations in these merges, each up to its last take in them."""
 

@@ -18,13 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from diloco_jax import (
     checkpoint,
@@ -35,6 +28,7 @@ from diloco_jax import (
 )
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.coordinator.anchors import layouts_of, values_of
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.coordinator.store import ComputedMerge, Store
@@ -44,6 +38,7 @@ from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability.bar import bar
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.sealed import digest_of
@@ -51,6 +46,7 @@ from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (
+    BegunTerm,
     Digests,
     RecordedMerge,
     Recording,
@@ -109,15 +105,15 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
         require_writable(there, f"--save {save}: in")
     began = time.monotonic()
     merges, mismatch = 0, None
-    with Replay(recording) as replay, _bar(console) as bar:
-        task = bar.add_task("merges", total=len(recording.merges))
+    total = len(recording.merges)
+    with Replay(recording) as replay, bar(console, f"{total:,} merges") as report:
         try:
             for merge, digests in replay.merges():
                 if digests != merge.digests:
                     mismatch = _mismatch(merge, digests)
                     break
                 merges = merge.number
-                bar.update(task, completed=merges)
+                report(merges / total)
         except TapeError as error:
             raise TapeError(f"{recording.workdir / 'tape.jsonl'}, {error}") from error
         if save is not None:
@@ -174,7 +170,7 @@ class Replay(contextlib.ExitStack):
         self._starts_left = Counter(
             start
             for recovery in recording.recoveries
-            for start in enumerate(recovery.snapshot_versions)
+            for start in recovery.starts.items()
         )
         self._snapshots: dict[tuple[int, Version], dict[str, list[Any]]] = {}
         for fragment, version in enumerate(self._versions):
@@ -186,10 +182,16 @@ class Replay(contextlib.ExitStack):
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
-        recoveries = list(self._recording.recoveries)
+        between: list[Recovery | BegunTerm] = [*self._recording.recoveries]
+        between += self._recording.begun
+        between.sort(key=lambda event: (event.merges, event.line))
         for merge in self._recording.merges:
-            while recoveries and recoveries[0].merges < merge.number:
-                self._recover(recoveries.pop(0))
+            while between and between[0].merges < merge.number:
+                match between.pop(0):
+                    case Recovery() as recovery:
+                        self._recover(recovery)
+                    case BegunTerm() as begun:
+                        self._begin_term(begun)
             payloads = []
             for part in merge.contributions:
                 island = self._island(Who(part.island, part.incarnation))
@@ -307,15 +309,28 @@ class Replay(contextlib.ExitStack):
         if self._starts_left[fragment, version]:
             self._snapshots[fragment, version] = self._store.arrays(fragment)
 
+    def _begin_term(self, begun: BegunTerm) -> None:
+        """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
+        fragment, layouts = begun.fragment, layouts_of(self._store.plan.fragments)
+        anchor = self._published.anchor(fragment, begun.replaced)
+        arrays = self._store.first(fragment, values_of(layouts[fragment], anchor))
+        self._store.load(fragment, arrays, begun.version)
+        self._versions[fragment] = begun.version
+        self._published.begin(fragment, begun.version, tuple(arrays["anchor"]))
+        self._keep_snapshot(fragment, begun.version)
+
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        self._store.use_passes(self._passes.pop(0))
+        if recovery.fragments is None:
+            self._store.use_passes(self._passes.pop(0))
+        starts = recovery.starts
         logged: dict[int, list[RecordedMerge]] = {}
         for merge in self._recording.merges[: recovery.merges]:
-            if merge.version > recovery.snapshot_versions[merge.fragment]:
+            began = starts.get(merge.fragment)
+            if began is not None and merge.version > began:
                 logged.setdefault(merge.fragment, []).append(merge)
-        for start in enumerate(recovery.snapshot_versions):
+        for start in starts.items():
             fragment, version = start
             self._store.load(fragment, self._snapshots[start], version)
             for merge in logged.get(fragment, []):
@@ -362,14 +377,3 @@ def _mismatch(merge: RecordedMerge, digests: Digests) -> dict[str, Any]:
         "digest_on_tape": getattr(merge.digests, what),
         "digest": getattr(digests, what),
     }
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )

@@ -21,6 +21,7 @@ from diloco_jax.observability.tape import TapeError, brief, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import (
+    BegunTerm,
     Digests,
     Life,
     RecordedMerge,
@@ -75,6 +76,7 @@ class _Reader:
         self._coordinators: list[notes.Environment] = []
         self._merges: list[RecordedMerge] = []
         self._recoveries: list[Recovery] = []
+        self._begun: list[BegunTerm] = []
         self._versions: dict[int, Version] = {}
         self._lives: dict[Who, Life] = {}
         self._hellos: dict[str, notes.Hello] = {}
@@ -112,10 +114,13 @@ class _Reader:
             workdir=self._path.parent,
             config=self._config,
             plan_digest=self._plan_digest,
-            coordinators=tuple(self._coordinators[: len(recoveries) + 1]),
+            coordinators=tuple(
+                self._coordinators[: 1 + sum(r.fragments is None for r in recoveries)]
+            ),
             merges=merges,
             merges_on_tape=count,
             recoveries=recoveries,
+            begun=tuple(b for b in self._begun if b.merges < len(merges)),
             lives=self._needed(merges),
         )
 
@@ -141,10 +146,22 @@ class _Reader:
                 self._told(records.from_tape(record, records.Fact))
             case "merged":
                 self._merged(records.from_tape(record, records.Merged))
+            case "term_begun":
+                self._term_begun(records.from_tape(record, records.TermBegun))
             case "digested":
                 self._digested(records.from_tape(record, notes.Digested))
             case "recovered":
                 self._recovered(records.from_tape(record, notes.Recovered))
+            case "worker_recovered":
+                back = records.from_tape(record, notes.WorkerRecovered)
+                self._recoveries.append(
+                    Recovery(
+                        merges=len(self._merges),
+                        snapshot_versions=back.snapshot_versions,
+                        fragments=back.fragments,
+                        line=self._line,
+                    )
+                )
             case "finished":
                 self._finished = True
             case "extended":
@@ -196,6 +213,29 @@ class _Reader:
         )
         self._merges.append(merge)
 
+    def _term_begun(self, record: records.TermBegun) -> None:
+        fragment, version = record.fragment, record.version
+        before = self._versions.get(fragment, FIRST_VERSION)
+        known = {m.version for m in self._merges if m.fragment == fragment}
+        known |= {b.version for b in self._begun if b.fragment == fragment}
+        if version.term != before.term + 1 or (
+            record.replaced not in known | {FIRST_VERSION}
+        ):
+            raise self._wrong(
+                f"fragment {fragment} begins at {tuple(version)} with its version "
+                f"{tuple(record.replaced)} after {tuple(before)}; a merge is missing"
+            )
+        self._versions[fragment] = version
+        self._begun.append(
+            BegunTerm(
+                merges=len(self._merges),
+                fragment=fragment,
+                version=version,
+                replaced=record.replaced,
+                line=self._line,
+            )
+        )
+
     def _digested(self, noted: notes.Digested) -> None:
         for index, merge in enumerate(reversed(self._merges), start=1):
             if (merge.fragment, merge.version) == (noted.fragment, noted.version):
@@ -212,7 +252,9 @@ class _Reader:
     def _recovered(self, recovered: notes.Recovered) -> None:
         self._recoveries.append(
             Recovery(
-                merges=len(self._merges), snapshot_versions=recovered.snapshot_versions
+                merges=len(self._merges),
+                snapshot_versions=recovered.snapshot_versions,
+                line=self._line,
             )
         )
         self._coordinators.append(recovered.environment)

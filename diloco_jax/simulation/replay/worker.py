@@ -175,7 +175,12 @@ class _Copy:
         return _joined(tiles)
 
     def adopt(
-        self, fragment: int, version: list[int], publishes: list[bytes], keep: bool
+        self,
+        fragment: int,
+        version: list[int],
+        publishes: list[bytes],
+        whole: bytes | None,
+        keep: bool,
     ) -> None:
         exchange = self._exchange
         layout, part = exchange.layouts_down[fragment], exchange.part_down(fragment)
@@ -183,6 +188,7 @@ class _Copy:
         arrival = Arrival(
             fragment=fragment,
             version=Version(*version),
+            anchor=None if whole is None else self._put(fragment, whole),
             publishes=tuple(exchange.put_publish(fragment, p) for p in parts),
         )
         self._replica.adopt(arrival, keep=keep)

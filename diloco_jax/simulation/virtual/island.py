@@ -22,6 +22,7 @@ from diloco_jax.protocol.island.boundary import Ahead, Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import (
+    AnchorRequest,
     FromCoordinator,
     Goodbye,
     Measures,
@@ -207,11 +208,11 @@ class VirtualIsland:
     def forget(self, fragment: int, tick: int) -> None:
         self._outgoing.pop((fragment, tick), None)
 
-    def send_anchor(self, fragment: int) -> None:
-        """Send the anchor to a coordinator that lost its state; here no coordinator
-        does.
+    def send_anchor(self, asked: AnchorRequest) -> None:
+        """Send the anchor to a coordinator that lost its state, or a fragment; here no
+        coordinator does.
         """
-        raise AssertionError(f"{self.name} is asked for the anchor of {fragment}")
+        raise AssertionError(f"{self.name} is asked: {asked}")
 
     def _send(self, fragment: int, tick: int) -> None:
         if (fragment, tick) not in self._outgoing or self.line is None:
@@ -255,8 +256,8 @@ class VirtualIsland:
             return
         decision = self._ahead.next(self._conversation.decide())
         log_refused(boundary.act(decision, self.steps))
-        for fragment in decision.anchors:
-            self.send_anchor(fragment)
+        for asked in decision.anchors:
+            self.send_anchor(asked)
         self._fetches.deliver()
         status = boundary.status(self.steps, self._measures)
         self._conversation.post(status, boundary.books.drain())

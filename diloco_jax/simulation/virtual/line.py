@@ -11,7 +11,14 @@ from diloco_jax.simulation.virtual.clock import Clock
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineSpeed:
-    """Latency and bandwidth of a line."""
+    """Latency and bandwidth of a line.
+
+    Example:
+      >>> from diloco_jax import EmulationOptions, LineSpeed
+      >>> slow = LineSpeed(latency_s=0.03, up_bytes_per_s=1e9 / 8)  # 1 Gbit/s
+      >>> EmulationOptions(line=slow).line.down_bytes_per_s
+      inf
+    """
 
     latency_s: float = setting(
         0.0, SECONDS, help="Seconds that a message is under way."

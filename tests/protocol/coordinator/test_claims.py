@@ -127,6 +127,7 @@ def test_what_an_earlier_term_leased_is_bounded_too(
     d.state = replace(
         d.state,
         next_position=100,
+        term=2,
         fragments=tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments),
     )
     effects = d.hello("a", steps=steps, sequences_granted=granted, term=1)

@@ -89,7 +89,7 @@ def test_publishes_lead_from_any_kept_snapshot_to_what_is_committed() -> None:
     newest = merged(disk, anchor, 1)
     assert list(disk.published(0)) == [Version(1, n) for n in (5, 6, 7)]
     for _ in range(2):
-        assert disk.restore([newest.version]).anchors == [newest]
+        assert disk.restore([newest.version])[0].anchors == [newest]
         disk.tear_snapshots()
         disk.load()
 
@@ -98,7 +98,7 @@ def test_what_is_prepared_and_not_committed_is_discarded() -> None:
     disk = begun()
     committed = merged(disk, first_anchors(1)[0], 1)
     merged(disk, committed, 1)
-    assert disk.restore([committed.version]).anchors == [committed]
+    assert disk.restore([committed.version])[0].anchors == [committed]
     assert list(disk.published(0)) == [committed.version]
 
 

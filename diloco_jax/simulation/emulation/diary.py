@@ -1,4 +1,4 @@
-"""Events of an emulation, as arrays. Times are virtual seconds."""
+"""Events of an emulated island while it runs, and the history that they become."""
 
 from __future__ import annotations
 
@@ -7,69 +7,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
 from diloco_jax.island.timing import LOSS_STEPS
+from diloco_jax.observability.history import History, of_rows
 from diloco_jax.protocol.messages import Measures
-
-if TYPE_CHECKING:
-    import pandas
-
-Table = dict[str, np.ndarray]
-"""Columns by name, all of one length; a matrix has a column per island."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class History:
-    """Tables of an emulation. Rows about an island or fragment name it.
-
-    Attributes:
-      islands: names, in the order of the columns of matrices.
-      merges: time, tokens (of the run, not lost, as far as reported), fragment,
-        version, final (of the flush), contributions (tokens by island, 0 = not in it),
-        share (of all tokens per second that is in it), norm (of the merged delta),
-        digest (of Theta's fragment).
-      steps: island, incarnation, step, began, time (its end), loss (nats per token),
-        learning_rate. Completed ones only.
-      takes: island, incarnation, fragment, time, arrived (NaN = never).
-      adoptions: island, incarnation, fragment, version, time.
-      lives: island, incarnation, began, first_step (NaN = none), ended, steps, end
-        (why).
-      evaluations: time, tokens, loss: of the global parameters.
-    """
-
-    islands: tuple[str, ...]
-    merges: Table
-    steps: Table
-    takes: Table
-    adoptions: Table
-    lives: Table
-    evaluations: Table
-
-    def frame(self, name: str) -> pandas.DataFrame:
-        """Return one of the tables; a matrix's columns are called
-        `contributions.ISLAND`.
-        """
-        import pandas
-
-        columns: dict[str, Any] = {}
-        for key, values in getattr(self, name).items():
-            if values.ndim == 1:
-                columns[key] = values
-                continue
-            for island, column in zip(self.islands, values.T, strict=True):
-                columns[f"{key}.{island}"] = column
-        return pandas.DataFrame(columns)
-
-    def write(self, folder: Path) -> None:
-        """Write one CSV file per table."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for field in dataclasses.fields(self):
-            if field.name != "islands":
-                self.frame(field.name).to_csv(folder / f"{field.name}.csv", index=False)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -153,19 +97,12 @@ class Diary:
         )
 
 
-MERGE_COLUMNS = (
-    *("time", "tokens", "fragment", "version", "final"),
-    *("contributions", "share", "norm", "digest"),
-    *("pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio"),
-)
-
-
 def collect(
     diaries: Mapping[str, Sequence[Diary]],
     merges: Sequence[tuple[Any, ...]],
     evaluations: Sequence[tuple[float, int, float]],
 ) -> History:
-    """Collect the history of closed diaries; rows of `merges` as in MERGE_COLUMNS."""
+    """Collect the history of closed diaries; rows as in COLUMNS."""
     steps, takes, adoptions, lives = [], [], [], []
     for d in itertools.chain.from_iterable(diaries.values()):
         who = (d.island, d.incarnation)
@@ -179,37 +116,12 @@ def collect(
         adoptions += [(*who, *adoption) for adoption in d.adoptions]
         first = d.step_began[0] if d.step_began else math.nan
         lives.append((*who, d.began, first, d.ended, d.steps, d.end))
-    who_columns = ("island", "incarnation")
-    return History(
-        islands=tuple(diaries),
-        merges=_table(MERGE_COLUMNS, merges),
-        steps=_table(
-            (*who_columns, "step", "began", "time", "loss", "learning_rate"), steps
-        ),
-        takes=_table((*who_columns, "fragment", "time", "arrived"), takes),
-        adoptions=_table((*who_columns, "fragment", "version", "time"), adoptions),
-        lives=_table(
-            (*who_columns, "began", "first_step", "ended", "steps", "end"), lives
-        ),
-        evaluations=_table(("time", "tokens", "loss"), evaluations),
-    )
-
-
-def outages(history: History) -> Mapping[str, list[float | None]]:
-    """Return the seconds from an island's end to its next first step, by island.
-
-    The value is None if there was no further step.
-    """
-    found: dict[str, list[float | None]] = {name: [] for name in history.islands}
-    lives = history.lives
-    for name in history.islands:
-        mine = np.flatnonzero(lives["island"] == name)
-        for before, after in itertools.pairwise(mine):
-            away = lives["first_step"][after] - lives["ended"][before]
-            found[name].append(None if math.isnan(away) else float(away))
-    return found
-
-
-def _table(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
-    values = zip(*rows, strict=True) if rows else ((),) * len(columns)
-    return {name: np.array(v) for name, v in zip(columns, values, strict=True)}
+    rows: dict[str, Sequence[tuple[Any, ...]]] = {
+        "merges": merges,
+        "steps": steps,
+        "takes": takes,
+        "adoptions": adoptions,
+        "lives": lives,
+        "evaluations": evaluations,
+    }
+    return of_rows(tuple(diaries), rows)

@@ -1,0 +1,43 @@
+"""Make the holder of some fragments, with their folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_jax import checkpoint, run_files
+from diloco_jax.config import Config
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.store import Store
+
+
+def make_holder(
+    config: Config,
+    store: Store,
+    kept: KeptCycles,
+    workdir: Path,
+    whose: dict[str, Any],
+    fragments: Sequence[int],
+) -> StoreHolder:
+    """Return the holder of these fragments, with their folders. whose: see
+    `checkpoint`."""
+    placement, plan = config.placement, store.plan
+    rooms = Rooms(
+        placement.merge_buffer_bytes // placement.workers,
+        workdir,
+        SPARED_BYTES * plan.total,
+    )
+    folder = checkpoint.snapshots_folder(placement, workdir)
+    return StoreHolder(
+        store,
+        Inbox(store.layouts_up, rooms),
+        Publishes(workdir / run_files.PUBLISHES, fragments),
+        FragmentSnapshots(folder, placement, fragments, whose),
+        kept,
+        write_within_s=placement.alone_s,
+    )

@@ -1,0 +1,139 @@
+"""The page and its data over HTTP: to this machine alone, and only to read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from diloco_jax.dashboard.onlooker import Onlooker
+
+STATIC = Path(__file__).with_name("static")
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""Names of this machine under which the page may be asked for. A page of elsewhere
+whose name is made to lead here (DNS rebinding) asks under its own name."""
+COLUMNS = 600
+LONGEST_SEARCH = 200
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+"""Content-Security-Policy: nothing comes from, or goes to, any other address."""
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+class BadQueryError(ValueError):
+    """A parameter of the address is not what it must be."""
+
+
+def make_app(onlooker: Onlooker) -> Starlette:
+    """Return the application that shows this run."""
+
+    def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    def view(request: Request) -> Response:
+        start, stop = _number(request, "start"), _number(request, "stop")
+        columns = int(_number(request, "columns") or COLUMNS)
+        return _json(onlooker.view(start, stop, columns))
+
+    def events(request: Request) -> Response:
+        wanted = request.query_params.get("words", "")
+        if len(wanted) > LONGEST_SEARCH:
+            raise BadQueryError(
+                f"words has {len(wanted)} characters; give {LONGEST_SEARCH} at most"
+            )
+        start, stop = _number(request, "start"), _number(request, "stop")
+        return _json(onlooker.events(wanted, start, stop))
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/view", view),
+            Route("/events", events),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[Middleware(OnlyHere)],
+        exception_handlers={BadQueryError: _bad_query},
+    )
+
+
+class OnlyHere:
+    """Refuses requests under another name than this machine's, and ones that write;
+    adds `HEADERS` to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(k.encode(), v.encode()) for k, v in HEADERS.items()]
+                message["headers"] = [*message["headers"], *added]
+            await send(message)
+
+        answer: ASGIApp = self._app
+        if scope["type"] == "http" and (refusal := _refusal(scope)):
+            answer = refusal
+        await answer(scope, receive, guarded if scope["type"] == "http" else send)
+
+
+def _refusal(scope: Scope) -> Response | None:
+    hosts = [value.decode("latin-1") for k, value in scope["headers"] if k == b"host"]
+    if len(hosts) != 1 or _name(hosts[0]) not in HOSTS:
+        return PlainTextResponse(
+            f"the dashboard answers under {', '.join(HOSTS)}, not under "
+            f"{', '.join(hosts) or 'no name'}; open http://localhost:PORT, "
+            f"from another machine through `ssh -L PORT:localhost:PORT`\n",
+            403,
+        )
+    if scope["method"] not in ("GET", "HEAD"):
+        return PlainTextResponse("the dashboard only shows; it takes GET\n", 405)
+    return None
+
+
+def _name(host: str) -> str:
+    """Return a Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return name.lower() if colon and port.isdigit() else host.lower()
+
+
+def _number(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadQueryError(f"{name} is {text[:40]!r}; give a number")
+    return value
+
+
+def _json(found: dict[str, Any]) -> Response:
+    """Return an object as JSON; what is not finite becomes null."""
+    return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+async def _bad_query(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, 400)

@@ -1,0 +1,99 @@
+"""`diloco dashboard WORKDIR or HOST:PORT [--port N]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from diloco_jax.config import ConfigError, Placement
+from diloco_jax.config.fields import positional, setting
+from diloco_jax.options import parse
+
+LOOPBACK = "127.0.0.1"
+PORT = 7080
+BACKLOG = 64
+STOP_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DashboardOptions:
+    """The options of `diloco dashboard`."""
+
+    target: str = positional(
+        metavar="WORKDIR or HOST:PORT",
+        help="The workdir of a run that goes on or is over; or a coordinator, whose "
+        "status alone is shown.",
+    )
+    port: int = setting(PORT, help="Port of this machine's loopback; 0 = any.")
+    certificates: str = setting("", help="Folder made by diloco certs.")
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
+    )
+
+
+def dashboard_command(arguments: Sequence[str]) -> int:
+    """Serve the page until an interrupt; return the exit code."""
+    (options,) = parse(
+        [DashboardOptions],
+        arguments,
+        "diloco dashboard",
+        "Show a run in a browser, on this machine alone. It reads and changes nothing.",
+    )
+    from diloco_jax.dashboard.sources import opened
+
+    placement = Placement(certificates=options.certificates, insecure=options.insecure)
+    source = opened(options.target, placement)
+    listener = listen(options.port)
+    port = listener.getsockname()[1]
+    print(f"http://localhost:{port} shows {options.target}", file=sys.stderr)
+
+    import uvicorn
+
+    from diloco_jax.dashboard.app import make_app
+    from diloco_jax.dashboard.onlooker import Onlooker
+
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with listener, Onlooker(source) as onlooker:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(onlooker),
+                access_log=False,
+                lifespan="off",
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=int(STOP_S),
+            )
+        )
+        # Not in the main thread, whose signals are the command's.
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            server.should_exit = True
+            thread.join(2 * STOP_S)
+    return 0
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens on loopback; ConfigError if it cannot."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port is {port}; give one from 0 (any) to 65535")
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--port {port}: {error.strerror or error} on {LOOPBACK}; give another "
+            f"one, or 0 for any"
+        ) from error
+    return listener

@@ -1,0 +1,265 @@
+"""Where the dashboard reads from: a run's workdir, or its coordinator's address.
+
+Nothing here writes, and the coordinator is asked for its status alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco_jax import run_files
+from diloco_jax.cluster.status import read_status
+from diloco_jax.config import Config, ConfigError, Placement, RunConfig
+from diloco_jax.config.loading import read_config_json
+from diloco_jax.dashboard.lines import NewLines
+from diloco_jax.dashboard.timeline import Timeline
+from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
+from diloco_jax.observability import segments
+from diloco_jax.wire.errors import WireError
+from diloco_jax.workdir import holds_run, read_facts
+
+Lines = Iterator[tuple[float, Callable[[Mapping[str, Any]], None], dict[str, Any]]]
+
+BITS_PER_NAT = 1 / math.log(2)
+OF_STATUS = (
+    *("loss", "eval_loss", "median_step_seconds", "stalled_seconds"),
+    *("bytes_up", "bytes_down"),
+)
+"""Fields that a status and a line of the metrics have in common."""
+
+
+class Telling(Protocol):
+    """Tells a timeline what is new."""
+
+    def new(self, timeline: Timeline) -> Lines:
+        """Yield (time, what takes the line, the line) of what is new, in order."""
+
+    def status(self) -> dict[str, Any]:
+        """Return the status of the run; raise WireError or ConfigError without one."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what does not change: where from, and what the run was told."""
+
+    def read_share(self) -> float:
+        """Return how much of what is recorded has been read, in [0, 1]."""
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class OfWorkdir:
+    """Reads tape, metrics, strikes of chaos, status and summary of a workdir."""
+
+    def __init__(self, workdir: Path, placement: Placement) -> None:
+        """Raise ConfigError if the folder holds no run of this format, and none is
+        being started there."""
+        if not (workdir / run_files.CONFIG).exists() or holds_run(workdir):
+            read_facts(workdir)
+        self._workdir, self._placement = workdir, placement
+        self._config: Config = read_config_json(workdir / run_files.CONFIG)
+        self._tape = NewLines(workdir / run_files.TAPE)
+        self._metrics = NewLines(workdir / run_files.METRICS)
+        self._strikes = NewLines(workdir / run_files.CHAOS)
+        self._looked = 0.0
+
+    def new(self, timeline: Timeline) -> Lines:
+        """Yield what is new in the files, and what the processes here use now."""
+
+        def strike(line: Mapping[str, Any]) -> None:
+            missed = line.get("missed")
+            gone = f"; not running: {', '.join(missed)}" if missed else ""
+            text = f"diloco chaos strikes: {line.get('strike')}{gone}"
+            timeline.event(line["time"], "strike", ",".join(line.get("who", ())), text)
+
+        def of(lines: NewLines, take: Callable[[Mapping[str, Any]], None]) -> Lines:
+            return ((line["time"], take, line) for line in lines)
+
+        yield from heapq.merge(
+            of(self._tape, timeline.tape),
+            of(self._metrics, timeline.metrics),
+            of(self._strikes, strike),
+            key=lambda item: item[0],
+        )
+        if (used := self._memory()) and timeline.newest:
+            free = shutil.disk_usage(self._workdir).free
+            now = time.time()
+            line = {"memory_bytes": used, "disk_bytes": free}
+            yield now, lambda one: timeline.machine(now, **one), line
+
+    def status(self) -> dict[str, Any]:
+        """Return the coordinator's status, or the summary that it left."""
+        return read_status(str(self._workdir), self._placement)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the run's name and islands, and how its loss becomes bits per byte."""
+        run = self._config.run
+        begun = read_facts(self._workdir) if holds_run(self._workdir) else None
+        return {
+            "from": str(self._workdir),
+            "name": self._workdir.name,
+            "run_id": begun.run_id if begun else "",
+            "total_tokens": run.total_tokens,
+            "expected": sorted(self._config.islands),
+            "whole": True,
+            "bits_per_nat": BITS_PER_NAT if _of_bytes(run) else None,
+        }
+
+    def read_share(self) -> float:
+        """Return the share of the bytes of tape and metrics that were read."""
+        there = read = 0
+        for lines in (self._tape, self._metrics):
+            for file in (*segments.closed(lines.path), lines.path):
+                with contextlib.suppress(FileNotFoundError):
+                    there += file.stat().st_size
+            read += lines.read_bytes
+        return min(1.0, read / there) if there else 1.0
+
+    def close(self) -> None:
+        """Close the files."""
+        for lines in (self._tape, self._metrics, self._strikes):
+            lines.close()
+
+    def _memory(self) -> int:
+        """Return the bytes that coordinator and workers hold, if they run here."""
+        try:
+            text = (self._workdir / run_files.PROCESSES).read_bytes()
+            pids = json.loads(text).get("coordinator", ())
+        except (OSError, ValueError, AttributeError):
+            return 0
+        return sum(_resident(pid) for pid in _with_children(pids))
+
+
+class OfAddress:
+    """Reads the status of a coordinator, of which it makes the run's lines.
+
+    A status has no tape: history begins when the dashboard does, without merges.
+    """
+
+    def __init__(self, address: str, placement: Placement) -> None:
+        self._address, self._placement = address, placement
+        self._newest: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}
+        self._incarnations: dict[str, int] = {}
+
+    def status(self) -> dict[str, Any]:
+        """Ask the coordinator."""
+        self._newest = {**read_status(self._address, self._placement)}
+        self._newest["time"] = time.time()
+        return self._newest
+
+    def facts(self) -> dict[str, Any]:
+        """Return where the status comes from."""
+        return {
+            "from": self._address,
+            "name": self._address,
+            "run_id": "",
+            "total_tokens": None,
+            "expected": [],
+            "whole": False,
+            "bits_per_nat": None,
+        }
+
+    def read_share(self) -> float:
+        """Return 1: there is no history to read."""
+        return 1.0
+
+    def close(self) -> None:
+        """Do nothing: each status has a connection of its own."""
+
+    def new(self, timeline: Timeline) -> Lines:
+        """Yield lines as a workdir would have them, out of the newest status."""
+        status, before = self._newest, self._told
+        if not status or status is before:
+            return
+        self._told, now = status, status["time"]
+        if not before:
+            begun = {"kind": "begun", "run_id": status.get("run_id", "")}
+            begun |= {"total_tokens": status.get("total_tokens", 0), "time": now}
+            yield now, timeline.tape, begun
+        for name, island in status.get("islands", {}).items():
+            yield now, functools.partial(self._tell, timeline, name, now), island
+        for text in status.get("alerts", ()):
+            if text not in before.get("alerts", ()):
+                yield now, timeline.tape, {"kind": "alert", "text": text, "time": now}
+        model = status.get("merged_model")
+        if model and model != before.get("merged_model"):
+            yield now, timeline.metrics, {**model, "kind": "merged_model", "time": now}
+
+    def _tell(
+        self, timeline: Timeline, name: str, now: float, island: Mapping[str, Any]
+    ) -> None:
+        """Tell what the status of one island has that is new."""
+        common = {"island": name, "incarnation": island["incarnation"], "time": now}
+        state, median = island["state"], island["median_step_seconds"]
+        if self._incarnations.get(name) != island["incarnation"]:
+            self._incarnations[name] = island["incarnation"]
+            timeline.seen(now, name, island)
+        lane = timeline.lanes[name]
+        if state in ("absent", "gone"):
+            if lane.state not in ("absent", ""):
+                timeline.tape({"kind": "absent", "why": state, **common})
+            return
+        if lane.state == "absent":
+            timeline.tape({"kind": "resumed", "steps": island["steps"], **common})
+        lane.tokens_per_step = round(island["tokens_per_second"] * median)
+        line = {field: island[field] for field in OF_STATUS}
+        line |= {"kind": "island", "phase": state, "step": island["steps"], **common}
+        timeline.metrics(line)
+
+
+def opened(target: str, placement: Placement) -> Telling:
+    """Return what reads a workdir or HOST:PORT; ConfigError if it is neither."""
+    workdir = Path(target).expanduser()
+    if workdir.is_dir():
+        return OfWorkdir(workdir, placement)
+    if ":" not in target:
+        raise ConfigError(
+            f"{target!r} is neither a folder nor HOST:PORT; give a run's workdir, or "
+            f"its coordinator's address"
+        )
+    return OfAddress(target, placement)
+
+
+def status_or_why(source: Telling) -> dict[str, Any]:
+    """Return the status, or `{"unreachable": reason}`."""
+    try:
+        return source.status()
+    except (WireError, ConfigError, OSError) as error:
+        return {"unreachable": str(error)}
+
+
+def _of_bytes(run: RunConfig) -> bool:
+    """Return True if each token is a byte of text."""
+    data = run.data
+    own = bool(data.tokenizer or data.factory)
+    return not own and run.model.vocab_size == VOCAB_SIZE
+
+
+def _resident(pid: int) -> int:
+    """Return the resident bytes of a process of this machine; 0 if it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _with_children(pids: list[int]) -> list[int]:
+    """Return the processes and what they have started, as workers."""
+    found = []
+    for pid in pids:
+        found.append(pid)
+        with contextlib.suppress(OSError, ValueError):
+            text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            found += [int(child) for child in text.split()]
+    return found

@@ -1,0 +1,120 @@
+// Curves over time, by ECharts. Text in tooltips is drawn, never read as HTML.
+import { bytes, clock, colour, count, duration, legend, tickStep } from "./format.js";
+
+const FEW = 8;
+const charts = new Map();
+
+function chart(id) {
+  if (!charts.has(id)) {
+    charts.set(id, window.echarts.init(document.getElementById(id), null, { renderer: "canvas" }));
+  }
+  return charts.get(id);
+}
+
+export function resize() {
+  for (const each of charts.values()) each.resize();
+}
+
+// Draw one chart: `series` are {name, data, colour, dashed, wide, points}.
+function draw(id, view, series, { format = count, max = null, min = null, tip = null } = {}) {
+  const [start, stop] = view.window.map((time) => time - view.span[0]);
+  const there = series.filter((one) => one.data.some((point) => point[1] !== null));
+  const [ink, quiet, line, card] = ["ink", "quiet", "line", "card"].map(colour);
+  const step = tickStep(stop - start, document.getElementById(id).clientWidth < 380 ? 4 : 6);
+  chart(id).setOption({
+    animation: false,
+    textStyle: { fontFamily: "system-ui, sans-serif" },
+    grid: { left: 62, right: 14, top: 12, bottom: 26 },
+    xAxis: {
+      type: "value", min: start, max: stop, interval: step,
+      axisLabel: { color: quiet, hideOverlap: true, showMaxLabel: false, showMinLabel: start === 0,
+        formatter: (value) => duration(value, step < 1) },
+      axisLine: { lineStyle: { color: line } }, splitLine: { show: false },
+    },
+    yAxis: {
+      type: "value", scale: min === null, min, max, splitNumber: 4,
+      axisLabel: { color: quiet, formatter: (value) => format(value), hideOverlap: true },
+      splitLine: { lineStyle: { color: line } },
+    },
+    tooltip: {
+      trigger: "axis", renderMode: "richText", confine: true, backgroundColor: ink,
+      borderWidth: 0, textStyle: { color: card, fontSize: 12 },
+      formatter: (points) => {
+        if (!points.length) return "";
+        const at = points[0].value[0];
+        const head = `${duration(at, stop - start < 60)} (${clock(at + view.span[0])})`;
+        return [head, ...(tip ?? plain)(points, format)].join("\n");
+      },
+    },
+    series: there.map((one) => ({
+      type: "line", name: one.name, data: one.data, symbol: one.points ? "circle" : "none",
+      symbolSize: 6, showSymbol: Boolean(one.points), connectNulls: true, z: one.wide ? 5 : 2,
+      lineStyle: { color: one.colour, width: one.wide ? 2.5 : one.thin ? 1 : 1.8, type: one.dashed ? "dashed" : "solid",
+        opacity: one.thin ? 0.45 : 1 },
+      itemStyle: { color: one.colour },
+    })),
+    graphic: there.length ? [] : [{ type: "text", left: "center", top: "middle",
+      style: { text: "nothing in this window", fill: quiet, font: "13px system-ui, sans-serif" } }],
+  }, { notMerge: true });
+  const told = there.slice(0, FEW).map((one) => `${one.name} ${format(last(one.data))}`);
+  document.getElementById(id).setAttribute("aria-label",
+    told.length ? `Newest values: ${told.join(", ")}` : "Nothing in this window");
+  const list = document.getElementById(`${id}-legend`);
+  const named = there.filter((one) => !one.thin);
+  const entries = named.map((one) => [one.name, one.colour, one.dashed ? "thin dashed" : "thin"]);
+  const thin = there.filter((one) => one.thin);
+  if (thin.length) entries.unshift([`${thin.length} islands`, thin[0].colour, "thin"]);
+  legend(list, entries);
+}
+
+export function last(data) {
+  return data.findLast((point) => point[1] !== null)?.[1] ?? null;
+}
+
+function plain(points, format) {
+  return points.map((point) => `${point.seriesName}: ${format(point.value[1])}`);
+}
+
+// Many curves are told by their lowest, middle and highest, and the chosen one.
+function spread(points, format) {
+  if (points.length <= FEW + 2) return plain(points, format);
+  const islands = points.filter((point) => point.seriesName !== "merged model" && point.value[1] !== null)
+    .sort((one, other) => one.value[1] - other.value[1]);
+  const [low, middle, high] = [islands[0], islands[islands.length >> 1], islands.at(-1)];
+  return [`lowest ${low.seriesName}: ${format(low.value[1])}`, `median: ${format(middle.value[1])}`,
+    `highest ${high.seriesName}: ${format(high.value[1])}`];
+}
+
+export function drawCurves(view, chosen) {
+  const { curves } = view;
+  const times = curves.times.map((time) => time - view.span[0]);
+  const pairs = (values) => times.map((time, n) => [time, values[n]]);
+  const line = (name, values, of, more = {}) => ({ name, data: pairs(values), colour: colour(of), ...more });
+  const loss = (value) => value === null ? "–" : Number(value.toPrecision(4)).toString();
+
+  const names = Object.keys(curves.loss);
+  const many = names.length > FEW;
+  const series = names.map((name, n) => line(name, curves.loss[name], many ? "many" : `c${n % 8}`,
+    { thin: many && name !== chosen, wide: name === chosen, dashed: !many && n % 2 === 1 }));
+  if (many && chosen) series.filter((one) => one.name === chosen).forEach((one) => { one.colour = colour("c1"); });
+  const merged = curves.merged_loss.map(([time, , value]) => [time - view.span[0], value]);
+  series.push({ name: "merged model", data: merged, colour: colour("ink"), wide: true, points: true });
+  draw("loss", view, series, { format: loss, tip: spread });
+
+  const speeds = [line("computed", curves.computed, "c1", { dashed: true })];
+  if (view.run.whole) speeds.push(line("merged", curves.merged, "c0"));
+  draw("speed", view, speeds, { min: 0 });
+  draw("cosine", view, [line("between islands", curves.pairwise_cosine, "c0"),
+    line("to the fragment's last", curves.cosine_to_last, "c1", { dashed: true })],
+  { format: (value) => value === null ? "–" : value.toFixed(2) });
+  draw("bandwidth", view, [line("up", curves.up, "c0"), line("down", curves.down, "c1", { dashed: true })],
+    { format: (value) => `${bytes(value)}/s`, min: 0 });
+  draw("behind", view, [line("mean of the islands", curves.behind_mean, "c0"),
+    line("the most", curves.behind_most, "c1", { dashed: true })], { min: 0 });
+  // What the machine holds is known while the run goes on, where the coordinator runs.
+  const disk = last(pairs(curves.disk));
+  document.getElementById("machine-section").hidden = disk === null;
+  if (disk === null) return;
+  draw("machine", view, [line("memory", curves.memory, "c0")], { format: bytes, min: 0 });
+  document.getElementById("machine-said").textContent = `${bytes(disk)} of its disk are free.`;
+}

@@ -1,0 +1,147 @@
+// What is shown as text: numbers of the run, islands, alerts, events, goodput.
+import { bytes, clock, colour, count, duration, make, percent } from "./format.js";
+import { last } from "./curves.js";
+import { statesOf } from "./lanes.js";
+
+const PARTS = {
+  merged: "merged", open: "not merged yet", lost: "lost", stalled: "stalled",
+  compiling: "compiling", away: "away", slower: "slower steps",
+};
+const TINTS = { compiling: "compiling" };
+
+export function drawNumbers(view) {
+  const { status, run } = view;
+  const at = (id) => document.getElementById(id);
+  const phase = status.unreachable ? "no answer" : status.phase ?? "starting";
+  at("name").textContent = run.name;
+  document.title = `${run.name}: ${phase}`;
+  at("from").textContent = `${run.from === run.name ? "" : run.from}${run.run_id ? ` · run ${run.run_id}` : ""}`;
+  at("phase").textContent = phase;
+  at("phase").className = `badge ${{ done: "done", stopped: "stopped", "no answer": "away" }[phase] ?? ""}`;
+  at("progress").value = status.progress ?? 0;
+  const notice = status.unreachable ??
+    (view.read < 1 ? `reading what is recorded: ${percent(view.read)}` :
+      run.whole ? "" : "A coordinator tells its status alone: history begins here, and merges and the tape are missing. On its machine, give the workdir.");
+  at("notice").textContent = notice;
+  at("notice").hidden = !notice;
+
+  const islands = Object.values(status.islands ?? {});
+  const live = islands.filter((island) => ["training", "compiling", "joining", "quarantined"].includes(island.state));
+  const over = status.wall_seconds !== undefined;
+  const speed = islands.reduce((sum, island) => sum + (island.tokens_per_second ?? 0), 0);
+  const numbers = [
+    ["tokens", `${count(status.tokens)} of ${count(status.total_tokens ?? run.total_tokens)}`],
+    ["progress", percent(status.progress)],
+    ["merges", count(status.merges)],
+    ["goodput of the run", status.goodput === undefined ? "–" : status.goodput.toFixed(3)],
+    over ? ["took", duration(status.wall_seconds)] : ["time left", left(view, status)],
+    over ? ["islands", String(islands.length)] : ["islands", `${live.length} of ${Math.max(islands.length, run.expected.length)}`],
+    ...(over ? [] : [["tokens/s undisturbed", count(speed)]]),
+    ...loss(status),
+    ...Object.entries(status.eval_tasks ?? {}).filter(([, score]) => typeof score === "number")
+      .slice(0, 4).map(([name, score]) => [name, score.toFixed(3)]),
+  ];
+  at("numbers").replaceChildren(...numbers.map(([name, value]) =>
+    make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
+}
+
+function left(view, status) {
+  const tokens = status.total_tokens - status.tokens;
+  const made = view.curves.computed.filter((value) => value !== null);
+  const recent = made.slice(-Math.max(1, made.length >> 2));
+  const speed = recent.reduce((sum, value) => sum + value, 0) / Math.max(1, recent.length);
+  return tokens >= 0 && speed > 0 ? duration(tokens / speed) : "–";
+}
+
+function loss(status) {
+  const found = [];
+  if (typeof status.eval_loss === "number") found.push(["validation loss", status.eval_loss.toFixed(4)]);
+  if (typeof status.eval_bits_per_byte === "number") found.push(["bits per byte", status.eval_bits_per_byte.toFixed(3)]);
+  if (!found.length && status.merged_model?.eval_loss) found.push([`merged model, cycle ${status.merged_model.cycle}`, status.merged_model.eval_loss.toFixed(4)]);
+  return found;
+}
+
+export function drawGoodput(view) {
+  const { goodput, parts, lost } = view.goodput;
+  const at = (id) => document.getElementById(id);
+  at("goodput").textContent = percent(goodput);
+  const shown = Object.entries(PARTS).filter(([name]) => parts[name] > 0.0005);
+  const tint = (name) => colour(TINTS[name] ?? name);
+  at("goodput-bar").replaceChildren(...shown.map(([name]) => {
+    const part = make("span");
+    part.style.width = `${100 * parts[name]}%`;
+    part.style.backgroundColor = tint(name);
+    return part;
+  }));
+  at("goodput-bar").setAttribute("aria-label",
+    shown.map(([name, text]) => `${text} ${percent(parts[name])}`).join(", ") || "nothing yet");
+  const reasons = Object.entries(lost).map(([reason, tokens]) => `${reason}: ${count(tokens)} tokens`);
+  at("goodput-parts").replaceChildren(...shown.map(([name, text]) => {
+    const swatch = make("span", { className: "swatch" });
+    swatch.style.backgroundColor = tint(name);
+    return make("li", {}, swatch, text, make("b", { textContent: percent(parts[name]) }));
+  }), ...(reasons.length ? [make("li", { textContent: `lost by reason: ${reasons.join(", ")}` })] : []));
+}
+
+export function drawIslands(view, chosen, choose) {
+  const words = { training: "computing", absent: "away", none: "gone" };
+  const lanes = view.lanes.slice(1);
+  const seconds = view.window[1] - view.window[0];
+  const merges = view.lanes[0]?.merges_count ?? 0;
+  const total = lanes.reduce((sum, lane) => sum + lane.merged_tokens, 0) || 1;
+  const now = view.status.islands ?? {};
+  const bits = bitsPerNat(view);
+  const told = Object.values(now).some((island) => island.bytes_up_per_second !== undefined);
+  const heads = ["island", "stands for", "state at the end", "tokens/s merged", "loss", ...(bits ? ["bits/byte"] : []),
+    "deltas merged", "in merges", "weight", "away", "tokens lost", ...(told ? ["up now", "down now"] : [])];
+  const rows = lanes.map((lane) => {
+    const curve = (view.curves.loss[lane.name] ?? []).map((value) => [0, value]);
+    const loss = last(curve);
+    const state = statesOf(lane.states).at(-1);
+    const status = now[lane.name] ?? {};
+    const button = make("button", { type: "button", textContent: lane.name + (lane.incarnation > 1 ? ` #${lane.incarnation}` : "") });
+    button.setAttribute("aria-pressed", String(lane.name === chosen));
+    button.addEventListener("click", () => choose(lane.name));
+    const cells = [lane.device, words[state] ?? state, count(lane.merged_tokens / seconds), loss === null ? "–" : loss.toFixed(3),
+      ...(bits ? [loss === null ? "–" : (loss * bits).toFixed(3)] : []),
+      count(lane.in_merges), merges ? percent(Math.min(1, lane.in_merges / merges)) : "–", percent(lane.merged_tokens / total),
+      lane.absent_s ? `${lane.absent_s} s` : "–", lane.lost_tokens ? count(lane.lost_tokens) : "–",
+      ...(told ? [bytes(status.bytes_up_per_second), bytes(status.bytes_down_per_second)].map((text) => `${text}/s`) : [])];
+    const row = make("tr", { className: lane.name === chosen ? "chosen" : "" }, make("td", {}, button),
+      ...cells.map((text, n) => make("td", { textContent: text, className: n < 2 ? "text" : "" })));
+    return row;
+  });
+  const head = make("tr", {}, ...heads.map((text, n) => make("th", { textContent: text, scope: "col", className: n < 3 ? "text" : "" })));
+  keepFocus(document.getElementById("islands"), make("thead", {}, head), make("tbody", {}, ...rows));
+}
+
+// The same button has the focus after its row was made anew.
+function keepFocus(table, ...parts) {
+  const focused = table.contains(document.activeElement) ? document.activeElement.textContent : null;
+  table.replaceChildren(...parts);
+  if (focused === null) return;
+  [...table.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
+}
+
+export function bitsPerNat(view) {
+  const { eval_loss: loss, eval_bits_per_byte: bits } = view.status;
+  return loss && bits ? bits / loss : view.run.bits_per_nat;
+}
+
+export function drawAlerts(view) {
+  const told = view.alerts.map(([time, text]) => [`${duration(time - view.span[0])} `, text]);
+  const known = new Set(view.alerts.map(([, text]) => text));
+  const now = (view.status.alerts ?? []).filter((text) => !known.has(text)).map((text) => ["now ", text]);
+  const items = [...now, ...told.reverse()].map(([when, text]) => make("li", {}, make("span", { className: "quiet", textContent: when }), text));
+  document.getElementById("alerts").replaceChildren(...(items.length ? items : [make("li", { textContent: "none" })]));
+}
+
+export function drawEvents(found, begin) {
+  const head = make("tr", {}, ...["time", "kind", "what"].map((text) => make("th", { textContent: text, scope: "col", className: "text" })));
+  const rows = found.events.map(([time, kind, , text]) => make("tr", {},
+    make("td", { textContent: `${duration(time - begin)}`, title: clock(time) }),
+    make("td", { textContent: kind, className: "text" }), make("td", { textContent: text, className: "said" })));
+  document.getElementById("events").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
+  document.getElementById("events-said").textContent =
+    `${found.events.length}${found.more ? " newest" : ""} events in this window`;
+}

@@ -1,0 +1,398 @@
+"""A run over time, out of the lines of its tape and its metrics, in bounded memory.
+
+Times are the coordinator's, in unix seconds. Tokens of deltas count once for each
+fragment; divided by the number of fragments they compare with tokens of steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diloco_jax.dashboard import telling
+from diloco_jax.dashboard.grid import Grid
+
+STATES = ("joining", "compiling", "training", "stopped", "quarantined", "absent")
+SUMS = (
+    *("out", "takes", "adoptions", "merged_deltas", "merged_tokens", "lost_tokens"),
+    *("tokens", "loss", "losses", "eval_loss", "eval_losses", "stalled"),
+    *("bytes_up", "bytes_down", "lag", "lags"),
+    # On the coordinator's row:
+    *("merges", "cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds"),
+    *("memory", "memories", "disk", "disks"),
+)
+"""Fields besides the seconds in each state. A mean has its sum and its count."""
+COUNTED = {
+    "stalled_seconds": "stalled",
+    "bytes_up": "bytes_up",
+    "bytes_down": "bytes_down",
+}
+"""Field of the grid by name in the metrics, of what an incarnation counts up."""
+COORDINATOR = 0
+"""Row of the coordinator."""
+MERGES_KEPT = 20_000
+EVENTS_KEPT = 20_000
+ALERTS_KEPT = 100
+POINTS_KEPT = 4_000
+LEFT_IN_ORDER = ("finished", "stopped")
+ROUTINE = ("island", "tick", "granted", "ticks", "measured", "digested", "merged")
+"""Kinds of lines of the tape that are no events for people, or have views."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Lane:
+    """One island as of the newest line about it, summed over nothing."""
+
+    name: str
+    row: int
+    state: str = ""
+    """One of `STATES`; empty: it is not in the run."""
+    since: float = 0.0
+    """Time up to which its states are in the grid."""
+    gap: float = 0.0
+    """Time at which the coordinator last heard of it before it was away itself."""
+    incarnation: int = 0
+    tokens_per_step: int = 0
+    median_step_seconds: float = 0.0
+    device: str = ""
+    stands_for: str = ""
+    steps: int = 0
+    told: float = 0.0
+    """Time of its last line of metrics."""
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    adopted: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Version by fragment, and their sum."""
+    adoptions: int = 0
+    out: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Tick by fragment of takes without a verdict."""
+    out_since: float = 0.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class ShownMerge:
+    """One merge: who took part, with how many tokens, and its measures."""
+
+    time: float
+    fragment: int
+    version: int
+    final: bool
+    share: float
+    tokens: dict[str, int]
+    stale: dict[str, int]
+    """Versions by which a delta's base was behind; only those that were."""
+    measures: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """A line of the tape that people look for."""
+
+    time: float
+    kind: str
+    island: str
+    text: str
+
+
+class Timeline:
+    """All lines so far. Use under one lock."""
+
+    def __init__(self) -> None:
+        self.grid = Grid([*STATES, *SUMS])
+        self.lanes: dict[str, Lane] = {}
+        self.coordinator = Lane(name="coordinator", row=self.grid.new_row())
+        self.versions: dict[int, int] = {}
+        self.merges: deque[ShownMerge] = deque(maxlen=MERGES_KEPT)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self.alerts: deque[tuple[float, str]] = deque(maxlen=ALERTS_KEPT)
+        self.merged_losses: deque[tuple[float, int, float]] = deque(maxlen=POINTS_KEPT)
+        """(time, cycle, loss) of the merged model."""
+        self.lost: deque[tuple[float, str, float]] = deque(maxlen=POINTS_KEPT)
+        """(time, reason, tokens) of incarnations that ended with open steps."""
+        self.newest = 0.0
+        """Time of the newest line."""
+        self._newest_merge: dict[int, ShownMerge] = {}
+        self._published = 0
+        """Sum of `versions`."""
+
+    @property
+    def fragments(self) -> int:
+        """Fragments that were ever merged; 1 before any was."""
+        return max(self.versions, default=0) + 1
+
+    def settle(self) -> None:
+        """Bring the grid up to the newest line."""
+        for lane in (self.coordinator, *self.lanes.values()):
+            self._paint(lane, self.newest)
+
+    # ---- lines of the tape ----------------------------------------------------------
+
+    def tape(self, line: Mapping[str, Any]) -> None:
+        """Take a line of the tape. Lines come in the order of time."""
+        kind, time = line["kind"], line["time"]
+        before = self.newest
+        self._clock(time)
+        match kind:
+            case "begun":
+                self._state(self.coordinator, "training", time)
+            case "recovered" | "term":
+                self._came_back(before, time)
+            case "hello" | "joined":
+                self._joined(line, time)
+            case "island":
+                self._fact(line, time)
+            case "merged":
+                self._merged(line, time)
+            case "refused":
+                if lane := self.lanes.get(line["island"]):
+                    self._answered(lane, line["fragment"], time)
+            case "absent":
+                self._state(self._lane(line["island"]), "absent", time)
+            case "resumed":
+                lane = self._lane(line["island"])
+                lane.gap = 0.0
+                if lane.state == "absent":
+                    self._state(lane, "training", time)
+            case "left":
+                self._left(line, time)
+            case "quarantined" | "released":
+                bad = kind == "quarantined"
+                state = "quarantined" if bad else "training"
+                self._state(self._lane(line["island"]), state, time)
+            case "finished":
+                for lane in (self.coordinator, *self.lanes.values()):
+                    self._state(lane, "", time)
+            case "alert":
+                self.alerts.append((time, line["text"]))
+        if kind not in ROUTINE:
+            self.event(time, kind, str(line.get("island", "")), telling.text_of(line))
+
+    def event(self, time: float, kind: str, island: str, text: str) -> None:
+        """Note something that people look for."""
+        self.events.append(Event(time=time, kind=kind, island=island, text=text))
+
+    def _joined(self, line: Mapping[str, Any], time: float) -> None:
+        lane = self._lane(line["island"])
+        if line["kind"] == "hello":
+            lane.device = str(line["environment"].get("device_kind", ""))
+            lane.stands_for = str(line["config"].get("stands_for", ""))
+            return
+        if lane.incarnation != line["incarnation"]:
+            steps = (line.get("carried") or {}).get("steps", 0)
+            self._begins(lane, line["incarnation"], time, steps)
+        lane.tokens_per_step = line["tokens_per_step"]
+
+    def _begins(self, lane: Lane, incarnation: int, time: float, steps: int) -> None:
+        self._away_since_gap(lane)
+        self._state(lane, "joining", time)
+        lane.incarnation, lane.steps = incarnation, steps
+        lane.counts, lane.adopted, lane.adoptions, lane.told = {}, {}, 0, time
+        self._nothing_out(lane, time)
+
+    def _left(self, line: Mapping[str, Any], time: float) -> None:
+        lane = self._lane(line["island"])
+        if lost := sum(line["lost_tokens_by_fragment"]):
+            self.lost.append((time, line["reason"], lost))
+            self.grid.add("lost_tokens", lane.row, time, lost)
+        if lane.incarnation == line["incarnation"]:
+            self._away_since_gap(lane)
+            # A run that is over says goodbye for those who did not.
+            in_order = line["reason"] in LEFT_IN_ORDER or not self.coordinator.state
+            self._state(lane, "" if in_order else "absent", time)
+            self._nothing_out(lane, time)
+
+    def _fact(self, line: Mapping[str, Any], time: float) -> None:
+        lane, record = self._lane(line["island"]), line["record"]
+        if lane.incarnation != line["incarnation"]:
+            return
+        fragment = record.get("fragment", -1)
+        match record["kind"]:
+            case "took":
+                self.grid.add("takes", lane.row, time, 1)
+                if not lane.out:
+                    lane.out_since = time
+                lane.out[fragment] = record.get("tick", -1)
+            case "adopted":
+                if record["step"]:
+                    self.grid.add("adoptions", lane.row, time, 1)
+                version = record.get("version", (1, 0))[1]
+                lane.adoptions += version - lane.adopted.get(fragment, 0)
+                lane.adopted[fragment] = version
+            case "dropped" | "reset" | "reopened":
+                self._answered(lane, fragment, time)
+
+    def _merged(self, line: Mapping[str, Any], time: float) -> None:
+        fragment, (_, version) = line["fragment"], line["version"]
+        tokens: dict[str, int] = {}
+        stale: dict[str, int] = {}
+        for part in line["contributions"]:
+            name = part["island"]
+            tokens[name] = tokens.get(name, 0) + part["tokens"]
+            if (behind := version - 1 - part["base"][1]) > 0:
+                stale[name] = behind
+            row = self._lane(name).row
+            self.grid.add("merged_deltas", row, time, 1)
+            self.grid.add("merged_tokens", row, time, part["tokens"])
+        for name, (_, verdict, _) in line["verdicts"].items():
+            if verdict != "pending":
+                self._answered(self._lane(name), fragment, time)
+        self.grid.add("merges", COORDINATOR, time, 1)
+        self._published += version - self.versions.get(fragment, 0)
+        self.versions[fragment] = version
+        merge = ShownMerge(
+            time=time,
+            fragment=fragment,
+            version=version,
+            final=bool(line.get("final")),
+            share=line["share"],
+            tokens=tokens,
+            stale=stale,
+        )
+        self.merges.append(merge)
+        self._newest_merge[fragment] = merge
+
+    def _came_back(self, before: float, time: float) -> None:
+        """Note that the coordinator was away since its last line."""
+        lane = self.coordinator
+        self._paint(lane, before)
+        lane.state = "absent" if before else ""
+        self._state(lane, "training", time)
+        for other in self.lanes.values():
+            # Whether it was away, too, its next line tells.
+            other.gap = other.gap or before
+
+    def _away_since_gap(self, lane: Lane) -> None:
+        """Its incarnation ended while the coordinator was away."""
+        if lane.gap and lane.state:
+            self._paint(lane, lane.gap)
+            lane.state = "absent"
+        lane.gap = 0.0
+
+    # ---- lines of the metrics -------------------------------------------------------
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Take a line of the metrics. Lines come in the order of time."""
+        time = line["time"]
+        self._clock(time)
+        match line["kind"]:
+            case "island":
+                self._island(line, time)
+            case "merge":
+                self._measured(line, time)
+            case "merged_model":
+                if line["eval_loss"] is not None:
+                    point = (time, line["cycle"], line["eval_loss"])
+                    self.merged_losses.append(point)
+
+    def _island(self, line: Mapping[str, Any], time: float) -> None:
+        lane = self._lane(line["island"])
+        phase = line["phase"]
+        # One that has left may have reported until then.
+        here = lane.state not in ("", "quarantined")
+        if here and lane.state != phase and phase in STATES:
+            self._state(lane, phase, time)
+        lane.gap = 0.0
+        lane.median_step_seconds = (
+            line["median_step_seconds"] or lane.median_step_seconds
+        )
+        row, told = lane.row, lane.told or time
+        steps, lane.steps = line["step"] - lane.steps, line["step"]
+        if steps > 0:
+            self.grid.spread("tokens", row, told, time, steps * lane.tokens_per_step)
+        for name, field in COUNTED.items():
+            more = line[name] - lane.counts.get(name, 0.0)
+            lane.counts[name] = line[name]
+            if more > 0:
+                self.grid.spread(field, row, told, time, more)
+        for name, count in (("loss", "losses"), ("eval_loss", "eval_losses")):
+            if line[name] is not None:
+                self.grid.add(name, row, time, line[name])
+                self.grid.add(count, row, time, 1)
+        if lane.adopted and self.versions:
+            behind = (self._published - lane.adoptions) / len(self.versions)
+            self.grid.add("lag", row, time, max(0.0, behind))
+            self.grid.add("lags", row, time, 1)
+        lane.told = time
+
+    def _measured(self, line: Mapping[str, Any], time: float) -> None:
+        merge = self._newest_merge.get(line["fragment"])
+        if merge is not None and merge.version == line["version"]:
+            merge.measures = {
+                name: line[name]
+                for name in ("pairwise_cosine", "cosine_to_last", "norm", "seconds")
+            }
+        for name, field in (
+            ("pairwise_cosine", "cosine"),
+            ("cosine_to_last", "last_cosine"),
+        ):
+            if line[name] is not None:
+                self.grid.add(field, COORDINATOR, time, line[name])
+                self.grid.add(f"{field}s", COORDINATOR, time, 1)
+        self.grid.add("merge_seconds", COORDINATOR, time, line["seconds"])
+
+    # ---- what else is seen ----------------------------------------------------------
+
+    def machine(self, time: float, memory_bytes: int, disk_bytes: int) -> None:
+        """Note the memory of the coordinator and its workers, and the free disk."""
+        for field, value in (("memory", memory_bytes), ("disk", disk_bytes)):
+            plural = "memories" if field == "memory" else "disks"
+            self.grid.add(field, COORDINATOR, time, value)
+            self.grid.add(plural, COORDINATOR, time, 1)
+
+    def seen(self, time: float, name: str, island: Mapping[str, Any]) -> None:
+        """Note an incarnation of a status, whose past is not known."""
+        lane = self._lane(name)
+        self._begins(lane, island["incarnation"], time, island["steps"])
+        lane.counts = {k: island[k] for k in COUNTED}
+        text = f"{name} #{lane.incarnation} is in the run, at step {lane.steps:,}"
+        self.event(time, "seen", name, text)
+
+    def _clock(self, time: float) -> None:
+        if self.grid.begin is None:
+            self.grid.begin = time
+        self.newest = max(self.newest, time)
+
+    # ---- states ---------------------------------------------------------------------
+
+    def _lane(self, name: str) -> Lane:
+        if name not in self.lanes:
+            self.lanes[name] = Lane(name=name, row=self.grid.new_row())
+        return self.lanes[name]
+
+    def _state(self, lane: Lane, state: str, time: float) -> None:
+        self._paint(lane, time)
+        lane.state = state
+
+    def _paint(self, lane: Lane, time: float) -> None:
+        """Bring a lane's seconds in the grid up to a time."""
+        if lane.state and lane.since and time > lane.since:
+            seconds = time - lane.since
+            self.grid.spread(lane.state, lane.row, lane.since, time, seconds)
+        if lane.out and time > lane.out_since:
+            seconds = time - lane.out_since
+            self.grid.spread("out", lane.row, lane.out_since, time, seconds)
+            lane.out_since = time
+        lane.since = max(lane.since, time)
+
+    def _answered(self, lane: Lane, fragment: int, time: float) -> None:
+        """Note that a take has its verdict."""
+        if lane.out.pop(fragment, None) is not None and not lane.out:
+            self._nothing_out(lane, time)
+
+    def _nothing_out(self, lane: Lane, time: float) -> None:
+        if time > lane.out_since > 0:
+            seconds = time - lane.out_since
+            self.grid.spread("out", lane.row, lane.out_since, time, seconds)
+        lane.out, lane.out_since = {}, 0.0
+
+    def recent_merges(
+        self, start: float, stop: float, most: int
+    ) -> Iterator[ShownMerge]:
+        """Yield the newest merges of [start, stop), the newest first."""
+        for merge in reversed(self.merges):
+            if merge.time < start or most <= 0:
+                return
+            if merge.time < stop:
+                most -= 1
+                yield merge

@@ -1,0 +1,320 @@
+"""What the page shows of a window of time, aggregated to its pixels.
+
+Bounded whatever the run: lanes have one character a column, curves a few hundred
+points. Shapes: `S` states, `R` rows (the coordinator, then islands), `C` columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.dashboard.grid import Array
+from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Lane, Timeline
+from diloco_jax.observability.measures import IslandMeasure, goodput
+
+LETTERS = "jctsqa"
+"""Letter of each of `STATES` in a lane."""
+STANDS_OUT = np.array([3.0, 3.0, 1.0, 1.0, 2.0, 10.0])
+"""Weight of each state in the choice of a column's: short absences remain visible."""
+LEAST_OF_A_COLUMN = 0.02
+COLUMNS = (50, 720)
+MANY_ISLANDS = 16
+"""Beyond it, lanes and curves have fewer columns."""
+COLUMNS_OF_MANY = 440
+POINTS, POINTS_OF_MANY = 240, 120
+OF_ISLANDS = (
+    *("loss", "losses", "eval_loss", "eval_losses", "tokens", "merged_tokens"),
+    *("bytes_up", "bytes_down", "lag", "lags"),
+)
+OF_COORDINATOR = (
+    *("cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds", "merges"),
+    *("memory", "memories", "disk", "disks"),
+)
+MERGES_SHOWN = 60
+ALERTS_SHOWN = 20
+MERGED_LOSSES_SHOWN = 240
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Window:
+    """A part of a run: unix times, and the width of the lanes in columns."""
+
+    start: float
+    stop: float
+    columns: int
+
+
+def view(timeline: Timeline, window: Window) -> dict[str, Any]:
+    """Return what the page draws of a window: JSON-compatible, NaN where it has
+    nothing."""
+    timeline.settle()
+    lanes = sorted(timeline.lanes.values(), key=lambda lane: lane.name)
+    many = len(lanes) > MANY_ISLANDS
+    columns = int(np.clip(window.columns, *COLUMNS))
+    columns = min(columns, COLUMNS_OF_MANY) if many else columns
+    points = POINTS_OF_MANY if many else POINTS
+    begin = timeline.grid.begin or 0.0
+    return {
+        "span": [begin, timeline.newest],
+        "window": [window.start, window.stop],
+        "columns": columns,
+        "lanes": _lanes(timeline, [timeline.coordinator, *lanes], window, columns),
+        "curves": _curves(timeline, lanes, window, points),
+        "goodput": _where_it_went(timeline, lanes, window),
+        "merges": _merges(timeline, [lane.name for lane in lanes], window),
+        "alerts": [
+            [time, text] for time, text in timeline.alerts if time < window.stop
+        ][-ALERTS_SHOWN:],
+    }
+
+
+def _lanes(
+    timeline: Timeline, lanes: list[Lane], window: Window, columns: int
+) -> list[dict[str, Any]]:
+    rows = [lane.row for lane in lanes]
+    at = (window.start, window.stop, columns)
+    seconds = timeline.grid.columns(STATES, *at)[:, rows]
+    marks = timeline.grid.columns(("out", "adoptions", "merged_deltas", "merges"), *at)
+    width = (window.stop - window.start) / columns
+    out, adoptions, merged, merges = marks[:, rows]
+    merged[0] = merges[0]
+    best = np.argmax(seconds * STANDS_OUT[:, None, None], axis=0)
+    nothing = seconds.sum(axis=0) < LEAST_OF_A_COLUMN * width
+    codes = np.where(nothing, len(STATES), best)
+    sums = _sums(timeline, window)
+    return [
+        {
+            "name": lane.name,
+            "incarnation": lane.incarnation,
+            "device": lane.stands_for or lane.device,
+            "states": _runs(codes[n]),
+            "out": _levels(out[n] / width),
+            "adoptions": _levels(np.minimum(adoptions[n], 1.0)),
+            "merged": _levels(np.minimum(merged[n], 1.0)),
+            "absent_s": round(float(sums["absent"][lane.row]), 1),
+            "lost_tokens": round(sums["lost_tokens"][lane.row] / timeline.fragments),
+            "merged_tokens": round(
+                sums["merged_tokens"][lane.row] / timeline.fragments
+            ),
+            "in_merges": round(sums["merged_deltas"][lane.row]),
+            "merges_count": round(sums["merges"][lane.row]),
+        }
+        for n, lane in enumerate(lanes)
+    ]
+
+
+def _sums(timeline: Timeline, window: Window) -> dict[str, Array]:
+    """Return the sums of the whole window, [R] by field."""
+    names = ("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges")
+    found = timeline.grid.totals(names, window.start, window.stop)
+    return dict(zip(names, found, strict=True))
+
+
+def _runs(codes: npt.NDArray[np.int64]) -> str:
+    """Return a lane as letters, each with how many columns it goes on for."""
+    starts = np.flatnonzero(np.diff(codes, prepend=-1))
+    lengths = np.diff(starts, append=len(codes))
+    letters = LETTERS + "."
+    return "".join(
+        f"{letters[codes[start]]}{length}"
+        for start, length in zip(starts, lengths, strict=True)
+    )
+
+
+def _levels(shares: Array) -> str:
+    """Return shares in [0, 1] as digits from 0 to 9, what is not 0 as 1 at least."""
+    levels = np.ceil(np.clip(shares, 0.0, 1.0) * 9 - 1e-3).astype(np.uint8)
+    return (levels + ord("0")).tobytes().decode()
+
+
+def _curves(
+    timeline: Timeline, lanes: list[Lane], window: Window, points: int
+) -> dict[str, Any]:
+    grid, rows = timeline.grid, [lane.row for lane in lanes]
+    # A curve has no more points than the grid has bins.
+    within = int((window.stop - window.start) / grid.width_s)
+    points = max(1, min(points, within))
+    seconds = (window.stop - window.start) / points
+    at = (window.start, window.stop, points)
+    found = grid.columns(OF_ISLANDS, *at)[:, rows]
+    of = dict(zip(OF_ISLANDS, found, strict=True))
+    found = grid.columns(OF_COORDINATOR, *at, slice(0, 1))[:, COORDINATOR]
+    of |= dict(zip(OF_COORDINATOR, found, strict=True))
+    lag = _mean(of["lag"], of["lags"])
+
+    def total(name: str, over: float) -> list[float]:
+        return [float(f"{v:.4g}") for v in of[name].sum(axis=0) / over]
+
+    def mean(name: str, plural: str, digits: int) -> list[float]:
+        return _rounded(_mean(of[name], of[plural]), digits)
+
+    def by_island(name: str, plural: str) -> dict[str, list[float]]:
+        curves = _mean(of[name], of[plural])
+        drawn = zip(lanes, curves, strict=True)
+        return {
+            lane.name: _rounded(curve, 3)
+            for lane, curve in drawn
+            if np.isfinite(curve).any()
+        }
+
+    merged_losses = [p for p in timeline.merged_losses if p[0] < window.stop]
+    first = window.start + seconds / 2
+    return {
+        "times": np.round(first + seconds * np.arange(points), 2).tolist(),
+        "loss": by_island("loss", "losses"),
+        "eval_loss": by_island("eval_loss", "eval_losses"),
+        "merged_loss": [
+            list(point) for point in merged_losses if point[0] >= window.start
+        ][-MERGED_LOSSES_SHOWN:],
+        "computed": total("tokens", seconds),
+        "merged": total("merged_tokens", seconds * timeline.fragments),
+        "up": total("bytes_up", seconds),
+        "down": total("bytes_down", seconds),
+        "behind_mean": _rounded(_mean_of_rows(lag), 2),
+        "behind_most": _rounded(_most_of_rows(lag), 2),
+        "pairwise_cosine": mean("cosine", "cosines", 3),
+        "cosine_to_last": mean("last_cosine", "last_cosines", 3),
+        "merge_seconds": mean("merge_seconds", "merges", 4),
+        "memory": mean("memory", "memories", 0),
+        "disk": mean("disk", "disks", 0),
+    }
+
+
+def _mean(sums: Array, counts: Array) -> Array:
+    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 1e-6)
+
+
+def _mean_of_rows(values: Array) -> Array:
+    """Return the mean over rows of what is finite."""
+    finite = np.isfinite(values)
+    return _mean(np.where(finite, values, 0.0).sum(axis=0), 1.0 * finite.sum(axis=0))
+
+
+def _most_of_rows(values: Array) -> Array:
+    if not len(values):
+        return _mean_of_rows(values)
+    most = np.where(np.isfinite(values), values, -np.inf).max(axis=0)
+    return np.where(np.isfinite(most), most, np.nan)
+
+
+def _rounded(values: Array, digits: int) -> list[float]:
+    found: list[float] = np.round(values, digits).tolist()
+    return found
+
+
+def _where_it_went(
+    timeline: Timeline, lanes: list[Lane], window: Window
+) -> dict[str, Any]:
+    """Return where all islands' time in the window went, in tokens that they would have
+    computed undisturbed: merged, lost, computed and not merged yet, or never computed.
+
+    `goodput` is that of `observability/measures.py`, of this window alone: compilation
+    is apart.
+    """
+    names = (*STATES, "tokens", "merged_tokens", "lost_tokens", "stalled")
+    found = timeline.grid.totals(names, window.start, window.stop)
+    of = dict(zip(names, found, strict=True))
+    parts = dict.fromkeys(
+        ("merged", "lost", "open", "stalled", "compiling", "away", "slower"), 0.0
+    )
+    islands = []
+    for lane in lanes:
+        row, median = lane.row, lane.median_step_seconds
+        if median <= 0:
+            continue
+        speed = lane.tokens_per_step / median
+        present = sum(of[state][row] for state in STATES if state != "stopped")
+        compiling = of["joining"][row] + of["compiling"][row]
+        computed, merged, lost = (
+            float(of["tokens"][row]),
+            of["merged_tokens"][row] / timeline.fragments,
+            of["lost_tokens"][row] / timeline.fragments,
+        )
+        available = present * speed
+        parts["merged"] += merged
+        parts["lost"] += lost
+        parts["open"] += max(0.0, computed - merged - lost)
+        parts["compiling"] += compiling * speed
+        parts["away"] += of["absent"][row] * speed
+        stalled = min(of["stalled"][row], present) * speed
+        parts["stalled"] += stalled
+        idle = available - computed - (compiling + of["absent"][row]) * speed - stalled
+        parts["slower"] += max(0.0, idle)
+        islands.append(
+            IslandMeasure(
+                provisioned_seconds=max(0.0, present - compiling),
+                tokens_per_step=lane.tokens_per_step,
+                median_step_seconds=median,
+                computed_tokens=int(computed),
+                merged_tokens=int(merged),
+            )
+        )
+    whole = sum(parts.values())
+    reasons: dict[str, float] = {}
+    for time, reason, tokens in timeline.lost:
+        if window.start <= time < window.stop:
+            share = tokens / timeline.fragments
+            reasons[reason] = reasons.get(reason, 0.0) + round(share)
+    return {
+        "goodput": float(goodput(islands)),
+        "parts": {n: float(v / whole) if whole else 0.0 for n, v in parts.items()},
+        "lost": reasons,
+    }
+
+
+def _merges(
+    timeline: Timeline, names: list[str], window: Window
+) -> list[dict[str, Any]]:
+    """Return the newest merges of the window, the oldest first; `weights` are shares of
+    the merge's tokens in thousandths, in the order of the islands."""
+    shown = []
+    recent = timeline.recent_merges(window.start, window.stop, MERGES_SHOWN)
+    for merge in reversed(list(recent)):
+        total = sum(merge.tokens.values()) or 1
+        shown.append(
+            {
+                "time": round(merge.time, 2),
+                "fragment": merge.fragment,
+                "version": merge.version,
+                "final": merge.final,
+                "share": round(merge.share, 3),
+                "tokens": total,
+                "weights": [
+                    round(1000 * merge.tokens.get(n, 0) / total) for n in names
+                ],
+                "stale": merge.stale,
+                **_measures_of(merge.measures),
+            }
+        )
+    return shown
+
+
+def _measures_of(measures: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {
+        name: None if value is None else float(f"{value:.3g}")
+        for name, value in measures.items()
+    }
+
+
+def find_events(
+    timeline: Timeline, wanted: str, start: float, stop: float, most: int
+) -> dict[str, Any]:
+    """Return the newest events of [start, stop) that have all words, in any case."""
+    words = wanted.lower().split()
+    found: list[list[Any]] = []
+    more = False
+    for event in reversed(timeline.events):
+        if not start <= event.time < stop:
+            continue
+        text = f"{event.kind} {event.text}".lower()
+        if all(word in text for word in words):
+            if len(found) == most:
+                more = True
+                break
+            found.append([event.time, event.kind, event.island, event.text])
+    return {"events": found, "more": more}

@@ -1,0 +1,112 @@
+"""The script of every machine without Kubernetes: `host.sh` with its settings."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import resources
+
+from diloco_jax.launch.order import (
+    CLOUD_IMAGE,
+    COORDINATOR,
+    INIT_WITHIN_S,
+    MAX_RESTARTS,
+    PLATFORMS,
+    ROOT,
+    Order,
+)
+from diloco_jax.launch.placing import PlacedIsland
+from diloco_jax.launch.variables import variables_of
+from diloco_jax.wire import principal
+
+NOTICE_S = 25.0
+"""Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
+DISK = "/mnt/disks/diloco"
+"""Where the coordinator's disk is mounted."""
+
+
+def island_script(
+    order: Order,
+    island: PlacedIsland,
+    address: str,
+    now_unix: int,
+    release: tuple[str, ...],
+) -> str:
+    """Return the script of the island's hosts.
+
+    release: arguments of `gcloud` that give the machines back; empty = SkyPilot does,
+    and buys new ones.
+    """
+    return _script(
+        order,
+        "island",
+        island.name,
+        order.island_arguments(island, address, NOTICE_S),
+        release,
+        END=str(order.end_unix(now_unix)),
+        # Where nobody renders the script anew for a new slice, its clock counts.
+        FIRST_INCARNATION=str(now_unix) if release else "",
+        PLATFORMS=PLATFORMS,
+    )
+
+
+def coordinator_script(
+    order: Order, address: str, now_unix: int, release: tuple[str, ...]
+) -> str:
+    """Return the script of the coordinator's machine; see `island_script`."""
+    return _script(
+        order,
+        COORDINATOR,
+        COORDINATOR,
+        order.coordinator_arguments(address),
+        release,
+        END=str(order.end_unix(now_unix)),
+        INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
+        SOURCE=order.source,
+        PORTS=" ".join(map(str, order.ports)),
+        DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
+        DISK=DISK,
+        DNS_ZONE=order.settings.dns_zone if not release else "",
+        ADDRESS=order.settings.coordinator_address,
+    )
+
+
+def _script(
+    order: Order,
+    role: str,
+    owner: str,
+    arguments: tuple[str, ...],
+    release: tuple[str, ...],
+    **settings: str,
+) -> str:
+    """Return `host.sh` with its settings before it. owner: whose variables and
+    certificates it gives to the process."""
+    stem = principal.island(owner).stem if role == "island" else COORDINATOR
+    plain, secret = variables_of(order.settings, owner)
+    deletes = order.settings.when_done == "delete"
+    variables = [f"--env={name}={value}" for name, value in plain.items()]
+    secrets = [part for pair in secret.items() for part in pair]
+    settings = {
+        "ROLE": role,
+        "ROOT": ROOT,
+        "PROJECT": order.settings.project,
+        "IMAGE": order.settings.image,
+        "CLOUD_IMAGE": CLOUD_IMAGE,
+        "SECRET": order.secrets[stem],
+        "DATA": order.settings.data,
+        "RUN": order.name,
+        "PART": owner,
+        "MAX_RESTARTS": str(MAX_RESTARTS),
+        **settings,
+    }
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(f"{name}={shlex.quote(value)}" for name, value in settings.items()),
+            f"ARGUMENTS=({shlex.join(arguments)})",
+            f"VARIABLES=({shlex.join(variables)})",
+            f"SECRETS=({shlex.join(secrets)})",
+            f"RELEASE=({shlex.join(release) if deletes else ''})",
+            f"CONFIG_JSON={shlex.quote(order.config_json)}",
+            resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
+        ]
+    )

@@ -1,0 +1,155 @@
+"""What the page is sent: right, and small and quick enough at 64 islands."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import msgspec
+import pytest
+from made_runs import BEGIN, MadeRun, Outage
+
+from diloco_jax.dashboard.timeline import Timeline
+from diloco_jax.dashboard.view import Window, find_events, view
+
+MOST_BYTES = 200_000
+MOST_SECONDS = 0.1
+HOUR_S = 3600
+DEAD = Outage(island=7, at_s=600, seconds=45)
+HOUR = MadeRun(
+    islands=64,
+    seconds=HOUR_S,
+    every_s=4,
+    tick_s=4,
+    outages=(DEAD, Outage(island=12, at_s=2000, seconds=400)),
+    coordinator_away=(1800, 1830),
+)
+WINDOWS = [(0, HOUR_S), (1700, 2000), (590, 650), (3595, 3600), (-500, 5000)]
+
+
+def read(run: MadeRun) -> Timeline:
+    timeline = Timeline()
+    for which, line in run.lines():
+        getattr(timeline, which)(line)
+    return timeline
+
+
+@pytest.fixture(scope="module")
+def hour():
+    return read(HOUR)
+
+
+@pytest.fixture(scope="module")
+def short():
+    return read(
+        MadeRun(
+            islands=3, seconds=200, outages=(Outage(island=1, at_s=100, seconds=9),)
+        )
+    )
+
+
+def seen(timeline: Timeline, start: float, stop: float, columns: int = 720):
+    window = Window(start=BEGIN + start, stop=BEGIN + stop, columns=columns)
+    return msgspec.json.decode(msgspec.json.encode(view(timeline, window)))
+
+
+def lengths(states: str) -> list[tuple[str, int]]:
+    return [(s, int(n)) for s, n in re.findall(r"([a-z.])(\d+)", states)]
+
+
+@pytest.mark.parametrize(("start", "stop"), WINDOWS)
+def test_an_update_of_64_islands_is_at_most_200_kb(hour, start, stop):
+    window = Window(start=BEGIN + start, stop=BEGIN + stop, columns=10_000)
+    encoded = msgspec.json.encode(view(hour, window))
+    assert len(encoded) <= MOST_BYTES
+    events = find_events(hour, "", BEGIN + start, BEGIN + stop, 200)
+    assert len(encoded) + len(msgspec.json.encode(events)) <= MOST_BYTES
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize(("start", "stop"), WINDOWS)
+def test_an_update_of_64_islands_takes_at_most_100_ms(hour, start, stop):
+    window = Window(start=BEGIN + start, stop=BEGIN + stop, columns=720)
+    took = []
+    for _ in range(7):
+        began = time.perf_counter()
+        msgspec.json.encode(view(hour, window))
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[3] <= MOST_SECONDS
+
+
+def test_lanes_have_a_state_for_every_column(hour):
+    found = seen(hour, 0, HOUR_S)
+    assert len(found["lanes"]) == 65
+    for lane in found["lanes"]:
+        assert sum(n for _, n in lengths(lane["states"])) == found["columns"]
+        for marks in ("out", "adoptions", "merged"):
+            assert re.fullmatch(rf"\d{{{found['columns']}}}", lane[marks])
+
+
+def test_a_short_absence_is_seen_however_long_the_window(hour):
+    found = seen(hour, 0, HOUR_S, 100)
+    dead = found["lanes"][1 + sorted(HOUR.names).index(HOUR.names[DEAD.island])]
+    assert "a" in dead["states"]
+    assert dead["absent_s"] == pytest.approx(DEAD.seconds, abs=1)
+    assert dead["lost_tokens"] == 2 * 4096
+    assert all("a" not in lane["states"] for lane in found["lanes"][2:4])
+    assert "a" in found["lanes"][0]["states"]
+
+
+def test_curves_are_those_of_the_run(short):
+    found = seen(short, 50, 90)
+    curves = found["curves"]
+    assert curves["computed"] == pytest.approx(
+        [3 * 4096] * len(curves["times"]), rel=0.1
+    )
+    middle = curves["loss"][found["lanes"][1]["name"]]
+    assert all(8 < value < 10.5 for value in middle if value is not None)
+    assert curves["times"][0] > BEGIN + 50
+    assert curves["times"][-1] < BEGIN + 90
+
+
+def test_where_the_time_went_adds_up(short):
+    before = seen(short, 50, 90)["goodput"]
+    across = seen(short, 95, 135)["goodput"]
+    for found in (before, across):
+        assert sum(found["parts"].values()) == pytest.approx(1.0)
+    assert before["parts"]["away"] == 0
+    # 9 of 40 seconds of one of three islands, and its compilation.
+    assert across["parts"]["away"] == pytest.approx(9 / 120, rel=0.1)
+    assert across["parts"]["compiling"] == pytest.approx(20 / 120, rel=0.1)
+    assert across["lost"] == {"died": 2 * 4096}
+
+
+def test_merges_have_weights_and_cosines(short):
+    found = seen(short, 40, 95)["merges"]
+    assert 20 < len(found) <= 60
+    assert found[0]["time"] < found[-1]["time"]
+    assert found[-1]["weights"] == [333, 333, 333]
+    assert found[-1]["pairwise_cosine"] > 0.2
+
+
+def test_a_window_before_the_run_is_empty(short):
+    found = seen(short, -100, -50)
+    assert found["merges"] == []
+    assert found["goodput"]["goodput"] == 0
+    assert {letter for letter, _ in lengths(found["lanes"][1]["states"])} == {"."}
+    assert seen(Timeline(), 0, 1)["lanes"][0]["name"] == "coordinator"
+
+
+def test_events_are_found_by_their_words(short):
+    def texts(words: str, stop: float = 1000.0) -> list[str]:
+        found = find_events(short, words, BEGIN, BEGIN + stop, 200)["events"]
+        return [text for *_, text in found]
+
+    name = short.events[0]
+    assert name.kind == "begun"
+    assert [t for t in texts("LEFT died") if "8,192 tokens are lost" in t] == texts(
+        "died"
+    )
+    assert len(texts("joins")) == 4
+    assert texts("joins", stop=0.05) == []
+    assert texts("nothing has such words") == []
+    most = find_events(short, "", BEGIN, BEGIN + 1000, 2)
+    assert len(most["events"]) == 2
+    assert most["more"]

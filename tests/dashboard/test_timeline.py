@@ -1,0 +1,255 @@
+"""What the lines of a tape say about islands over time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from made_runs import BEGIN, TOKENS_PER_STEP, MadeRun, Outage
+
+from diloco_jax.coordinator import notes
+from diloco_jax.dashboard.timeline import STATES, Timeline
+from diloco_jax.protocol import records
+from diloco_jax.protocol.values import Contribution, Record, Version
+
+OF_A = {"island": "a", "incarnation": 1}
+
+
+class Told:
+    """A timeline to which a test tells records, at seconds after the beginning."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        begun = notes.Begun(
+            run_id="r", fingerprint="f", plan="p", total_tokens=9, environment={}
+        )
+        self.tape(0.0, begun)
+
+    def tape(self, time: float, record: records.Written) -> None:
+        self.timeline.tape({**records.line(record), "time": BEGIN + time})
+
+    def join(self, time: float, name: str = "a", incarnation: int = 1) -> None:
+        joined = records.Joined(
+            island=name,
+            incarnation=incarnation,
+            session="s",
+            tokens_per_step=100,
+            sequences_per_step=1,
+        )
+        self.tape(time, joined)
+
+    def left(self, time: float, reason, incarnation: int = 1) -> None:
+        left = records.Left(
+            island="a",
+            incarnation=incarnation,
+            steps=3,
+            reason=reason,
+            said="",
+            settled_steps_by_fragment=(0, 0),
+            in_merges=(),
+            lost_tokens_by_fragment=(100, 300),
+            left_behind=(),
+        )
+        self.tape(time, left)
+
+    def took(self, time: float, fragment: int = 0, tick: int = 1) -> None:
+        record = Record(seq=1, kind="took", step=1, fragment=fragment, tick=tick)
+        self.tape(time, records.Fact(record=record, **OF_A))
+
+    def adopted(self, time: float, version: int, fragment: int = 0) -> None:
+        record = Record(
+            seq=2,
+            kind="adopted",
+            step=1,
+            fragment=fragment,
+            version=Version(1, version),
+        )
+        self.tape(time, records.Fact(record=record, **OF_A))
+
+    def merged(self, time: float, version: int = 1, base: int = 0, **verdicts) -> None:
+        contribution = Contribution(
+            **OF_A, tick=1, start=0, end=4, tokens=400, base=Version(1, base)
+        )
+        merged = records.Merged(
+            fragment=0,
+            version=Version(1, version),
+            tick=1,
+            final=False,
+            contributions=(contribution,),
+            share=0.5,
+            verdicts=verdicts,
+            digest="d",
+            payload_bytes=1,
+        )
+        self.tape(time, merged)
+
+    def metrics(self, time: float, step: int, phase="training", **more) -> None:
+        line = {"kind": "island", "time": BEGIN + time, "island": "a", "phase": phase}
+        line |= {"step": step, "loss": 2.0, "eval_loss": None}
+        line |= {"median_step_seconds": 1.0, "stalled_seconds": 0.0}
+        line |= {"bytes_up": 0, "bytes_down": 0, **more}
+        self.timeline.metrics(line)
+
+    def seconds(self, start: float, stop: float, name: str = "a") -> dict[str, float]:
+        """Seconds in each state, without zeros."""
+        self.timeline.settle()
+        lane = self.timeline.lanes.get(name, self.timeline.coordinator)
+        at = (BEGIN + start, BEGIN + stop, 1)
+        found = self.timeline.grid.columns(STATES, *at)[:, lane.row, 0]
+        named = zip(STATES, found, strict=True)
+        return {s: round(float(v), 3) for s, v in named if v > 1e-3}
+
+    def total(self, field: str, start: float = 0.0, stop: float = 1000.0) -> float:
+        self.timeline.settle()
+        at = (BEGIN + start, BEGIN + stop, 1)
+        row = self.timeline.lanes["a"].row
+        return float(self.timeline.grid.columns([field], *at)[0, row, 0])
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+def test_phases_follow_each_other(told):
+    told.join(2.0)
+    told.metrics(4.0, 0, "compiling")
+    told.metrics(10.0, 1)
+    told.metrics(20.0, 11)
+    told.left(30.0, "finished")
+    told.metrics(31.0, 0, "stopped", island="b")
+    assert told.seconds(0, 100) == {"joining": 2, "compiling": 6, "training": 20}
+
+
+def test_an_island_that_died_is_away_until_it_comes_again(told):
+    told.join(0.0)
+    told.metrics(1.0, 1)
+    told.tape(10.0, records.Absent(why="silent", **OF_A))
+    told.left(15.0, "died")
+    told.join(20.0, incarnation=2)
+    told.metrics(25.0, 1)
+    told.metrics(30.0, 2)
+    assert told.seconds(0, 30) == {"joining": 6, "training": 14, "absent": 10}
+    assert [lost[1:] for lost in told.timeline.lost] == [("died", 400)]
+
+
+def test_an_island_that_trained_on_without_the_coordinator_was_not_away(told):
+    told.join(0.0)
+    told.metrics(0.0, 1)
+    told.metrics(10.0, 10)
+    told.tape(30.0, recovered())
+    told.tape(31.0, records.Resumed(steps=30, **OF_A))
+    told.metrics(40.0, 40)
+    assert told.seconds(0, 40) == {"training": 40}
+    assert told.seconds(0, 40, "coordinator") == {"training": 20, "absent": 20}
+
+
+def test_an_island_that_ended_with_the_coordinator_was_away(told):
+    told.join(0.0)
+    told.metrics(0.0, 1)
+    told.metrics(10.0, 10)
+    told.tape(30.0, recovered())
+    told.left(31.0, "stopped")
+    told.join(35.0, incarnation=2)
+    told.metrics(36.0, 0, "compiling")
+    told.metrics(40.0, 1)
+    assert told.seconds(0, 40) == {
+        "training": 10,
+        "absent": 21,
+        "joining": 1,
+        "compiling": 4,
+    }
+
+
+def recovered() -> notes.Recovered:
+    return notes.Recovered(
+        snapshot=1,
+        snapshot_versions=(),
+        records=2,
+        discarded=0,
+        versions=(),
+        parameters_digest="d",
+        environment={},
+    )
+
+
+def test_a_delta_is_out_from_its_take_to_its_verdict(told):
+    told.join(0.0)
+    told.took(10.0)
+    told.took(12.0, fragment=1)
+    told.merged(15.0, a=(1, "merged", ""))
+    told.merged(20.0, version=2, a=(1, "pending", ""))
+    assert told.total("out", 0, 100) == pytest.approx(10)
+    told.tape(30.0, records.DeltaRefused(fragment=1, tick=1, reason="stale", **OF_A))
+    told.metrics(90.0, 1)
+    assert told.total("out", 0, 100) == pytest.approx(20)
+
+
+def test_tokens_and_bytes_are_spread_between_two_reports(told):
+    told.join(0.0)
+    told.metrics(10.0, 0)
+    told.metrics(20.0, 10, bytes_up=500)
+    assert told.total("tokens", 10, 15) == pytest.approx(500)
+    assert told.total("bytes_up", 10, 20) == pytest.approx(500)
+    told.join(30.0, incarnation=2)
+    told.metrics(31.0, 2, bytes_up=70)
+    assert told.total("tokens") == pytest.approx(1200)
+    assert told.total("bytes_up") == pytest.approx(570)
+
+
+def test_how_far_an_island_is_behind(told):
+    told.join(0.0)
+    told.merged(1.0, version=1)
+    told.adopted(2.0, 1)
+    told.merged(3.0, version=4)
+    told.metrics(4.0, 1)
+    assert told.total("lag") / told.total("lags") == 3
+
+
+def test_a_merge_says_who_took_part_and_whose_base_was_old(told):
+    told.join(0.0)
+    told.merged(5.0, version=3, base=0)
+    line = {"kind": "merge", "time": BEGIN + 5.1, "fragment": 0, "version": 3}
+    line |= {"pairwise_cosine": 0.5, "cosine_to_last": None, "norm": 1.0}
+    told.timeline.metrics({**line, "seconds": 0.25})
+    (merge,) = told.timeline.merges
+    assert (merge.tokens, merge.stale, merge.share) == ({"a": 400}, {"a": 2}, 0.5)
+    assert merge.measures["pairwise_cosine"] == 0.5
+    assert told.total("merged_tokens") == 400
+
+
+def test_what_an_older_incarnation_says_late_is_not_the_new_ones(told):
+    told.join(0.0)
+    told.join(10.0, incarnation=2)
+    told.took(11.0)
+    told.left(12.0, "died")
+    told.metrics(20.0, 1)
+    assert told.total("out") == 0
+    assert told.seconds(0, 20) == {"joining": 20}
+
+
+def test_events_have_whole_sentences(told):
+    told.join(1.0)
+    told.left(2.0, "died")
+    told.tape(3.0, notes.Alert(text="something"))
+    assert [event.text for event in told.timeline.events][1:] == [
+        "a #1 joins with 100 tokens a step",
+        "a #1 ended after 3 steps: died; 200 tokens are lost",
+        "something",
+    ]
+    assert told.timeline.alerts[0][1] == "something"
+
+
+def test_all_kinds_of_records_are_taken(told):
+    """A made run has each common kind; its tokens are what its islands computed."""
+    run = MadeRun(
+        islands=3, seconds=120, outages=(Outage(island=1, at_s=60, seconds=9),)
+    )
+    timeline = Timeline()
+    for which, line in run.lines():
+        getattr(timeline, which)(line)
+    tokens = timeline.grid.columns(["tokens"], BEGIN, BEGIN + 200, 1)[0, 1:, 0]
+    whole = (119 - 20) * TOKENS_PER_STEP
+    assert tokens[0] == pytest.approx(whole, rel=1e-4)
+    assert tokens[1] < whole
+    assert {lane.state for lane in timeline.lanes.values()} == {""}
+    assert np.isfinite(tokens).all()

@@ -1,0 +1,156 @@
+"""The end on a machine without Kubernetes: it gives itself back, or tries again."""
+
+import dataclasses
+import time
+
+import pytest
+from test_host import Machine, diloco
+
+NOW = 1_800_000_000
+
+
+def machine(tmp_path, config, name, now=NOW, **settings):
+    launch = dataclasses.replace(config.launch, **settings)
+    made = Machine(tmp_path / "host", config, name)
+    made.render(dataclasses.replace(config, launch=launch), name, now)
+    assert made.start("boot") == 0, made.errors
+    assert "ExecStopPost=" in made.unit
+    made.calls  # noqa: B018  Forgets them.
+    return made
+
+
+def released(made):
+    """Commands by which the machine gives itself back."""
+    return [call for call in made.calls if " delete " in call]
+
+
+@pytest.mark.parametrize(
+    ("status", "gives_back"),
+    [("0", True), ("2", True), ("3", True), ("1", False), ("137", False), ("", False)],
+)
+def test_an_island_that_ended_for_good_gives_its_slice_back(
+    tmp_path, config, status, gives_back
+):
+    made = machine(tmp_path, config, "two-v6e-b.sh")
+    assert made.start("over", EXIT_STATUS=status) == 0, made.errors
+    calls = released(made)
+    assert bool(calls) == gives_back
+    if gives_back:
+        assert calls[0].endswith(
+            "gcloud --quiet compute tpus queued-resources delete two-v6e-b "
+            "--zone=us-east5-b --force --async --project=my-project"
+        )
+
+
+def test_a_machine_may_be_kept(tmp_path, config):
+    made = machine(tmp_path, config, "two-v6e-b.sh", when_done="keep")
+    assert made.start("over", EXIT_STATUS="0") == 0
+    assert released(made) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "gives_back"), [("done", True), ("stopped", False), ("", False)]
+)
+def test_a_coordinator_stays_until_the_run_is_done(tmp_path, config, phase, gives_back):
+    made = machine(tmp_path, config, "coordinator.sh")
+    if phase:
+        run = made.root / "mnt/disks/diloco/run"
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text(f'{{\n  "phase": "{phase}"\n}}')
+    # It is 0 too where it was asked to end, as before a reboot.
+    assert made.start("over", EXIT_STATUS="0") == 0, made.errors
+    calls = released(made)
+    assert bool(calls) == gives_back
+    if gives_back:
+        assert "compute instances delete two-coordinator --zone=us-east5-a" in calls[0]
+
+
+def test_the_last_hour_ends_both(tmp_path, config):
+    now = int(time.time()) - 7201
+    for name in ("coordinator.sh", "two-v5p.sh"):
+        made = machine(tmp_path / name, config, name, now, max_hours=2.0)
+        assert made.start("run", EXIT="1") == 0, made.errors
+        assert made.calls == []
+        assert made.start("over", EXIT_STATUS="0") == 0
+        assert len(released(made)) == 1
+
+
+def test_a_process_ends_at_the_last_hour(tmp_path, config):
+    made = machine(tmp_path, config, "two-v5p.sh", int(time.time()), max_hours=2.0)
+    tool = made.tools / "timeout"
+    tool.write_text('#!/bin/bash\necho "timeout $*" >>"$TOOLS/calls"; exit 124\n')
+    tool.chmod(0o755)
+    assert made.start("run") == 124
+    words = made.calls[-1].split()
+    assert words[:3] == ["timeout", "--foreground", "--kill-after=60"]
+    assert 7100 < int(words[3]) <= 7200
+    assert words[4:6] == ["docker", "run"]
+
+
+def test_a_crash_loop_ends(tmp_path, config):
+    made = machine(tmp_path, config, "two-v5p.sh")
+    count = made.root / "var/lib/diloco/crashes"
+    assert made.start("run", EXIT="1") == 1
+    began, crashes = map(int, count.read_text().split())
+    assert crashes == 1
+    count.write_text(f"{began} 200\n")
+    made.calls  # noqa: B018
+    assert made.start("run", EXIT="1") == 2
+    assert made.calls == []
+    # Ten minutes in which it ran end the row.
+    count.write_text(f"{began - 700} 200\n")
+    assert made.start("run", EXIT="1") == 1
+    assert count.read_text().split()[1] == "1"
+
+
+@pytest.mark.parametrize("may_log", [True, False])
+def test_logs_outlive_the_machine_if_it_may_write_them(tmp_path, config, may_log):
+    made = machine(tmp_path, config, "two-v5p.sh")
+    if not may_log:
+        (made.tools / "broken").write_text("--entrypoint true")
+    assert made.start("run") == 0, made.errors
+    ran = made.calls[-1]
+    assert ("--log-driver gcplogs --label diloco-run=two" in ran) == may_log
+    assert ("--log-driver none" in ran) != may_log
+
+
+def test_only_islands_are_privileged(tmp_path, config):
+    for name, privileged in (("two-v5p.sh", True), ("coordinator.sh", False)):
+        made = machine(tmp_path / name, config, name)
+        assert made.start("run") == 0, made.errors
+        assert (" --privileged " in made.calls[-1]) == privileged
+
+
+def test_a_machine_of_sky_counts_by_its_clock_and_registers_its_address(
+    tmp_path, config
+):
+    from diloco_jax.launch.host import coordinator_script, island_script
+    from diloco_jax.launch.order import make_order
+
+    place = {"coordinator_address": "c.diloco.internal", "dns_zone": "diloco"}
+    launch = dataclasses.replace(config.launch, **place)
+    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    island = machine(tmp_path / "island", config, "two-v5p.sh")
+    island.put(
+        island_script(order, order.islands[0], "c.diloco.internal:7077", NOW, ())
+    )
+    before = int(time.time())
+    assert island.start("prepare") == 0, island.errors
+    assert island.start("run") == 0, island.errors
+    assert int(diloco(island).rpartition(" ")[2]) >= before
+    assert island.start("over", EXIT_STATUS="0") == 0
+    assert released(island) == []
+    made = machine(tmp_path / "coordinator", config, "coordinator.sh")
+    made.put(coordinator_script(order, "c.diloco.internal:7077", NOW, ()))
+    tool = made.tools / "hostname"
+    tool.write_text("#!/bin/bash\necho 10.1.2.3 172.17.0.1\n")
+    tool.chmod(0o755)
+    assert made.start("run") == 0, made.errors
+    (update,) = [call for call in made.calls if "record-sets update" in call]
+    assert update.endswith(
+        "dns record-sets update c.diloco.internal. --zone diloco --type A "
+        "--project my-project --ttl 5 --rrdatas 10.1.2.3"
+    )
+    (made.tools / "broken").write_text("record-sets describe")
+    assert made.start("run") == 0, made.errors
+    assert any("record-sets create" in call for call in made.calls)

@@ -1,0 +1,159 @@
+"""Managed jobs of SkyPilot: their fields, and how they are submitted."""
+
+import dataclasses
+import subprocess
+import textwrap
+
+import pytest
+import yaml
+
+from diloco_jax.config import ConfigError
+from diloco_jax.launch.order import make_order
+from diloco_jax.launch.sky import deployment
+
+NOW = 1_800_000_000
+WAIT_S = 60.0
+PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
+
+
+def tasks(config, **settings):
+    launch = dataclasses.replace(config.launch, **{**PLACE, **settings})
+    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    files = deployment(order, "certificates", "folder", NOW).files
+    return {name: yaml.safe_load(text) for name, text in files.items()}
+
+
+def test_an_island_is_one_job_of_one_slice(config):
+    task = tasks(config)["two-v6e-b.yaml"]
+    assert task["name"] == "two-v6e-b"
+    # One slice: more nodes would be more slices.
+    assert "num_nodes" not in task
+    resources = task["resources"]
+    assert resources["infra"] == "gcp/us-east5/us-east5-b"
+    assert resources["accelerators"] == {"tpu-v6e-16": 1}
+    assert resources["accelerator_args"] == {
+        "runtime_version": "v2-alpha-tpuv6e",
+        "gcp_queued_resource": True,
+    }
+    assert resources["use_spot"] is True
+    assert resources["labels"] == {"diloco-run": "two", "diloco-part": "v6e-b"}
+    assert tasks(config)["two-v5p.yaml"]["resources"]["use_spot"] is False
+
+
+def test_zones_are_tried_in_order(config):
+    zones = {"v5p": "us-east5-a,us-central1-a", "v6e.b": "us-east5-b"}
+    resources = tasks(config, zones=zones)["two-v5p.yaml"]["resources"]
+    assert resources["ordered"] == [
+        {"infra": "gcp/us-east5/us-east5-a"},
+        {"infra": "gcp/us-central1/us-central1-a"},
+    ]
+    assert "infra" not in resources
+    # A queue would wait in the first zone.
+    assert resources["accelerator_args"]["gcp_queued_resource"] is False
+
+
+def test_the_coordinators_disk_outlives_its_job(config):
+    resources = tasks(config)["two-coordinator.yaml"]["resources"]
+    assert resources["instance_type"] == "n2-highmem-16"
+    assert resources["use_spot"] is False
+    (volume,) = resources["volumes"]
+    assert (volume["name"], volume["auto_delete"]) == ("two-coordinator", False)
+    assert volume["path"] == "/mnt/disks/diloco"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"purchase": {"v5p": "reserved"}}, "SkyPilot buys no reserved TPUs"),
+        ({"coordinator_address": ""}, "launch.coordinator_address must be set"),
+        ({"dns_zone": ""}, "launch.dns_zone must be set"),
+    ],
+)
+def test_what_sky_cannot_do_is_said(config, changed, said):
+    with pytest.raises(ConfigError) as refused:
+        tasks(config, **changed)
+    assert said in str(refused.value)
+
+
+def test_a_shape_without_an_accelerator_type_is_refused(config):
+    config.islands["v5p"] = dataclasses.replace(
+        config.islands["v5p"], topology="v5p:4x4x12", mesh_fsdp=192, batch_size=192
+    )
+    with pytest.raises(ConfigError, match="SkyPilot asks for slices by accelerator"):
+        tasks(config)
+
+
+def test_create_submits_every_job_once(cloud, launch):
+    assert launch("sky", **PLACE) == 0
+    assert [job["job_name"] for job in cloud.jobs] == [
+        *("two-coordinator", "two-v5p", "two-v6e-b")
+    ]
+    assert sorted(cloud.things) == ["disk", "secret"]
+    for job in cloud.jobs:
+        assert "PRIVATE KEY" not in str(job)
+    cloud.changes()
+    assert launch("sky", **PLACE) == 0
+    assert cloud.changes() == []
+
+
+def test_a_job_that_failed_is_submitted_anew(cloud, launch):
+    launch("sky", **PLACE)
+    cloud.set_job("two-v5p", "FAILED")
+    cloud.set_job("two-v6e-b", "RECOVERING")
+    cloud.set_job("two-coordinator", "SUCCEEDED")
+    cloud.changes()
+    launch("sky", **PLACE)
+    (call,) = cloud.changes()
+    assert call[:3] == ["sky", "jobs", "launch"]
+    assert call[call.index("--name") + 1] == "two-v5p"
+
+
+def test_stop_and_delete_cancel_the_jobs(cloud, launch):
+    launch("sky", **PLACE)
+    assert launch("sky", "stop", **PLACE) == 0
+    assert {job["status"] for job in cloud.jobs} == {"CANCELLED"}
+    assert launch("sky", "run", **PLACE) == 0
+    assert [job["status"] for job in cloud.jobs[3:]] == ["PENDING"] * 3
+    assert launch("sky", "delete", **PLACE) == 0
+    assert set(cloud.things) == {"disk"}
+    assert launch("sky", "delete", disk=True, **PLACE) == 0
+    assert cloud.things == {}
+
+
+def test_logs_and_results(cloud, launch, capsys):
+    launch("sky", **PLACE)
+    assert launch("sky", "logs", only=("v5p",), **PLACE) == 0
+    assert "logs of two-v5p" in capsys.readouterr().err
+    assert launch("sky", "results", **PLACE) == 1
+    assert "on the coordinator's disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends", "starts"), [((1, 137, 0), 0, 3), ((1, 3), 3, 2), ((2,), 2, 1)]
+)
+def test_a_job_repeats_crashes_and_nothing_else(config, tmp_path, codes, ends, starts):
+    """The job's own lines, with a `sudo` that ends as it is told."""
+    run = tasks(config)["two-v5p.yaml"]["run"].replace("/tmp/", f"{tmp_path}/")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in {
+        "sleep": "exit 0",
+        "sudo": f"""\
+            [ "${{!#}}" = run ] || exit 0
+            cd {tmp_path}; echo >>started
+            exit $(sed -n "$(wc -l <started)p" codes)""",
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{textwrap.dedent(text)}\n")
+        (tools / name).chmod(0o755)
+    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+    done = subprocess.run(
+        ["/bin/bash", "-c", run],
+        env={"PATH": f"{tools}:/usr/bin:/bin"},
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == ends
+    assert len((tmp_path / "started").read_text()) == starts
+    script = tmp_path / "diloco-host.sh"
+    assert subprocess.run(["/bin/bash", "-n", script], check=False).returncode == 0
+    assert "FIRST_INCARNATION=''" in script.read_text()
