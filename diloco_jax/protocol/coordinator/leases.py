@@ -14,13 +14,12 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records, spans
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.granted import Departed, Lease
 from diloco_jax.protocol.coordinator.state import (
     FIRST_LEASE_STEPS,
     GRANTS_AT_ONCE,
     SHORTEST_STEP_S,
-    Departed,
     Island,
-    Lease,
     PolicyConfig,
     State,
     with_island,

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.granted import Departed, Lease
 from diloco_jax.protocol.reasons import LossReason, Refusal
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -224,13 +225,6 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     transfer_seconds: float = 0.0
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Positions granted to an incarnation; `offset` sequences were granted before."""
-
-    offset: int
-    span: Span
-
-
 class Island(msgspec.Struct, frozen=True, kw_only=True):
     """A member. live: its reports come. absent: silent, but may return. gone: ended."""
 
@@ -293,17 +287,6 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     def counted(self) -> bool:
         """True if the island makes steps that pacing and requests may count on."""
         return self.status == "live" and self.phase == "training"
-
-
-class Departed(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended incarnation of which a delta may still be merged, with the leases of the
-    steps that are in no merge but for that."""
-
-    island: str
-    incarnation: int
-    sequences_per_step: int
-    leases: tuple[Lease, ...]
-    in_merges: tuple[Span, ...]
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):

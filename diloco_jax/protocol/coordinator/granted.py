@@ -1,0 +1,25 @@
+"""What the state holds of data that incarnations were granted."""
+
+from __future__ import annotations
+
+import msgspec
+
+from diloco_jax.protocol.values import Span
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions granted to an incarnation; `offset` sequences were granted before."""
+
+    offset: int
+    span: Span
+
+
+class Departed(msgspec.Struct, frozen=True, kw_only=True):
+    """An ended incarnation of which a delta may still be merged, with the leases of the
+    steps that are in no merge but for that."""
+
+    island: str
+    incarnation: int
+    sequences_per_step: int
+    leases: tuple[Lease, ...]
+    in_merges: tuple[Span, ...]
