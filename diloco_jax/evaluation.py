@@ -135,8 +135,15 @@ def newest_pieces(
     plan, _ = newest_plan(config, workdir, model)
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     store = Store(config.run, plan, None, pin_s=0.0)
+    found = [snapshots.versions(folder, f) for f in range(len(plan.fragments))]
+    if lacking := [fragment for fragment, versions in enumerate(found) if not versions]:
+        raise ConfigError(
+            f"{folder} has no snapshot of fragments {lacking}: the worker that held "
+            f"them lost its disk, and the run ended before an island gave them back; "
+            f"give a kept cycle, or another copy of the workdir"
+        )
     for fragment, of_fragment in enumerate(plan.fragments):
-        version = snapshots.versions(folder, fragment)[-1]
+        version = found[fragment][-1]
         arrays = snapshots.empty(store.like(fragment))
         path = snapshots.fragment_path(folder, fragment, version)
         with _remedy():

@@ -9,6 +9,8 @@ from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, Run
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.snapshots import state_path
 from diloco_jax.island.evaluate import Evaluation
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
 
 
 @pytest.mark.parametrize(
@@ -43,4 +45,15 @@ def test_parameters_of_another_model_are_refused(tmp_path) -> None:
     sealed.write(state_path(folder, 2), {"plan": "abc"}, [])
     wanted = r"checkpoint 2 in .* does not fit: .* here, abc there; .* Bring the code"
     with pytest.raises(ConfigError, match=wanted):
+        evaluation.load_params(tmp_path)
+
+
+def test_a_fragment_that_was_lost_with_a_disk_is_named(tmp_path) -> None:
+    config = Config(islands={"a": IslandConfig()})
+    write_config_json(config, tmp_path / run_files.CONFIG)
+    folder = checkpoint.snapshots_folder(config.placement, tmp_path)
+    folder.mkdir(parents=True)
+    plan = build_plan(config.run, build(config.run))
+    sealed.write(state_path(folder, 2), {"plan": plan.digest()}, [])
+    with pytest.raises(ConfigError, match=r"no snapshot of fragments \[0, .*lost its"):
         evaluation.load_params(tmp_path)
