@@ -5,7 +5,14 @@ import math
 import pytest
 
 from diloco_jax import baseline, checkpoint, evaluation, run_files, sealed
-from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    IslandConfig,
+    OuterConfig,
+    RunConfig,
+)
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.snapshots import state_path
 from diloco_jax.island.evaluate import Evaluation
@@ -49,7 +56,8 @@ def test_parameters_of_another_model_are_refused(tmp_path) -> None:
 
 
 def test_a_fragment_that_was_lost_with_a_disk_is_named(tmp_path) -> None:
-    config = Config(islands={"a": IslandConfig()})
+    outer = OuterConfig(optimizer="nesterov", learning_rate=0.5, momentum=0.5)
+    config = Config(run=RunConfig(outer=outer), islands={"a": IslandConfig()})
     write_config_json(config, tmp_path / run_files.CONFIG)
     folder = checkpoint.snapshots_folder(config.placement, tmp_path)
     folder.mkdir(parents=True)
