@@ -44,8 +44,10 @@ def with_keys(config: Config, workdir: Path) -> Config:
     """
     placement, folder = config.placement, workdir / run_files.KEYS
     host, _ = addresses.parse_address(placement.bind)
-    if placement.certificates or placement.insecure or not addresses.is_loopback(host):
-        if Path(placement.certificates) != folder:
+    own = are_own(placement, workdir)
+    foreign = placement.certificates and not own
+    if foreign or placement.insecure or not addresses.is_loopback(host):
+        if not own:
             shutil.rmtree(folder, ignore_errors=True)
         return config
     names = (*config.islands, *placement.admit)
@@ -59,6 +61,14 @@ def with_keys(config: Config, workdir: Path) -> Config:
     if missing := [name for name in names if island(name) not in here]:
         add(folder, [], CA_DAYS, islands=missing)
     return dataclasses.replace(config, placement=with_own_keys(placement, workdir))
+
+
+def are_own(placement: Placement, workdir: Path) -> bool:
+    """Tell whether the placement names the keys in the workdir of a local run, as a
+    config that was copied from there does."""
+    folder = workdir / run_files.KEYS
+    given = placement.certificates
+    return bool(given) and Path(given).resolve() == folder.resolve()
 
 
 def with_own_keys(placement: Placement, workdir: Path) -> Placement:

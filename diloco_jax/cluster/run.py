@@ -18,7 +18,7 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import beside, commands
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.cluster import Cluster, Route, straight
-from diloco_jax.cluster.private import private_files, with_keys
+from diloco_jax.cluster.private import are_own, private_files, with_keys
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
     ReplacedFiles,
@@ -68,7 +68,7 @@ def run(
     ClusterError if the run cannot start.
     """
     config.validate()
-    _check_security(config)
+    _check_security(config, resume)
     with private_files(), contextlib.ExitStack() as whole:
         if resume:
             workdir = Path(paths.absolute(resume))
@@ -170,11 +170,12 @@ def _processes(
         cluster.kill()
 
 
-def _check_security(config: Config) -> None:
+def _check_security(config: Config, resume: str) -> None:
+    """Raise before anything starts. What the keys of a run's own lack is made later."""
     placement = config.placement
     folder = placement.certificates
     addresses.require_tls(placement.bind, tls=bool(folder), insecure=placement.insecure)
-    if folder:
+    if folder and not (resume and are_own(placement, Path(resume))):
         for who in (COORDINATOR, *map(island, config.islands)):
             TlsFiles.load(folder, who)
 

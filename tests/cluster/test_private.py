@@ -83,6 +83,10 @@ def test_a_run_that_names_its_own_keys_keeps_them(workdir: Path) -> None:
     named = config_of(certificates=str(workdir / run_files.KEYS))
     assert with_keys(named, workdir) == named
     TlsFiles.load(workdir / run_files.KEYS, COORDINATOR)
+    # A config that was copied from the run, with another island.
+    more = dataclasses.replace(named, islands={**named.islands, "late": IslandConfig()})
+    with_keys(more, workdir)
+    TlsFiles.load(workdir / run_files.KEYS, island("late"))
 
 
 def test_only_the_owner_may_use_what_a_local_run_makes(workdir: Path) -> None:

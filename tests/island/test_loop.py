@@ -47,7 +47,7 @@ class Network:
     def forget(self, fragment, tick):
         self.forgotten.append((fragment, tick))
 
-    def send_anchor(self, fragment, version):
+    def send_anchor(self, fragment, version, ticket=b""):
         self.anchors.append((fragment, version, self.steps))
 
     def clock(self):
