@@ -37,6 +37,8 @@ ROWS = (
         "overhead",
         "an island's step with a merge at every step, over the same loop alone",
         ("overhead",),
+        "Other programs ran for a part of the measurement of 10 M parameters, whose "
+        "elapsed time is thus no figure of the island's.",
     ),
     Row(
         "inner_step",
@@ -55,13 +57,11 @@ ROWS = (
         "wire",
         "uploads and fetches beside raw TLS",
         ("wire",),
-        "On a machine without other load: not measured.",
     ),
     Row(
         "wan",
         "islands behind slow links, over no limit and data-parallel training",
-        (),
-        "No script of these measurements is in benchmarks/.",
+        ("wan",),
     ),
     Row(
         "coordinator_scale",
@@ -80,8 +80,9 @@ ROWS = (
         "island_memory",
         "an island's memory over that of the loop alone and the anchors",
         ("island_memory",),
-        "The peak is within a step, and not at the join; what it holds was not looked "
-        "at yet.",
+        "The peak is within a step. Beyond the anchors an island holds residuals (as "
+        "large) and bases of open takes; memory that malloc had kept in its arenas is "
+        "not in it any more since this was measured.",
     ),
     Row(
         "simulator",

@@ -177,7 +177,9 @@ class FaultyCoordinator(VirtualCoordinator):
             if message.fragment not in self.dead_fragments:
                 self._awaited[message.fragment] = message
         elif isinstance(message, Commit) and fragment in self.lost_fragments:
-            self._begin_term(message)
+            # A worker that has just died hears of it when it is back.
+            if fragment not in self.dead_fragments:
+                self._begin_term(message)
         else:
             super().hold(message)
 
