@@ -59,8 +59,8 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 
@@ -273,8 +273,9 @@ class StoreHolder:
         """Return published fragments for an island."""
         self.lost.require_here(request.fragment)
         try:
+            have = None if request.digests else request.have
             return self.store.fetch(
-                request.fragment, request.want, request.have, request.part
+                request.fragment, request.want, have, request.part, request.digests
             )
         except ValueError as error:
             raise RemoteProtocolError(

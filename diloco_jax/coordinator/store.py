@@ -45,8 +45,8 @@ from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, capped, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import VersionGone
+from diloco_jax.wire.sources import FetchSource, source_of
 
 RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some: the newest one in
@@ -54,8 +54,6 @@ memory, the others where they lie on the disk."""
 SPARE_ARRAYS = 3
 """Spare arrays of the largest fragment's size that are kept for the next merge: Theta,
 anchor and momentum; and a publish."""
-BLOCK_BYTES = 4 << 20
-"""Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
 
 
 class ComputedMerge(NamedTuple):
@@ -262,9 +260,10 @@ class Store:
         want: Version,
         have: Version | None,
         part: Part = (),
+        digests: bool = False,
     ) -> FetchSource:
         """Return a part of the publishes after `have` if all are retained, else that
-        part of an anchor.
+        part of an anchor; or the digests of the anchor's tiles in their place.
 
         Raises ValueError if there is no such part; VersionGone if the anchor of version
         `want` is not kept any more.
@@ -279,7 +278,7 @@ class Store:
             ]
             if have is not None and kept and _is_chain(have, want, len(kept)):
                 tiles = [box for p in kept for box in layout.cut(p, part)]
-                return _source(want, tiles, count=len(kept))
+                return source_of(want, tiles, count=len(kept))
             current = state.state.anchor if want == state.version else None
             pin = state.pins.begin(want, current)
         if pin is None:
@@ -287,7 +286,8 @@ class Store:
                 f"version {tuple(want)} is not kept any more, the current one is "
                 f"{tuple(state.version)}; fetch this fragment again"
             )
-        source = _source(want, layout.cut_values(pin.anchor, part), count=0)
+        values = pin.digests() if digests else pin.anchor
+        source = source_of(want, layout.cut_values(values, part), count=0)
         watch(pin, source)
         return source
 
@@ -375,24 +375,3 @@ def _as_lists(state: FragmentState) -> dict[str, list[Any]]:
 
 def _is_chain(have: Version, want: Version, count: int) -> bool:
     return have.term == want.term and want.number - have.number == count
-
-
-def _source(
-    version: Version, boxes: Sequence[npt.NDArray[Any]], *, count: int
-) -> FetchSource:
-    return FetchSource(
-        version=version,
-        full=count == 0,
-        count=count,
-        buffers=[block.data for box in boxes for block in _blocks(box)],
-        total=sum(box.nbytes for box in boxes),
-    )
-
-
-def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Cut an array that is scattered in memory, so that the copy of each block, made
-    when it is sent, is small."""
-    if box.flags.c_contiguous or not box.size:
-        return [box]
-    rows = max(1, BLOCK_BYTES * len(box) // box.nbytes)
-    return [box[start : start + rows] for start in range(0, len(box), rows)]

@@ -45,8 +45,8 @@ from diloco_jax.protocol.working import (
     SaveAll,
 )
 from diloco_jax.wire import addresses, bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 

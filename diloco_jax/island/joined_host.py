@@ -65,7 +65,7 @@ class JoinedHost(Parts["JoinedLoop"]):
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build takes and adoptions. Raise ConfigError for a state of another run."""
-        self._hosts, self._identity = hosts, identity
+        self._hosts = hosts
         self._zeros = self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
@@ -106,6 +106,7 @@ class JoinedHost(Parts["JoinedLoop"]):
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
         self._meet_to_join("ready")
+        self._offer(versions)
         lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()

@@ -83,7 +83,9 @@ def compile_islands(
 
 def _compiled_part(island: IslandConfig) -> IslandConfig:
     """Return the island without the fields that no compiler sees."""
-    return dataclasses.replace(island, stands_for="", step_seconds=0.0, hosts=1)
+    return dataclasses.replace(
+        island, stands_for="", step_seconds=0.0, hosts=1, offers=""
+    )
 
 
 class _Compiler:

@@ -110,6 +110,16 @@ def not_worker(server: Principal | None, number: int) -> str:
     )
 
 
+def not_island(server: Principal | None, name: str) -> str:
+    """Explain why a server is not the island of this name; empty if it is."""
+    if server == island(name):
+        return ""
+    return (
+        f"that is the certificate of {server or 'nobody'}, and has to be that of "
+        f"{island(name)}; check islands.{name}.offers, and what listens there"
+    )
+
+
 def require_operator(caller: Principal | None) -> None:
     """Raise Refused unless the caller is the operator; see `require_island`."""
     if caller is None or caller == OPERATOR:

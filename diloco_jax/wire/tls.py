@@ -136,6 +136,13 @@ class TlsFiles:
         self._fill(context)
         return context
 
+    def peer_context(self) -> ssl.SSLContext:
+        """Return such a context for other islands: the certificate of an island names
+        the island, which the caller compares, and no machine."""
+        context = self.client_context()
+        context.check_hostname = False
+        return context
+
     def server_contexts(self) -> Callable[[], ssl.SSLContext]:
         """Return a function that gives the context of the next connection; see
         `server_credentials`."""

@@ -143,7 +143,7 @@ class Calibration:
 def _work(run: RunConfig, island: IslandConfig) -> tuple[Any, ...]:
     """Return the settings on which the seconds of one sequence depend."""
     alike = dataclasses.replace(
-        island, batch_size=1, step_seconds=0.0, stands_for="", topology=""
+        island, batch_size=1, step_seconds=0.0, stands_for="", topology="", offers=""
     )
     return run.model, run.sequence_length, alike
 

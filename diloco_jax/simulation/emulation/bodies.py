@@ -35,7 +35,7 @@ from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.sources import FetchSource
 
 
 class EncodedDelta(NamedTuple):
@@ -80,7 +80,7 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
         data = DataConfig(arrays=run.data.arrays)
         run = RunConfig(model=run.model, data=data, inner=inner)
-    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="", offers="")
     return _trainer_of(run, alike)
 
 
