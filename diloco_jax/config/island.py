@@ -96,6 +96,12 @@ class IslandConfig:
         return tuple(part.strip() for part in self.offers.split(",") if part.strip())
 
     @property
+    def offer_ports(self) -> tuple[int, ...]:
+        """The ports in `offers`, each once."""
+        ports = (int(address.rpartition(":")[2]) for address in self.offered_at)
+        return tuple(sorted(set(ports)))
+
+    @property
     def devices(self) -> int:
         """Devices of the island's mesh."""
         return self.mesh_data * self.mesh_fsdp * self.mesh_tensor

@@ -66,8 +66,8 @@ class OfferServer(BulkPort):
         if request.run_id != self._run_id:
             raise Refused(
                 "run",
-                f"the island is in run {request.run_id!r}, this one in "
-                f"{self._run_id!r}; check islands.NAME.offers",
+                f"the island that is asked is in run {self._run_id!r}, and the call is "
+                f"of run {request.run_id!r}; check islands.NAME.offers",
             )
         if isinstance(request, HoldingsRequest):
             connection.send(self._offers.holdings(request.fragment))
