@@ -1,5 +1,5 @@
-"""Notice what no decision sees: islands that hang, slow down or part from the others,
-a clock that jumps, memory that grows, a disk that fills.
+"""Notice what no decision sees: hanging, slow or diverging islands, clock jumps,
+growing memory, a disk that fills.
 
 It reads the status, and this machine. It decides nothing: it tells people, once for
 each time that something begins, and gives freed memory back.

@@ -59,7 +59,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something came in after the last `decide`, or in time."""
+        """Return when something came in after the last `decide`, or at the timeout."""
         with self._lock:
             self._changed.wait_for(lambda: self._conversation.has_news, timeout_s)
 
@@ -173,8 +173,8 @@ class Mailbox:
     def wait_for_post(
         self, has_news: Callable[[Status, int], bool], timeout_s: float
     ) -> None:
-        """Return once there is something to report, or in time. has_news: asked with
-        the status and the number of the newest record, see `Reporting`."""
+        """Return once there is something to report, or at the timeout. has_news: called
+        with the status and the number of the newest record; see `Reporting`."""
 
         def posted() -> bool:
             told = self._conversation
@@ -200,7 +200,7 @@ class Decisions(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have come in since `at`, or in time."""
+        """Return when something may have come in since `at`, or at the timeout."""
         ...
 
 

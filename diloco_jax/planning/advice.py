@@ -1,7 +1,7 @@
 """Advice on a config that does not fit, or whose parts do not suit each other.
 
-Every change is tried before it is told: islands that it touches are compiled again, the
-plan is made again, and what makes that plan worse is left out.
+Every change is tried before it is advised: the islands that it touches are compiled
+again, and the plan is made again. A change that makes the plan worse is left out.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ are mapped files, as what waits on the disk is: the system takes their pages bac
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """One of `placement.workers` processes that hold fragments, of which that with the
-    most parameters needs the most."""
+    """The largest of `placement.workers` processes, by parameters."""
 
     fragments: int
     params: int

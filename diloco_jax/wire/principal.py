@@ -49,7 +49,7 @@ OPERATOR = Principal(role="operator")
 
 
 def island(name: str) -> Principal:
-    """Return the principal that an island is."""
+    """Return the principal of an island."""
     return Principal(role="island", name=name)
 
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class Follower(Generic[L]):
-    """Run one follower: start, stop and close are called once, in this order; between
-    the first two, `loop` trains."""
+    """Run one follower. Call `start`, `stop` and `close` once each, in this order;
+    `loop` trains between the first two."""
 
     def __init__(self, host: Parts[L], hosts: Hosts) -> None:
         self._host, self._hosts = host, hosts

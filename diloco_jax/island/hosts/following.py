@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 LEAD = 2
 """Boundaries; more than the steps dispatched ahead, so that no host waits."""
 BATCH = 32
-"""Decisions after which followers say that they passed them and their keys are
+"""Number of decisions after which a follower confirms them, so that their keys are
 forgotten."""
 
 

@@ -1,4 +1,4 @@
-"""Coordinator and islands that are watched and that may die."""
+"""The processes of a fault schedule: they may die, and invariants watch them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FaultyCoordinator(VirtualCoordinator):
         self._later: deque[Callable[[], None]] = deque()
         """Events that came while a record waited for space."""
         self.lost_fragments: set[int] = set()
-        """Fragments that their workers, which are there, have lost."""
+        """Fragments that live workers have lost with their disks."""
         self.parted: set[int] = set()
         """Fragments whose worker the lead does not reach."""
         self._to_worker: list[ToHolder] = []
