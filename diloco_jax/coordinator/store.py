@@ -59,7 +59,7 @@ BLOCK_BYTES = 4 << 20
 
 
 class ComputedMerge(NamedTuple):
-    """A computed merge that is not visible yet: a `PreparedMerge` of a version."""
+    """A computed merge that is not visible yet: a `MergeResult` of a version."""
 
     version: Version
     state: FragmentState
@@ -210,7 +210,7 @@ class Store:
         current = self._fragments[fragment]
         weighting = tokens if final else self._weighting
         weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
-        prepared = self._merges[fragment].merge(
+        result = self._merges[fragment].merge(
             current.state,
             [payload.data for payload in payloads],
             squares or [self.squares(fragment, payload) for payload in payloads],
@@ -219,7 +219,7 @@ class Store:
             final=final,
             last=current.last,
         )
-        return ComputedMerge(version, *prepared)
+        return ComputedMerge(version, *result)
 
     def commit(self, fragment: int, merged: ComputedMerge) -> None:
         """Make a computed merge the current version."""
