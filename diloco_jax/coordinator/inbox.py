@@ -37,7 +37,7 @@ MOST_STRIPES = 1024
 """Stripes of one part: more than an island has channels, and few to look through."""
 MOST_PARTS = 4096
 """Parts of one delta: more than an island has hosts."""
-SPARED_BYTES = 32
+SPARED_BYTES_EACH = 32
 """Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
 parameters, anchors and momentum, and what is published meanwhile."""
 

@@ -51,6 +51,8 @@ INIT_WITHIN_S = 3600
 """Seconds after the making of its machine in which a coordinator may begin a new run on
 an empty disk. Later, an empty disk means that the run's disk got lost."""
 
+LOG_LINES = 100
+"""Last lines of each process that `--action logs` shows."""
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 """Image with `gcloud`, for machines that lack it."""
 MAX_RESTARTS = 200

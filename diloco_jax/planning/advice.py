@@ -13,6 +13,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.planning import evenness, remedies
 from diloco_jax.planning.changes import Change, changed, shown
+from diloco_jax.planning.checks import GB
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import LATENCY_S
 from diloco_jax.planning.processes import PlanError
@@ -23,7 +24,6 @@ UNBALANCED = 1.15
 """Ratio of the longest step to the shortest from which advice is given."""
 NOISE = 0.005
 """Share by which the simulated goodput of equal plans may differ."""
-GB = 1e9
 Replan = Callable[[Config, Mapping[str, IslandPlan]], Plan]
 """Make the plan of a config, whose model it cuts, from its compiled islands, without
 advice."""

@@ -112,7 +112,7 @@ def plan_disk(
     expected = log + lines + exports + (0 if in_bucket else snapshots)
     late_log = math.ceil((0.5 * rounds + 1) * publish)
     # A delta is put on the disk only where this stays free.
-    spared = max(SPARED_BYTES, inbox.SPARED_BYTES * params if deltas else 0)
+    spared = max(SPARED_BYTES, inbox.SPARED_BYTES_EACH * params if deltas else 0)
     reserve = late_log + deltas + spared
     return DiskPlan(
         snapshots=snapshots,
