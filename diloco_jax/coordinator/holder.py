@@ -213,7 +213,7 @@ class StoreHolder:
         return self._snapshots.writer.alerts(now)
 
     def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Return the message; see `WorkersHolder.told`."""
+        """Return the message as it is; see `WorkersHolder.told`."""
         return message
 
     def shown(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self.told: Callable[[Hello, FromCoordinator], FromCoordinator] = _as_it_is
-        """Makes of a message what the island that said hello is told."""
+        """Completes a message for the island that said hello."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
         self._serving: dict[str, Stream] = {}

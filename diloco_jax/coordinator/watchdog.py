@@ -57,7 +57,8 @@ class Gauges(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """An island as it was seen: incarnation, steps, since when, and its best speed."""
+    """An island as last seen: its incarnation, its steps and since when it has them,
+    and its best speed."""
 
     incarnation: int
     steps: int

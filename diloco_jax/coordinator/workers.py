@@ -100,8 +100,8 @@ class WorkersHolder:
         return tuple(f for f, own in enumerate(self._dealt) if own == worker)
 
     def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Return a message as the island that said hello is told it: a Welcome with
-        where each worker serves, or served, and all with tickets."""
+        """Complete a message for the island that said hello: with tickets and, if it is
+        a Welcome, with the addresses at which workers serve, or served."""
         if isinstance(message, Welcome):
             at = tuple(worker.address for worker in self._workers)
             message = replace(message, workers=at)

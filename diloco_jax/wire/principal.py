@@ -54,7 +54,7 @@ def island(name: str) -> Principal:
 
 
 def worker(number: int) -> Principal:
-    """Return the principal that a worker of the coordinator is."""
+    """Return the principal of a worker of the coordinator."""
     return Principal(role="worker", name=str(number))
 
 
@@ -99,8 +99,11 @@ def require_island(caller: Principal | None, name: str) -> None:
 
 
 def not_worker(server: Principal | None, number: int) -> str:
-    """Explain why a server is not this worker; empty if it is, or is the coordinator,
-    whose key a worker without one of its own uses."""
+    """Explain why a server is not this worker; empty if it is.
+
+    The coordinator counts as its worker: a worker without a key of its own uses the
+    coordinator's.
+    """
     if server in (worker(number), COORDINATOR):
         return ""
     return (

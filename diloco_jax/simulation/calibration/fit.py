@@ -26,7 +26,7 @@ from diloco_jax.simulation.replay.recording import read_begun, read_records
 from diloco_jax.workdir import read_config, read_facts, read_summary
 
 EMULATED_WITHIN = 1.2
-"""Ratio to the emulated step. A shorter step is emulated and hides the compute."""
+"""Emulated steps. A step that is shorter than so many of them hides its compute."""
 OWN_TRANSFERS = 20
 """Transfers that an island needs for a fit of its own. With fewer, which are its slow
 ones, it gets the fit of all islands.
