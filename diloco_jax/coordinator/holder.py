@@ -335,8 +335,9 @@ class StoreHolder:
         )
 
     def _written(self, merge: Merge, merged: ComputedMerge) -> Prepared | None:
-        """Write the publish, however often that takes; None if this process ends.
-        Raises OSError, naming the fragment and the file, after `write_within_s`."""
+        """Write the publish, in as many attempts as it takes; None if this process
+        ends. Raises OSError, naming the fragment and the file, after
+        `write_within_s`."""
         told, began = False, time.monotonic()
         while not self._closing.is_set():
             try:
@@ -369,7 +370,7 @@ class StoreHolder:
         self._tell(HolderTroubled(text=text))
 
     def _follow_up(self, fragment: int, merged: ComputedMerge) -> None:
-        """Do what a merge has left, once it is committed and nobody waits for it."""
+        """Do the rest of a merge, once it is committed and nobody waits for it."""
         digested = MergeDigested(
             fragment=fragment,
             version=merged.version,

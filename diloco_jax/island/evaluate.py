@@ -96,7 +96,7 @@ def evaluate_all(
     """Return the loss over the whole validation text, with each token predicted
     once.
 
-    report: told the share that is done, after each batch.
+    report: called with the share that is done, after each batch.
     """
     sums = _sums(trainer, params, validation, report)
     return _evaluation(sums, validation.bytes_per_token)
@@ -110,7 +110,7 @@ def evaluate_parts(
 ) -> Evaluation:
     """Return the loss over all parts of the validation text, and that of each.
 
-    report: told the share that is done, after each batch.
+    report: called with the share that is done, after each batch.
     """
     found = {}
     for number, (name, part) in enumerate(parts.items()):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks."""
 LITTLE_LEFT = 0.03
-"""Share of the machine's memory that is little."""
+"""Share of the machine's memory below which little is left."""
 
 
 class HangWatch:

@@ -63,8 +63,8 @@ def restored_state(
     leaves: LikeLeaves,
     versions: Sequence[Version],
 ) -> Restored:
-    """Return what of a state holds for an island that begins at these versions. All
-    hosts call it.
+    """Return the part of a state that still holds for an island that begins at these
+    versions. All hosts call it.
 
     Raises ValueError if the residuals are not as `like` in names and shapes.
     """

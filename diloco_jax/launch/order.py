@@ -48,8 +48,8 @@ WORKDIR = f"{ROOT}/run"
 
 COORDINATOR = "coordinator"
 INIT_WITHIN_S = 3600
-"""Seconds after the making of its machine in which a coordinator may begin a new run on
-an empty disk. Later, an empty disk means that the run's disk got lost."""
+"""Seconds from the making of its machine within which a coordinator may begin a new run
+on an empty disk. Later, an empty disk means that the run's disk got lost."""
 
 LOG_LINES = 100
 """Last lines of each process that `--action logs` shows."""
@@ -108,7 +108,7 @@ class Order:
         )
 
     def init_arguments(self) -> tuple[str, ...]:
-        """Return the further ones of a coordinator that begins a run."""
+        """Return the additional arguments of a coordinator that begins a run."""
         return ("--init", self.source) if self.source else ("--init",)
 
     def island_arguments(

@@ -42,8 +42,8 @@ POOL = "cloud.google.com/gke-nodepool"
 
 
 def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
-    """Return the coordinator's pod, which may begin a run for a while after
-    `now_unix`."""
+    """Return the coordinator's pod. now_unix: it may begin a run within INIT_WITHIN_S
+    after it."""
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
     init, init_before = shlex.join(order.init_arguments()), now_unix + INIT_WITHIN_S
     start = ended_at(f'{command} "$@"', order.end_unix(now_unix), STOP_S)

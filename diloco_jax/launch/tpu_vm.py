@@ -36,7 +36,7 @@ def deployment(
       certificates: folder with `coordinator.tar` and each `island.NAME.tar`.
       folder: folder for the deployment's files.
       now_unix: first incarnation of a slice made now, above those of any slice made
-        before. A coordinator made now may begin a run for a while.
+        before. A coordinator made now may begin a run within INIT_WITHIN_S.
     """
     (host,) = hosts(order)
     address = f"{host}:{PORT}"

@@ -33,8 +33,8 @@ REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
 class DiskPlan:
     """Bytes of the coordinator's disk, and bytes per second that are written.
 
-    `expected` is compared with what a run holds, at most, while nothing goes wrong;
-    `reserve` is what must have room besides."""
+    `expected`: the most that a run should hold while nothing goes wrong. `reserve`: the
+    room that it must have besides."""
 
     snapshots: int
     """All kept snapshots of every fragment, and one that is being written."""

@@ -62,8 +62,8 @@ class Hbm:
         return min(1.0, 1 - self.missing / max(1, resident))
 
     def with_takes(self, now: SyncConfig, then: SyncConfig) -> Hbm:
-        """Return the memory with another number of fragments under way, of which a step
-        knows nothing else."""
+        """Return the memory with another number of fragments under way, which changes
+        nothing else in a step."""
         factor = open_fragments(then) / open_fragments(now)
         more = round(self.open_takes * (factor - 1))
         used = self.used + (0 if self.pinned_host else more)

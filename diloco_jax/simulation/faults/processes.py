@@ -73,7 +73,7 @@ class FaultyCoordinator(VirtualCoordinator):
         """Fragments whose worker the lead does not reach."""
         self._to_worker: list[ToHolder] = []
         self._from_worker: list[Event] = []
-        """Messages that wait for that to end."""
+        """Messages that wait until the lead reaches it again."""
         self._awaited: dict[int, AwaitAnchor] = {}
         self._kept: dict[int, Anchor] = {}
         """Anchors that are on disk and not committed."""
