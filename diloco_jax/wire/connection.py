@@ -89,7 +89,7 @@ class BulkConnection:
         return True
 
     def receive_chunk(self, place: memoryview, offset: int) -> int:
-        """Receive one checked chunk to the begin of a place; return its length.
+        """Receive one checked chunk to the beginning of a place; return its length.
 
         offset: that of the chunk in the payload. Bytes of a damaged chunk are in the
         place, too, when RemoteProtocolError is raised.

@@ -25,7 +25,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     name: str = ""
-    """An island's, or the number of a worker; empty for other roles."""
+    """Name of an island, or number of a worker; empty for other roles."""
 
     @property
     def uri(self) -> str:
