@@ -142,7 +142,6 @@ def cycle_here(parameters: int, islands: int) -> dict[str, Any]:
     payloads = [payload, *(payload.copy() for _ in range(islands - 1))]
     merged = small.merge(
         0,
-        Version(1, 1),
         parts,
         payloads,
         [small.squares(0, payload)] * islands,
@@ -158,11 +157,8 @@ def cycle_here(parameters: int, islands: int) -> dict[str, Any]:
         began, cpu_began = time.monotonic(), time.process_time()
         for fragment in range(FRAGMENTS):
             squares = [store.squares(fragment, payload) for payload in payloads]
-            version = Version(1, 1 + number)
-            merged = store.merge(
-                fragment, version, parts, payloads, squares, final=False
-            )
-            store.commit(fragment, merged)
+            merged = store.merge(fragment, parts, payloads, squares, final=False)
+            store.commit(fragment, Version(1, 1 + number), merged)
     cpu, elapsed = time.process_time() - cpu_began, time.monotonic() - began
     return {
         "parameters": elements,
