@@ -106,7 +106,7 @@ class WorkersHolder:
             at = tuple(worker.address for worker in self._workers)
             message = replace(message, workers=at)
         whose = tickets.Permit(self._run_id, hello.island, hello.incarnation, 0, 0)
-        # Of the machine's own clock, which does not jump.
+        # By the machine's own clock, which does not jump.
         until = time.monotonic() + self._ticket_s
         return tickets.stamped(self._key, message, whose, until)
 

@@ -121,7 +121,7 @@ class BulkConnection:
         """
         place = bytearray(_DRAIN_BYTES)
         with contextlib.suppress(OSError):
-            # Of the socket beneath TLS: nothing need be deciphered.
+            # From the socket beneath TLS: nothing need be deciphered.
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             while socket.socket.recv_into(self._socket, place):
                 pass
