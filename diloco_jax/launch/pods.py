@@ -246,7 +246,7 @@ def _copies_data(order: Order) -> Manifest:
     if not order.settings.data:
         return {}
     copy = ["gcloud", "storage", "rsync", "--recursive", order.settings.data, DATA]
-    # What is wrong with a file, `diloco` itself tells, with an exit code of its own.
+    # `diloco` itself tells what is wrong with a file, with an exit code of its own.
     read = f"diloco manifest --missing {DATA} || true"
     mounts = [{"name": "data", "mountPath": DATA}]
     return {
