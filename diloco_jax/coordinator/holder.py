@@ -126,7 +126,7 @@ class StoreHolder:
             inbox,
             self._closing,
             self._submit,
-            lambda told: self._tell(told),
+            lambda report: self._tell(report),
         )
 
     def answer(
@@ -212,8 +212,8 @@ class StoreHolder:
         """Return what people should know about its snapshots."""
         return self._snapshots.writer.alerts(now)
 
-    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Return the message as it is; see `WorkersHolder.told`."""
+    def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Return the message as it is; see `WorkersHolder.completed`."""
         return message
 
     def shown(self) -> dict[str, Any]:

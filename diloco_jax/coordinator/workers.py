@@ -99,7 +99,7 @@ class WorkersHolder:
         """Return the fragments of a worker."""
         return tuple(f for f, own in enumerate(self._dealt) if own == worker)
 
-    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+    def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
         """Complete a message for the island that said hello: with tickets and, if it is
         a Welcome, with the addresses at which workers serve, or served."""
         if isinstance(message, Welcome):

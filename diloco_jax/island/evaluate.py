@@ -115,10 +115,10 @@ def evaluate_parts(
     found = {}
     for number, (name, part) in enumerate(parts.items()):
 
-        def told(share: float, before: int = number) -> None:
+        def report_part(share: float, before: int = number) -> None:
             report((before + share) / len(parts))
 
-        found[name] = _sums(trainer, params, part, told)
+        found[name] = _sums(trainer, params, part, report_part)
     (per_token,) = {part.bytes_per_token for part in parts.values()}
     whole = _evaluation([pair for sums in found.values() for pair in sums], per_token)
     return whole._replace(by_source={name: _mean(sums) for name, sums in found.items()})

@@ -298,8 +298,8 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
         )
         for island in placed
     }
-    told = Config(run=run, islands=islands, placement=placement, launch=launch)
-    return dataclasses.asdict(told.validate())
+    ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
+    return dataclasses.asdict(ordered.validate())
 
 
 def ended_at(command: str, end_unix: int, grace_s: float) -> str:

@@ -87,13 +87,13 @@ def flag_notes(config: Config) -> list[str]:
     islands' generations (`libtpu.py`)."""
     notes = []
     for name, island in config.islands.items():
-        told = variables_of(config.launch, name).plain.get(libtpu.VARIABLE, "")
+        given = variables_of(config.launch, name).plain.get(libtpu.VARIABLE, "")
         generation = libtpu.generation_of(island.topology)
         for since, flags in libtpu.FLAGS.get(generation, ())[:1]:
             version = ".".join(map(str, since))
             notes += [
                 f"note: island {name}: {clash}"
-                for clash in libtpu.clashes(told, flags, f"{generation}, {version}")
+                for clash in libtpu.clashes(given, flags, f"{generation}, {version}")
             ]
     return notes
 

@@ -77,7 +77,7 @@ class MachineRates(
         """
         return _or_dearest(self.replay_core_seconds, codec)
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Return lines for people: each rate, and where it is from."""
         merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
         deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())

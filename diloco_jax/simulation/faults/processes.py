@@ -93,8 +93,8 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        told = event if isinstance(event, FromAWorker) else None
-        if told is not None and told.fragment in self.parted:
+        report = event if isinstance(event, FromAWorker) else None
+        if report is not None and report.fragment in self.parted:
             self._from_worker.append(event)
         elif self._effects:
             self._wait(event)

@@ -150,13 +150,13 @@ class Life:
 
         The records after its first versions hold it.
         """
-        told = [r for _, r in self.records if r.kind == "restored"]
-        if not told:
+        lines = [r for _, r in self.records if r.kind == "restored"]
+        if not lines:
             return None
         return RestoredFrom(
-            who=Who(self.who.island, told[0].start),
-            steps=told[0].value,
-            fragments=tuple(r.fragment for r in told[1:]),
+            who=Who(self.who.island, lines[0].start),
+            steps=lines[0].value,
+            fragments=tuple(r.fragment for r in lines[1:]),
         )
 
     def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:

@@ -167,16 +167,16 @@ class _Reader:
         )
 
     def _told(self, line: records.Fact) -> None:
-        life, told = self._life(line.island, line.incarnation), line.record
+        life, record = self._life(line.island, line.incarnation), line.record
         known = life.records
-        if told.seq > len(known) + 1:
+        if record.seq > len(known) + 1:
             raise self._wrong(
-                f"record {told.seq} of {life.who} follows number {len(known)}; one is "
-                f"missing"
+                f"record {record.seq} of {life.who} follows number {len(known)}; one "
+                f"is missing"
             )
         # An island repeats unconfirmed records to a coordinator that came back.
-        if told.seq == len(known) + 1:
-            known.append(TapedRecord(self._line, told))
+        if record.seq == len(known) + 1:
+            known.append(TapedRecord(self._line, record))
 
     def _merged(self, record: records.Merged) -> None:
         fragment, version = record.fragment, record.version
