@@ -213,7 +213,6 @@ def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
     payloads = [payload, *(payload.copy() for _ in range(islands - 1))]
     merged = small.merge(
         0,
-        Version(1, 1),
         parts,
         payloads,
         [small.squares(0, payload)] * islands,
@@ -229,11 +228,8 @@ def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
     def merge_all(number: int) -> None:
         for fragment in range(count):
             squares = [store.squares(fragment, payload) for payload in payloads]
-            version = Version(1, 1 + number)
-            merged = store.merge(
-                fragment, version, parts, payloads, squares, final=False
-            )
-            store.commit(fragment, merged)
+            merged = store.merge(fragment, parts, payloads, squares, final=False)
+            store.commit(fragment, Version(1, 1 + number), merged)
 
     for number in range(CYCLES - 1):
         merge_all(number)

@@ -64,9 +64,9 @@ def chaos_command(arguments: Sequence[str]) -> int:
 
     from diloco_jax.chaos.command import run
 
-    code, told = run(config, path, Console(stderr=True, markup=False), options)
+    code, findings = run(config, path, Console(stderr=True, markup=False), options)
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(findings))
     return code
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import (
     FragmentMerge,
     FragmentState,
+    MergeResult,
     Squares,
 )
 from diloco_jax.core.fragments import (
@@ -39,7 +40,7 @@ from diloco_jax.core.fragments import (
 from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.deltas import Encoded
-from diloco_jax.core.merge.measures import MergeMeasures, Sample, sampled
+from diloco_jax.core.merge.measures import Sample, sampled
 from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
@@ -56,18 +57,6 @@ SPARE_ARRAYS = 3
 anchor and momentum; and a publish."""
 
 
-class ComputedMerge(NamedTuple):
-    """A computed merge that is not visible yet: a `PreparedMerge` of a version."""
-
-    version: Version
-    state: FragmentState
-    payload: memoryview
-    norm: float
-    measures: MergeMeasures
-    sample: tuple[Sample, ...]
-    directions: tuple[float | None, ...] = ()
-
-
 @dataclasses.dataclass
 class _Fragment:
     """One fragment's arrays. `digest`: of `state.theta`; empty until needed."""
@@ -75,7 +64,7 @@ class _Fragment:
     version: Version
     state: FragmentState
     last: tuple[Sample, ...]
-    """`ComputedMerge.sample` of the last merge; empty if computed elsewhere."""
+    """`MergeResult.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, Buffer]]
     on_disk: frozenset[Version]
@@ -179,7 +168,7 @@ class Store:
                 sampled(Encoded(merge.up, placed.piece.shape, [array]), 0)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
-                self.merge(fragment, Version(), [nothing], [zeros], final=final)
+                self.merge(fragment, [nothing], [zeros], final=final)
 
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
         """Return the sums of the squares of a delta, by piece, for `is_fit`."""
@@ -188,14 +177,13 @@ class Store:
     def merge(
         self,
         fragment: int,
-        version: Version,
         contributions: Sequence[Contribution],
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares] | None = None,
         *,
         share: float = 1.0,
         final: bool,
-    ) -> ComputedMerge:
+    ) -> MergeResult:
         """Compute the outer step of one fragment from these deltas; change nothing yet.
 
         Args:
@@ -208,7 +196,7 @@ class Store:
         current = self._fragments[fragment]
         weighting = tokens if final else self._weighting
         weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
-        prepared = self._merges[fragment].merge(
+        return self._merges[fragment].merge(
             current.state,
             [payload.data for payload in payloads],
             squares or [self.squares(fragment, payload) for payload in payloads],
@@ -217,15 +205,14 @@ class Store:
             final=final,
             last=current.last,
         )
-        return ComputedMerge(version, *prepared)
 
-    def commit(self, fragment: int, merged: ComputedMerge) -> None:
-        """Make a computed merge the current version."""
+    def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
+        """Make a computed merge the current version, with this number."""
         with self._lock:
             current = self._fragments[fragment]
-            current.version, current.state = merged.version, merged.state
+            current.version, current.state = version, merged.state
             current.last, current.digest = merged.sample, ""
-            current.publishes.append((merged.version, merged.payload))
+            current.publishes.append((version, merged.payload))
             current.pins.expire()
         self._spares.trim(self._spare_bytes)
 

@@ -1,5 +1,7 @@
-"""The parts of an island whose steps are the user's: parameters are lent, at
-boundaries, and data is read by the loop itself."""
+"""The parts of an island whose steps are made by a train loop of the user's.
+
+That loop lends its parameters at boundaries, and reads the data itself.
+"""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ def run(
         island.stop(ending)
         island.close()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
-    told = compilation.counted()
-    logger.log(level, "island %s ends: %s; %s", name, ending.text, told)
+    counted = compilation.counted()
+    logger.log(level, "island %s ends: %s; %s", name, ending.text, counted)
     if hosts is not None:
         if island.ended_together:
             # The first host to leave would make the others abort, which hides their

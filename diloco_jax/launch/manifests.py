@@ -105,8 +105,10 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
 
 
 def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
-    """Return account, service, policy, disruption budget and Job of the coordinator,
-    which may begin a run for a while after `now_unix`."""
+    """Return account, service, policy, disruption budget and Job of the coordinator.
+
+    now_unix: the coordinator may begin a run within INIT_WITHIN_S after it.
+    """
     name, labels = order.coordinator, _labels(order, COORDINATOR)
     settings = order.settings
     annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}

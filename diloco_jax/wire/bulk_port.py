@@ -64,7 +64,7 @@ class BulkPort(abc.ABC):
         self._serving: set[BulkConnection] = set()
 
     def start(self, listener: socket.socket) -> None:
-        """Serve what comes to a socket that listens, which is closed in the end."""
+        """Serve what comes to a socket that listens, which is closed at the end."""
         self._acceptor = Acceptor(
             listener,
             self._contexts,

@@ -25,7 +25,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     name: str = ""
-    """An island's, or the number of a worker; empty for other roles."""
+    """Name of an island, or number of a worker; empty for other roles."""
 
     @property
     def uri(self) -> str:
@@ -49,12 +49,12 @@ OPERATOR = Principal(role="operator")
 
 
 def island(name: str) -> Principal:
-    """Return the principal that an island is."""
+    """Return the principal of an island."""
     return Principal(role="island", name=name)
 
 
 def worker(number: int) -> Principal:
-    """Return the principal that a worker of the coordinator is."""
+    """Return the principal of a worker of the coordinator."""
     return Principal(role="worker", name=str(number))
 
 
@@ -99,8 +99,11 @@ def require_island(caller: Principal | None, name: str) -> None:
 
 
 def not_worker(server: Principal | None, number: int) -> str:
-    """Explain why a server is not this worker; empty if it is, or is the coordinator,
-    whose key a worker without one of its own uses."""
+    """Explain why a server is not this worker; empty if it is.
+
+    The coordinator counts as its worker: a worker without a key of its own uses the
+    coordinator's.
+    """
     if server in (worker(number), COORDINATOR):
         return ""
     return (

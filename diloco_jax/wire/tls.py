@@ -104,7 +104,7 @@ class TlsFiles:
         )
 
     def stamps(self) -> list[tuple[int, ...]]:
-        """Return what tells that one of the files is another one than before."""
+        """Return a mark that changes when one of the files does."""
         paths = (self.folder / "ca.pem", self.certificate_path, self.key_path)
         return [_stamp(path) for path in paths]
 

@@ -380,7 +380,7 @@ def _asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answ
 
 
 def _answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
-    """Receive an answer of this kind; raise the error that comes in its stead."""
+    """Receive an answer of this kind; raise the error that comes instead."""
     reply = connection.receive(encoding.bulk_reply)
     if isinstance(reply, errors.Failure):
         raise errors.from_failure(reply, connection.peer)

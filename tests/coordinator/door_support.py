@@ -32,9 +32,8 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import ComputedMerge
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragment_merge import FragmentState, Squares
+from diloco_jax.core.fragment_merge import FragmentState, MergeResult, Squares
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.core.payload import PayloadLayout
@@ -94,17 +93,17 @@ class Store:
 
     layouts_up = LAYOUTS
 
-    def merge(self, *arguments: Any, **options: Any) -> ComputedMerge:
-        return ComputedMerge(
-            version=Version(),
+    def merge(self, *arguments: Any, **options: Any) -> MergeResult:
+        return MergeResult(
             state=FragmentState((), (), None, ()),
             payload=b"",
             norm=1.0,
             measures=MergeMeasures(),
             sample=(),
+            directions=(),
         )
 
-    def commit(self, fragment: int, merged: ComputedMerge) -> None:
+    def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
         """Nothing is published."""
 
     def squares(self, fragment: int, payload: Any) -> Squares:
