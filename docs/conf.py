@@ -56,6 +56,7 @@ html_title = project
 html_static_path = []
 html_show_sourcelink = False
 html_copy_source = False
+html_search_scorer = str(HERE / "search_scorer.js")
 html_theme_options = {
     "show_prev_next": True,
     "navigation_with_keys": False,

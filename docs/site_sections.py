@@ -46,7 +46,9 @@ def write_sections(index: Path, folder: Path) -> None:
         text = "".join([above, line, *rows, below])
         text = re.sub(r"\]\(([^()\s:]+)\)", lambda m: f"]({_moved(m[1])})", text)
         (folder / f"{slug(title)}.md").write_text(
-            f"# {title}\n{text}\n" + _contents(_pages(text)), encoding="utf-8"
+            # These pages have the words of all others.
+            f"---\nnosearch: true\n---\n# {title}\n{text}\n{_contents(_pages(text))}",
+            encoding="utf-8",
         )
 
 

@@ -28,6 +28,7 @@ RUN_BY = {
     "README.md": "runtime/test_python_page.py",
     "docs/data.md": "data/test_data_page.py",
     "docs/embed.md": "runtime/example_support.py",
+    "docs/embed_more.md": "runtime/example_support.py",
     "docs/extending.md": "test_extending.py",
     "docs/finetune.md": "test_blocks_in_docs.py",
     "docs/models.md": "models/test_own_model.py",

@@ -1,0 +1,35 @@
+// How the site's search orders what it finds; conf.py names this file. Sphinx alone gives
+// a page the score of its best word, and leaves ties to the alphabet.
+
+const ofPlaces = [
+  [/^docs\/\w+$/, 4], // guides
+  [/^docs\/results\/quality_appendix$|^CHANGELOG$|^README$/, -12], // have every word
+  [/^docs\/results\/|^notebooks\/|^launch\//, -1],
+];
+
+var Scorer = {
+  // As Sphinx has them.
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+
+  // A page is better by each of the words that its headings have, and by its place.
+  score: ([page, title, anchor, descr, score]) => {
+    const file = Search._index.docnames.indexOf(page);
+    const typed = new URLSearchParams(window.location.search).get("q") ?? "";
+    const words = [...Search._parseQuery(typed)[1]];
+    const inHeadings = words.filter((word) =>
+      [Search._index.titleterms[word] ?? []].flat().includes(file),
+    );
+    const inTitle = words.filter((word) =>
+      Search._index.titles[file].toLowerCase().includes(word),
+    );
+    const place = ofPlaces.find(([name]) => name.test(page));
+    return score + 4 * inHeadings.length + 4 * inTitle.length + (place ? place[1] : 0);
+  },
+};
