@@ -18,6 +18,7 @@ from diloco_jax.wire.server import Server
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import site_formats  # noqa: E402
+import site_sections  # noqa: E402
 
 PAGES = {"wire": site_formats.wire(), "tape": site_formats.tape()}
 
@@ -102,3 +103,57 @@ def test_every_error_of_the_wire_is_listed_or_a_base():
 
 def test_notes_are_a_part_of_what_is_written():
     assert set(site_formats.structs_of(notes.Note)) < set(leaves(records.Written))
+
+
+@pytest.fixture(scope="module")
+def guide(tmp_path_factory) -> Path:
+    """The pages of the index's sections, as in a checkout."""
+    folder = tmp_path_factory.mktemp("checkout") / "guide"
+    site_sections.write_sections(ROOT / "docs" / "index.md", folder)
+    return folder
+
+
+def test_every_section_of_the_index_is_a_page(guide):
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "index.md").read_text(), re.M)
+    assert len(titles) >= 8
+    assert {page.stem for page in guide.iterdir()} == set(
+        map(site_sections.slug, titles)
+    )
+
+
+def test_pages_of_sections_lead_to_files(guide):
+    made = {"configuration", "commands", "api", "wire", "tape"}
+    for page in guide.iterdir():
+        for link in re.findall(r"\]\(([^()\s:]+)\)", page.read_text()):
+            there = (ROOT / "guide" / link).resolve()
+            is_made = there.parent == ROOT / "reference" and there.stem in made
+            assert is_made or there.is_file(), f"{page.name}: {link}"
+
+
+def test_what_the_code_makes_is_in_the_reference(guide):
+    contents = (guide / "reference.md").read_text().split("{toctree}")[1]
+    for page in ("configuration", "commands", "api", "wire", "tape"):
+        assert f"../reference/{page}.md" in contents
+
+
+def test_the_index_keeps_its_head_and_leads_to_its_sections():
+    source = [(ROOT / "docs" / "index.md").read_text()]
+    site_sections.divide_index(None, "docs/index", source)
+    assert source[0].startswith("# Documentation")
+    assert "| [How-to](../guide/how-to.md) | One task, start to end. |" in source[0]
+    assert "running.md" not in source[0]
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "becomes"),
+    [
+        ("docs/python", "index.md#tutorials", "../guide/tutorials.md"),
+        ("docs/results/wire", "../index.md#design", "../../guide/design.md"),
+        ("README", "docs/index.md#tutorials", "guide/tutorials.md"),
+        ("docs/python", "index.md", "index.md"),
+    ],
+)
+def test_links_to_sections_of_the_index_lead_to_their_pages(page, link, becomes):
+    source = [f"see [it]({link})."]
+    site_sections.divide_index(None, page, source)
+    assert source[0] == f"see [it]({becomes})."
