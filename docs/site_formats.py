@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -33,6 +34,28 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "Keep": ("CycleRequest", "the cycle that is kept, as JSON", "an operator"),
 }
 """Methods of the gRPC service: what is asked, the answer, and who may ask."""
+
+LIFE = """sequenceDiagram
+    participant I as island
+    participant C as coordinator
+    I->>C: Hello
+    C->>I: Welcome
+    I->>C: FetchRequest, for each fragment (bulk)
+    C->>I: FetchStart and the anchor (bulk)
+    C->>I: Granted: data to train on
+    loop as long as it trains
+        I->>C: Report: steps, records, measures
+        C->>I: Progress
+    end
+    C->>I: TakeRequest
+    I->>C: UploadStart and the delta (bulk), Report of the take
+    C->>I: Published: verdict and new version
+    I->>C: FetchRequest for that version (bulk)
+    C->>I: Stop, once the run has its tokens
+    C->>I: TakeRequest, for the flush
+    C->>I: Finished
+    I->>C: Goodbye"""
+"""What is said in which order, as a diagram of mermaid."""
 
 WIRE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     (
@@ -87,6 +110,12 @@ def wire() -> str:
         A coordinator has two ports. Control is gRPC at the port of its address. Bulk
         (deltas, publishes, kept files) is a TCP socket at the next port. Both use
         mutual TLS ([security](../docs/security.md)).
+
+        ## An island's life
+
+        ```mermaid
+        {textwrap.indent(LIFE, " " * 8).strip()}
+        ```
 
         ## Control
 

@@ -77,7 +77,15 @@ def slug(title: str) -> str:
 
 
 def _pages(text: str) -> list[str]:
-    return list(dict.fromkeys(re.findall(r"\]\(([^()\s#]+\.(?:md|ipynb))\)", text)))
+    """Return the pages that a section names as entries of a table of contents: under
+    the name of their row, or else under their own title."""
+    found = {}
+    for head, name, page in re.findall(
+        r"(^\| )?\[([^]]+)\]\(([^()\s#]+\.(?:md|ipynb))\)", text, re.M
+    ):
+        title = f"{name[0].upper()}{name[1:]} <{page}>" if head else page
+        found.setdefault(page, title)
+    return list(found.values())
 
 
 def _moved(link: str) -> str:

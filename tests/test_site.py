@@ -69,6 +69,14 @@ def test_every_value_that_a_field_names_is_explained(page):
         assert re.search(rf"^### {name}$", PAGES[page], re.M | re.I), name
 
 
+def test_the_life_of_an_island_is_told_in_messages_that_exist():
+    told = set(re.findall(r"\b[A-Z][a-z]+[A-Za-z]*\b", site_formats.LIFE))
+    tags = {kind.__struct_config__.tag for kind in leaves(messages.Message)}
+    assert told <= tags
+    assert len(told) >= 12
+    assert site_formats.LIFE in PAGES["wire"]
+
+
 def test_bounds_are_those_of_the_decoder():
     told = section(PAGES["wire"], "UploadStart")
     assert "| `incarnation` | int, 0 to 2^48 |" in told
@@ -133,7 +141,13 @@ def test_pages_of_sections_lead_to_files(guide):
 def test_what_the_code_makes_is_in_the_reference(guide):
     contents = (guide / "reference.md").read_text().split("{toctree}")[1]
     for page in ("configuration", "commands", "api", "wire", "tape"):
-        assert f"../reference/{page}.md" in contents
+        assert f"<../reference/{page}.md>" in contents
+
+
+def test_pages_stand_in_the_contents_under_the_names_of_their_rows(guide):
+    contents = (guide / "tutorials.md").read_text().split("{toctree}")[1]
+    assert "\nOn a laptop <../docs/laptop.md>\n" in contents
+    assert "\n../launch/gke/README.md\n" in contents
 
 
 def test_the_index_keeps_its_head_and_leads_to_its_sections():
