@@ -1,12 +1,5 @@
-// How the site's search orders what it finds; conf.py names this file. Sphinx alone gives
-// a page the score of its best word, and leaves ties to the alphabet.
-
-const ofPlaces = [
-  [/^docs\/\w+$/, 4], // guides
-  [/^docs\/results\/quality_appendix$|^CHANGELOG$|^README$/, -12], // have every word
-  [/^docs\/results\/|^notebooks\/|^launch\//, -1],
-];
-
+// How the site's search orders what it finds (conf.py names this file). Sphinx alone gives
+// a page the score of its best word, and leaves the order of equals to the alphabet.
 var Scorer = {
   // As Sphinx has them.
   objNameMatch: 11,
@@ -18,6 +11,12 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
 
+  places: [
+    [/^docs\/\w+$/, 4], // guides
+    [/^docs\/results\/quality_appendix$|^CHANGELOG$|^README$/, -12], // have every word
+    [/^docs\/results\/|^notebooks\/|^launch\//, -1],
+  ],
+
   // A page is better by each of the words that its headings have, and by its place.
   score: ([page, title, anchor, descr, score]) => {
     const file = Search._index.docnames.indexOf(page);
@@ -26,10 +25,9 @@ var Scorer = {
     const inHeadings = words.filter((word) =>
       [Search._index.titleterms[word] ?? []].flat().includes(file),
     );
-    const inTitle = words.filter((word) =>
-      Search._index.titles[file].toLowerCase().includes(word),
-    );
-    const place = ofPlaces.find(([name]) => name.test(page));
-    return score + 4 * inHeadings.length + 4 * inTitle.length + (place ? place[1] : 0);
+    const ownTitle = Search._index.titles[file].toLowerCase();
+    const inTitle = words.filter((word) => ownTitle.includes(word));
+    const place = Scorer.places.find(([name]) => name.test(page));
+    return score + 4 * (inHeadings.length + inTitle.length) + (place ? place[1] : 0);
   },
 };
