@@ -100,10 +100,11 @@ class HoldingsRequest(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Holdings(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to it: the version, and the tiles that a `FetchRequest` may ask for."""
+    """Answer to it."""
 
     version: Version
     part: Part
+    """Tiles that a `FetchRequest` may ask for."""
 
 
 class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
