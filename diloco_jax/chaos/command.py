@@ -81,7 +81,7 @@ def run(
         findings["twin_goodput"] = summary.get("goodput")
         write_json(findings, workdir / run_files.CHAOS_REPORT)
     findings["workdir"] = str(workdir)
-    _show(findings, console)
+    show(findings, console)
     return code, findings
 
 
@@ -165,7 +165,8 @@ def report(
     return findings
 
 
-def _show(findings: dict[str, Any], console: Console) -> None:
+def show(findings: dict[str, Any], console: Console) -> None:
+    """Print a report for people."""
     found = [measure.StrikeOutcome(**outcome) for outcome in findings["outcomes"]]
     head, *rows = measure.rows(found)
     table = Table(*head, box=None, pad_edge=False, header_style="bold")
