@@ -21,6 +21,7 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.network.offering import offer
+from diloco_jax.island.network.offers import Offers
 from diloco_jax.island.network.peer_anchors import PeerAnchors
 from diloco_jax.protocol.island.fetching import PEERS_ASKED, Fetch, order_of_peers
 from diloco_jax.protocol.values import Version
@@ -348,6 +349,20 @@ def test_an_address_that_is_taken_costs_the_offer_alone(config, stack, caplog):
         found = offer(config, identity("offers"), 0, EXCHANGE, [V1, V1], DEADLINES)
     assert found is None
     assert "offers no anchors" in caplog.text
+
+
+def test_the_loop_waits_for_no_copy_and_copies_do_not_stay():
+    offers = Offers(FRAGMENTS, kept_s=0.0)
+    for fragment in range(FRAGMENTS):
+        offers.show(fragment, V1, EXCHANGE.held(fragment))
+        part = offers.holdings(fragment).part
+        offers.offered(values(fragment=fragment, part=part))
+    assert offers._copies
+    with offers._lock:  # As while another thread copies.
+        offers.show(0, V2, EXCHANGE.held(0))
+    assert offers.holdings(0).version == V2
+    offers.show(1, V2, EXCHANGE.held(1))
+    assert not offers._copies
 
 
 def test_joins_at_once_spread_over_all_that_offer():

@@ -68,11 +68,12 @@ class Offers:
         """By fragment; the newest last."""
 
     def show(self, fragment: int, version: Version, held: Sequence[Held]) -> None:
-        """Offer the anchors that are held now, at this version."""
+        """Offer the anchors that are held now, at this version. It waits for nobody."""
         anchors = tuple(one.anchor for one in held)
         self._shown[fragment] = _Shown(version, tuple(held), anchors)
-        with self._lock:
+        if self._lock.acquire(blocking=False):
             self._drop_old()
+            self._lock.release()
 
     def holdings(self, fragment: int) -> Holdings:
         """See `OfferHandlers.holdings`."""
