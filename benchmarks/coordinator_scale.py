@@ -1,10 +1,11 @@
 """The coordinator's merges by islands and parameters: linear or not?
 
 Question: do time and memory of a cycle of merges grow with islands and parameters, and
-with nothing else? One process on one core, no network: a store of 24 fragments of like
-pieces, radial-directional averaging, Nesterov, int8 both ways, the route "native".
-Every fragment is merged from M deltas, each checked on its arrival; of three cycles the
-last one is measured.
+with nothing else? And are two workers twice as fast as one process? One process on one
+core, no network: a store of 24 fragments of like pieces, radial-directional averaging,
+Nesterov, int8 both ways, the route "native". Every fragment is merged from M deltas,
+each checked on its arrival; of four cycles the last one is measured. With two workers
+each has half of the fragments and a core, and both begin that cycle together.
 
 *Per merged byte* divides CPU seconds by the deltas' bytes as f32. *Memory* is what the
 process holds at its peak beyond interpreter, programs and deltas, over the f32
@@ -12,28 +13,35 @@ parameters. The deltas of all fragments are the same memory, since 64 of each wo
 fit. *Disk* is the bytes of a publish over the f32 parameters merged: what a merge
 writes before it is committed, snapshots apart.
 
+*Speed-up* is the time of one process over that of the slower of two. Cores may share
+what limits them: *of copies* is the speed-up of as many copies of large arrays, by
+which the bound is multiplied where it is below 2.
+
 Linear means that 16 times the islands cost no more than 16 times the CPU, and that a
 parameter costs alike at any size: bounds hold the cost per merged byte against that of
 the smallest, with a quarter to spare for caches. A cycle of 1 B parameters and 8
 islands has 32 GB of deltas as f32, which at 5 Gbit/s in int8 come in 12.8 s.
 
 Prediction: 3.1 CPU s for that cycle, by docs/results/merging.md; per byte falling with
-M, since the outer step is one for all.
+M, since the outer step is one for all. Two workers 1.9 times.
 
-Command: `python -m benchmarks.coordinator_scale`. Cost: about 5 minutes on one core,
+Command: `python -m benchmarks.coordinator_scale`. Cost: about 7 minutes on two cores,
 16 GiB of memory for the largest (it is left out where less is free).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import support
 
 from diloco_jax.cluster.commands import coordinator_environment
@@ -55,7 +63,10 @@ FREE_OVER_PARAMETERS = 4 * 4.0
 """Bytes that have to be free, per parameter: the state and a publish of each."""
 CYCLE_MAX_S = 12.8
 GROWTH_MAX = 1.25
-CYCLES = 3
+WORKERS, SPEED_UP_MIN = 2, 1.8
+COPY_BYTES, COPIES = 1 << 28, 12
+READY = "ready\n"
+CYCLES = 4
 """The last one is measured: by then memory is that of older versions."""
 TARGET = "a cycle of 1 B x 8 islands, CPU s"
 
@@ -63,7 +74,7 @@ TARGET = "a cycle of 1 B x 8 islands, CPU s"
 def main() -> int:
     """Run it; return 1 if a bound is broken."""
     parser = support.quick_parser(__doc__)
-    parser.add_argument("--cycle", nargs=2, type=int, help="used by itself")
+    parser.add_argument("--cycle", nargs=3, type=int, help="used by itself")
     options = parser.parse_args()
     if options.cycle:
         print(json.dumps(cycle_here(*options.cycle)))
@@ -78,7 +89,7 @@ def main() -> int:
             left_out.append(f"{size:,} parameters: {free_bytes() / 1e9:.1f} GB free")
             continue
         print(f"{time.strftime('%H:%M:%S')} {size:,} x {islands}", file=sys.stderr)
-        found.append(cycle(size, islands))
+        found += cycles(size, islands, 1)
     largest = max(
         (row for row in found if row["islands"] == AT_ONCE),
         key=lambda row: row["parameters"],
@@ -87,6 +98,15 @@ def main() -> int:
     checks = [support.at_most(TARGET, scaled, CYCLE_MAX_S, ".1f")]
     checks += growth("islands", [r for r in found if r["parameters"] == asked[0][0]])
     checks += growth("parameters", [r for r in found if r["islands"] == AT_ONCE])
+    spread = speed_up(asked[0][0])
+    checks.append(
+        support.at_least(
+            f"{WORKERS} workers: speed-up",
+            spread["speed_up"],
+            SPEED_UP_MIN * min(1.0, spread["of_copies"] / WORKERS),
+            ".2f",
+        )
+    )
     rows = [
         {
             "parameters": f"{row['parameters']:,}",
@@ -101,10 +121,37 @@ def main() -> int:
         for row in sorted(found, key=lambda r: (r["parameters"], r["islands"]))
     ]
     rows += [{"parameters": "", "not measured": text} for text in left_out]
-    raw = {"cycles": found, "left_out": left_out}
-    return support.deliver(
-        options, "coordinator_scale", __doc__, {"A cycle": rows}, checks, raw
-    )
+    tables = {
+        "A cycle": rows,
+        f"{WORKERS} workers": [
+            {
+                "parameters": f"{asked[0][0]:,}",
+                "islands": AT_ONCE,
+                "one process, s": f"{spread['one_s']:.2f}",
+                f"{WORKERS} workers, s": f"{spread['several_s']:.2f}",
+                "speed-up": f"{spread['speed_up']:.2f}",
+                "of copies": f"{spread['of_copies']:.2f}",
+            }
+        ],
+    }
+    raw = {"cycles": found, "left_out": left_out, "workers": spread}
+    return support.deliver(options, "coordinator_scale", __doc__, tables, checks, raw)
+
+
+def speed_up(parameters: int) -> dict[str, float]:
+    """Return the seconds of a cycle of one process and of several, and how many times
+    as fast these are, in merging and in copying."""
+    one = cycles(parameters, AT_ONCE, 1)
+    several = cycles(parameters, AT_ONCE, WORKERS)
+    one_s = one[0]["elapsed_s"]
+    several_s = max(row["elapsed_s"] for row in several)
+    slowest = max(row["copy_s"] for row in several)
+    return {
+        "one_s": one_s,
+        "several_s": several_s,
+        "speed_up": one_s / several_s,
+        "of_copies": WORKERS * one[0]["copy_s"] / slowest,
+    }
 
 
 def growth(what: str, rows: list[dict[str, Any]]) -> list[support.Check]:
@@ -120,21 +167,45 @@ def growth(what: str, rows: list[dict[str, Any]]) -> list[support.Check]:
     ]
 
 
-def cycle(parameters: int, islands: int) -> dict[str, Any]:
-    """Measure in a process of its own, with the coordinator's environment."""
-    core = str(max(os.sched_getaffinity(0)))
-    command = ["taskset", "--cpu-list", core, sys.executable, __file__]
-    command += ["--cycle", str(parameters), str(islands)]
+def cycles(parameters: int, islands: int, workers: int) -> list[dict[str, Any]]:
+    """Measure that many processes, each with its share of the fragments and a core of
+    its own, with the coordinator's environment."""
+    cores = sorted(os.sched_getaffinity(0))[-workers:]
+    sizes = map(str, (parameters, islands, workers))
+    words = [sys.executable, __file__, "--cycle", *sizes]
     env = {**os.environ, **coordinator_environment(), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    ["taskset", "--cpu-list", str(core), *words],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for core in cores
+        ]
+        for _ in range(2):  # Before the copies and before the cycle: together.
+            for process in processes:
+                assert process.stdout is not None
+                if process.stdout.readline() != READY:
+                    raise support.RunError("a process of the benchmark failed")
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+        told = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise support.RunError("a process of the benchmark failed")
+    return [json.loads(text) for text in told]
 
 
-def cycle_here(parameters: int, islands: int) -> dict[str, Any]:
-    """Merge every fragment once."""
-    side = math.isqrt(parameters // FRAGMENTS)
-    passes, elements = passes_of("native"), FRAGMENTS * side * side
+def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
+    """Merge every fragment of one worker, of that many."""
+    side, count = math.isqrt(parameters // FRAGMENTS), FRAGMENTS // workers
+    passes, elements = passes_of("native"), count * side * side
     small = store_of(RUN, CODEC, {"w": (side, side)}, 1, passes)
     payload = encoded_delta(small, CODEC, 0, 0)
     parts = contributions(islands)
@@ -142,7 +213,6 @@ def cycle_here(parameters: int, islands: int) -> dict[str, Any]:
     payloads = [payload, *(payload.copy() for _ in range(islands - 1))]
     merged = small.merge(
         0,
-        Version(1, 1),
         parts,
         payloads,
         [small.squares(0, payload)] * islands,
@@ -152,27 +222,50 @@ def cycle_here(parameters: int, islands: int) -> dict[str, Any]:
     del small, merged
     give_back()
     before = resident("VmRSS")
-    shapes = {f"w{i:02}": (side, side) for i in range(FRAGMENTS)}
-    store = store_of(RUN, CODEC, shapes, FRAGMENTS, passes)
-    for number in range(CYCLES):
-        began, cpu_began = time.monotonic(), time.process_time()
-        for fragment in range(FRAGMENTS):
+    shapes = {f"w{i:02}": (side, side) for i in range(count)}
+    store = store_of(RUN, CODEC, shapes, count, passes)
+
+    def merge_all(number: int) -> None:
+        for fragment in range(count):
             squares = [store.squares(fragment, payload) for payload in payloads]
-            version = Version(1, 1 + number)
-            merged = store.merge(
-                fragment, version, parts, payloads, squares, final=False
-            )
-            store.commit(fragment, merged)
-    cpu, elapsed = time.process_time() - cpu_began, time.monotonic() - began
+            merged = store.merge(fragment, parts, payloads, squares, final=False)
+            store.commit(fragment, Version(1, 1 + number), merged)
+
+    for number in range(CYCLES - 1):
+        merge_all(number)
+    peak = resident("VmHWM") - before
+    copy_s = together(copy_many)
+    cpu_began = time.process_time()
+    elapsed_s = together(lambda: merge_all(CYCLES - 1))
+    cpu_s = time.process_time() - cpu_began
     return {
         "parameters": elements,
         "islands": islands,
-        "cpu_s": cpu,
-        "elapsed_s": elapsed,
-        "s_per_byte": cpu / (4 * elements * islands),
-        "memory": (resident("VmHWM") - before) / (4 * elements),
-        "disk": FRAGMENTS * written / (4 * elements),
+        "cpu_s": cpu_s,
+        "elapsed_s": elapsed_s,
+        "copy_s": copy_s,
+        "s_per_byte": cpu_s / (4 * elements * islands),
+        "memory": max(peak, 0) / (4 * elements),
+        "disk": count * written / (4 * elements),
     }
+
+
+def together(work: Callable[[], object]) -> float:
+    """Say that this process is ready, wait for the others, and return the seconds of
+    the work."""
+    print(READY, end="", flush=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+def copy_many() -> None:
+    """Copy large arrays, which is as fast as memory is."""
+    source = np.ones(COPY_BYTES, np.uint8)
+    target = np.ones_like(source)
+    for _ in range(COPIES):
+        np.copyto(target, source)
 
 
 def resident(field: str) -> int:

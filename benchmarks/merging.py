@@ -178,11 +178,11 @@ def memory_here(what: str) -> dict[str, float]:
     payloads = [encoded_delta(store, "int8", 0, seed) for seed in range(islands)]
     parts = contributions(islands)
     squares = [store.squares(0, payload) for payload in payloads]
-    merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
-    store.commit(0, merged)
+    merged = store.merge(0, parts, payloads, squares, final=False)
+    store.commit(0, Version(1, 1), merged)
     del merged
     before = settled()
-    store.merge(0, Version(1, 2), parts, payloads, squares, final=False)
+    store.merge(0, parts, payloads, squares, final=False)
     return {"peak": (resident("VmHWM") - before) / (4 * ELEMENTS)}
 
 
@@ -193,17 +193,15 @@ def store_memory(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
     payload = encoded_delta(small, "int8", 0, 0)
     payloads, parts = [payload, payload], contributions(2)
     squares = [small.squares(0, payload)] * 2
-    merged = small.merge(0, Version(1, 1), parts, payloads, squares, final=False)
+    merged = small.merge(0, parts, payloads, squares, final=False)
     del small, merged
     base = settled()
     store = store_of(RUN, "int8", shapes, FRAGMENTS, passes)
     give_back()
     for number in range(1, CYCLES + 2):
         for fragment in range(FRAGMENTS):
-            merged = store.merge(
-                fragment, Version(1, number), parts, payloads, squares, final=False
-            )
-            store.commit(fragment, merged)
+            merged = store.merge(fragment, parts, payloads, squares, final=False)
+            store.commit(fragment, Version(1, number), merged)
             give_back()
     del merged
     peak, state = resident("VmHWM"), settled()

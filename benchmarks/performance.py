@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import support
 
 UNKNOWN = "not measured"
+FIGURE = support.RESULTS.parent / "figures" / "limits.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,7 @@ ROWS = (
     Row(
         "coordinator_scale",
         "a cycle by islands and parameters; the whole run against its plan",
-        ("coordinator_scale", "coordinator_memory", "large_run"),
-        "S = 2: not measured.",
+        ("coordinator_scale", "coordinator_load", "coordinator_memory", "large_run"),
     ),
     Row(
         "recovery",
@@ -94,12 +95,15 @@ ROWS = (
 
 
 def main() -> int:
-    """Write the page; return 1 if the folder has none of the raw files."""
+    """Write the page and its figure; return 1 if the folder has none of the raw
+    files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=support.RESULTS)
     options = parser.parse_args()
     page = told(options.out / "raw")
     (options.out / "performance.md").write_text(page)
+    if options.out == support.RESULTS:
+        subprocess.run([sys.executable, FIGURE], check=True)
     return 0 if "raw/" in page else 1
 
 
@@ -110,6 +114,7 @@ def told(raw: Path) -> str:
     }
     title, _, introduction = (__doc__ or "").partition("\n")
     parts = [f"# {title.rstrip('.')}", introduction.strip()]
+    parts.append("![Every bound against its limit](../figures/limits.svg)")
     parts.append(support.markdown_table(summary(row, found[row.name]) for row in ROWS))
     for row in ROWS:
         parts.append(f"## {row.name}")

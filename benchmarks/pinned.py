@@ -46,19 +46,19 @@ class PinnedRun:
         write_json(dataclasses.asdict(config), self._path)
         self._workdir_of = folder
         serve = ["coordinator", str(self._path), "--workdir", str(self.workdir)]
-        self._start("coordinator", [*support.DILOCO, *serve, "--init"])
+        self.start("coordinator", [*support.DILOCO, *serve, "--init"])
         address = self.workdir / run_files.ADDRESS
         self.until(address.exists, 120.0)
-        self._address = address.read_text().strip()
+        self.address = address.read_text().strip()
 
     def island(self, name: str, core: int | None = None, incarnation: int = 1) -> None:
         """Start an island, on that core alone if one is given; the folder of its
         checkpoints and compiled programs stays with its name."""
         command = [*support.DILOCO, "island", str(self._path), "--name", name]
-        command += ["--coordinator", self._address, "--incarnation", str(incarnation)]
+        command += ["--coordinator", self.address, "--incarnation", str(incarnation)]
         command += ["--workdir", str(self._workdir_of / name)]
         pin = [] if core is None else ["taskset", "--cpu-list", str(core)]
-        self._start(name, [*pin, *command])
+        self.start(name, [*pin, *command])
 
     def kill(self, name: str) -> None:
         """End a process with SIGKILL."""
@@ -96,6 +96,14 @@ class PinnedRun:
                 raise support.RunError(f"not within {timeout_s:g} s:\n{logs[-4000:]}")
             time.sleep(POLL_S)
 
+    def pids(self) -> dict[str, int]:
+        """Return the processes that were started, by their names."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def tape(self) -> list[dict[str, object]]:
+        """Return the records of the tape so far."""
+        return list(read_tape(self.workdir / run_files.TAPE))
+
     def metrics(self) -> list[dict[str, object]]:
         """Return the lines of metrics so far."""
         return list(read_metrics(self.workdir))
@@ -123,7 +131,8 @@ class PinnedRun:
                 process.kill()
                 process.wait()
 
-    def _start(self, name: str, command: list[str]) -> None:
+    def start(self, name: str, command: list[str]) -> None:
+        """Start a process of that name."""
         command = [*self._within(name), *command]
         with self._log.with_suffix(f".{name}").open("ab") as log:
             self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)

@@ -65,7 +65,7 @@ def _root(placement: Placement, workdir: Path) -> Folder:
 
 
 def open_folder(
-    folder: Folder | Path, keep: int, *, hosts: int = 1, read_only: bool = False
+    folder: Folder | Path, keep: int, *, hosts: int = 1
 ) -> ocp.CheckpointManager:
     """Open a folder of checkpoints that keeps the newest `keep`; make it if missing.
 
@@ -83,14 +83,12 @@ def open_folder(
         together = ocp.options.MultiprocessingOptions(
             active_processes=set(range(hosts)), barrier_sync_key_prefix=folder.name
         )
-    if not read_only:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         enable_async_checkpointing=False,
         create=False,
-        cleanup_tmp_directories=not read_only,
-        read_only=read_only,
+        cleanup_tmp_directories=True,
         multiprocessing_options=together,
     )
     return ocp.CheckpointManager(folder, options=options)

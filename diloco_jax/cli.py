@@ -115,8 +115,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "chaos": (
         config_commands.chaos_command,
-        "CONFIG [--strikes WHO@TIMEs:KIND...] [--schedule-seed N] [options]",
-        "CONFIG as with `run`, while processes and links are struck; what it cost",
+        "CONFIG or WORKDIR [--strikes WHO@TIMEs:KIND...] [--schedule-seed N] [options]",
+        "a run, begun or going on, whose processes and links are struck; what it cost",
     ),
     "emulate": (
         config_commands.emulate_command,

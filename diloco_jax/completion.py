@@ -88,9 +88,9 @@ def fish(does: Mapping[str, str], options: Mapping[str, Sequence[str]]) -> str:
     """Return the script for fish. does: what each command does."""
     lines = []
     for name, text in does.items():
-        told = text.replace("'", "")
+        unquoted = text.replace("'", "")
         lines.append(
-            f"complete -c diloco -n __fish_use_subcommand -a {name} -d '{told}'"
+            f"complete -c diloco -n __fish_use_subcommand -a {name} -d '{unquoted}'"
         )
         seen = f"'__fish_seen_subcommand_from {name}'"
         lines += [

@@ -56,17 +56,30 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def chaos_command(arguments: Sequence[str]) -> int:
-    """Run `diloco chaos CONFIG`: a local run whose processes and links are struck."""
-    from diloco_jax.chaos.options import ChaosOptions
-
-    path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
+    """Run `diloco chaos CONFIG or WORKDIR`: a local run whose processes and links are
+    struck; that of a workdir goes on already."""
     from rich.console import Console
 
-    from diloco_jax.chaos.command import run
+    from diloco_jax.chaos.options import ChaosOptions
 
-    code, told = run(config, path, Console(stderr=True, markup=False), options)
+    console = Console(stderr=True, markup=False)
+    if arguments and Path(arguments[0]).is_dir():
+        from diloco_jax.chaos.attach import strike_running
+        from diloco_jax.options import parse
+
+        about = "Strike a run of this machine that goes on, from now on."
+        workdir = Path(absolute(arguments[0]))
+        (options,) = parse(
+            [ChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
+        )
+        code, findings = strike_running(workdir, console, options)
+    else:
+        path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
+        from diloco_jax.chaos.command import run
+
+        code, findings = run(config, path, console, options)
     if options.json:
-        print(json.dumps(told))
+        print(json.dumps(findings))
     return code
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
-from collections.abc import Iterable
+
+from diloco_jax.core.members import suggest as suggest
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a write that finds no space."""
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 """Errors of a folder that has changed meanwhile: it was checked before the command."""
 
@@ -22,12 +23,6 @@ class ConfigError(ValueError):
       ...     print(error)
       sync.quorum = 2, but there are 1 islands...
     """
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?`, or the empty string if no known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def disk_failure(error: OSError, *, after: str) -> str:

@@ -31,12 +31,12 @@ class EvalOptions(WorkdirOptions):
     tasks: tuple[Path, ...] = setting(
         (),
         help="JSON files of multiple-choice items, whose scores are shown instead of "
-        "the loss (docs/models.md).",
+        "the loss (docs/weights.md).",
     )
     lm_eval: tuple[str, ...] = setting(
         (),
         help="Tasks of lm-eval, by name or as YAML files, whose results are shown "
-        "instead of the loss (docs/models.md).",
+        "instead of the loss (docs/weights.md).",
     )
     limit: int = setting(
         0, NOT_NEGATIVE, help="Most items of a task of lm-eval; 0 = all."

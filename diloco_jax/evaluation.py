@@ -42,7 +42,7 @@ def run(
     snapshot or of a kept cycle, and the `eval_tokens` and `eval_merges` in its
     parameters.
 
-    report: told the share of the text that is evaluated.
+    report: called with the share of the text that is evaluated.
 
     Raises ConfigError if the workdir has no snapshot, or does not keep the cycle.
     """

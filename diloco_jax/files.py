@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -14,9 +13,6 @@ from typing import Any
 
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import naming
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a write that finds no space."""
 
 
 class Appended:

@@ -75,21 +75,21 @@ def generation_of(topology: str) -> str:
 
 def set_flags(generation: str, environment: MutableMapping[str, str]) -> None:
     """Add the generation's flags to the environment. Flags that are set stay."""
-    told = environment.get(VARIABLE, "").split()
-    names = {flag.split("=")[0] for flag in told}
+    given = environment.get(VARIABLE, "").split()
+    names = {flag.split("=")[0] for flag in given}
     flags = flags_of(generation, installed_version())
     missing = [flag for flag in flags if flag.split("=")[0] not in names]
     if missing:
-        environment[VARIABLE] = " ".join([*told, *missing])
+        environment[VARIABLE] = " ".join([*given, *missing])
 
 
-def clashes(told: str, flags: Flags, whose: str) -> list[str]:
-    """Describe every flag in `told` that the table has with another value.
+def clashes(given: str, flags: Flags, whose: str) -> list[str]:
+    """Describe every flag in `given` that the table has with another value.
 
     whose: generation and version of libtpu that the table's flags are for.
     """
     names = {flag.split("=")[0]: flag for flag in flags}
-    found = [(flag, names.get(flag.split("=")[0], flag)) for flag in told.split()]
+    found = [(flag, names.get(flag.split("=")[0], flag)) for flag in given.split()]
     return [
         f"{VARIABLE} has {here}, and the table for {whose} has {there}: the variable "
         f"counts; leave the flag out to have the table's"

@@ -32,10 +32,10 @@ def schedulable() -> int:
     return os.cpu_count() or 1
 
 
-def instructions(root: Path = Path("/")) -> str:
+def instructions() -> str:
     """Return the instruction sets of the processor, as the system names them; "" if it
     does not tell."""
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
         if name.strip().lower() in ("flags", "features"):
             return value.strip()

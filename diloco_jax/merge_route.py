@@ -2,8 +2,8 @@
 
 The source is compiled once per machine, at first use, into the user's cache folder;
 that takes a C compiler and two seconds. Both routes make the same bits, and the native
-one takes about a third of the time. What the native one has not, such as rules of your
-own, goes by the other one on any route.
+one takes about a third of the time. What the native route lacks, such as rules of your
+own, is always computed by the other one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class NativeError(Exception):
 def passes_of(setting: MergeRoute) -> Passes | None:
     """Return the passes of the native route; None for the route "xla".
 
-    setting: `placement.merge_route`. "auto": "native", or where it is not to be had
-    "xla", with a warning.
+    setting: `placement.merge_route`. "auto": "native" or, where it is not available,
+    "xla" with a warning.
 
     Raises:
-      ConfigError: "native", and it is not to be had.
+      ConfigError: "native", and it is not available.
     """
     if setting == "xla":
         return None

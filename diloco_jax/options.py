@@ -189,11 +189,11 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
     hints = types_of(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
-        told, hint = field.metadata, hints[field.name]
-        if group is not None and told["group"] != group:
+        declared, hint = field.metadata, hints[field.name]
+        if group is not None and declared["group"] != group:
             continue
         default = field.default if part is kind else getattr(part, field.name)
-        text = told.get("help")
+        text = declared.get("help")
         if dataclasses.is_dataclass(default):
             text = text or paragraph(default.__doc__)
             # The section's own fields have the defaults.
@@ -201,13 +201,13 @@ def _section(part: Any, *, name: str | None = "", group: str | None = None) -> A
         shown: Any = Annotated[
             hint,
             tyro.conf.arg(
-                name=told.get("option"),
-                metavar=told.get("metavar"),
+                name=declared.get("option"),
+                metavar=declared.get("metavar"),
                 help=text,
                 prefix_name=not group,
             ),
         ]
-        if told.get("positional"):
+        if declared.get("positional"):
             shown = Annotated[shown, tyro.conf.Positional]
         given = [] if default is dataclasses.MISSING else [_constant(default)]
         fields.append((field.name, shown, *given))

@@ -10,7 +10,7 @@ from diloco_jax.errors import ConfigError
 
 
 class StorageAway(Exception):  # noqa: N818
-    """A bucket did not answer, which passes: the supervisor tries again."""
+    """A bucket did not answer. That is temporary, so the supervisor tries again."""
 
 
 def is_bucket(folder: str) -> bool:

@@ -35,7 +35,7 @@ def state_seconds(
     Args:
       read_bytes: of the newest snapshots and the publishes after them, each read once.
       bytes_per_s: of the disk.
-      replayed_parameters: of these publishes, each as often as it was merged.
+      replayed_parameters: those of these publishes, once for each publish.
       replay_core_seconds: core seconds per 1e9 of them.
     """
     return read_bytes / bytes_per_s + replayed_parameters / 1e9 * replay_core_seconds

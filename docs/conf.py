@@ -2,7 +2,7 @@
 
 The source folder is the checkout, so that links between pages, notebooks and code are
 the same here and in the repository. What can be told from the code is written anew at
-each build, into `reference/`.
+each build into `reference/`, and a page for each section of the index into `guide/`.
 """
 
 import sys
@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import site_pages  # noqa: E402
+import site_sections  # noqa: E402
 
 project = "diloco_jax"
 author = copyright = "The diloco_jax authors"
@@ -32,6 +33,7 @@ include_patterns = [
     "CODE_OF_CONDUCT.md",
     "SECURITY.md",
     "docs/**.md",
+    "guide/*.md",
     "reference/*.md",
     "launch/**.md",
     "notebooks/*.ipynb",
@@ -54,8 +56,9 @@ html_title = project
 html_static_path = []
 html_show_sourcelink = False
 html_copy_source = False
+html_search_scorer = str(HERE / "search_scorer.js")
 html_theme_options = {
-    "show_prev_next": False,
+    "show_prev_next": True,
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "header_links_before_dropdown": 8,
@@ -63,9 +66,10 @@ html_theme_options = {
 
 
 def setup(app):
-    """Write the reference, and give the index its table of contents."""
+    """Write the pages that are made, and divide the index."""
     site_pages.write_reference(HERE.parent / "reference")
-    app.connect("source-read", site_pages.add_contents)
+    site_sections.write_sections(HERE / "index.md", HERE.parent / "guide")
+    app.connect("source-read", site_sections.divide_index)
     app.connect("autodoc-process-signature", site_pages.short_signature)
     # Before napoleon reads them.
     app.connect("autodoc-process-docstring", site_pages.plain_blocks, priority=400)

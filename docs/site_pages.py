@@ -1,4 +1,4 @@
-"""The site's pages that are made of the code, and the index's table of contents."""
+"""The site's pages that are made of the code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import shutil
 import typing
 from pathlib import Path
 from typing import Any
+
+import site_formats
 
 import diloco_jax
 from diloco_jax import cli
@@ -42,28 +44,19 @@ SECTIONS = (
 )
 """Sections of a config, and what the options of each begin with."""
 COLUMNS = "100"
-INDEX = "docs/index"
-ADDED = """
-## Look it up
-
-| page | answers |
-|---|---|
-| [commands](../reference/commands.md) | every command and option |
-| [configuration](../reference/configuration.md) | every field of a config |
-| [Python](../reference/api.md) | every public name |
-
-## The project
-
-[README](../README.md), [how to contribute](../CONTRIBUTING.md),
-[conduct](../CODE_OF_CONDUCT.md), [security](../SECURITY.md), [changes](../CHANGELOG.md)
-"""
 
 
 def write_reference(folder: Path) -> None:
     """Write the pages of `folder` anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    pages = {"commands": commands, "configuration": configuration, "api": api}
+    pages = {
+        "commands": commands,
+        "configuration": configuration,
+        "api": api,
+        "wire": site_formats.wire,
+        "tape": site_formats.tape,
+    }
     for name, make in pages.items():
         (folder / f"{name}.md").write_text(make(), encoding="utf-8")
 
@@ -152,23 +145,6 @@ def api() -> str:
             lines.append("   :members:")
         lines.append("")
     return "\n".join([*lines, "```", ""])
-
-
-def add_contents(app: Any, page: str, source: list[str]) -> None:
-    """Give the index a hidden table of contents: the links of each of its sections."""
-    if page != INDEX:
-        return
-    source[0] += ADDED
-    head, *sections = re.split(r"^## ", source[0], flags=re.M)
-    for section in sections:
-        caption = section.partition("\n")[0]
-        links = dict.fromkeys(re.findall(r"\]\(([^()\s#]+\.(?:md|ipynb))\)", section))
-        head += "\n".join(
-            [f"## {section}", "```{toctree}", ":hidden:", f":caption: {caption}", ""]
-            + [str(link) for link in links]
-            + ["```", "", ""]
-        )
-    source[0] = head
 
 
 def short_signature(

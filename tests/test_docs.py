@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+INDEX = DOCS / "index.md"
 README = ROOT / "README.md"
 WORDS = DOCS / "design" / "words.md"
 PAGES = [
@@ -97,6 +98,33 @@ def test_tests_that_a_page_names_exist(page):
         r"`(\w+)`\s+in\s+`(tests/[\w/]+\.py)", page.read_text()
     ):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+GUIDES = sorted(set(DOCS.glob("*.md")) - {DOCS / "index.md"})
+WITHOUT_A_NEXT = {"dependencies.md"}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_a_page_begins_with_what_it_is_good_for(page):
+    """A sentence or two below the title: no table, code, picture or heading."""
+    title, blank, first = page.read_text().splitlines()[:3]
+    assert title.startswith("# ")
+    assert not blank
+    assert re.match(r"(\*\*)?[A-Z`][a-z]", first), first
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_a_page_leads_on_to_the_next(page):
+    last = page.read_text().rstrip().split("\n\n")[-1]
+    assert page.name in WITHOUT_A_NEXT or re.match(r"\*\*Next:\*\*.*\]\(", last, re.S)
+
+
+def test_the_index_lists_every_page_once():
+    listed = re.findall(r"^\| \[.*?\]\(([^()\s]+)\) \|", INDEX.read_text(), re.M)
+    assert len(listed) == len(set(listed))
+    found = {(DOCS / path).resolve() for path in listed}
+    missing = {page for page in DOCS.rglob("*.md") if page != INDEX} - found
+    assert missing <= {DOCS / "results" / "quality_appendix.md"}, missing
 
 
 def test_the_readme_is_one_screen():

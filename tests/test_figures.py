@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
-OF_NUMBERS = ("bandwidth", "finetune", "goodput", "unequal_islands")
+OF_NUMBERS = ("bandwidth", "finetune", "goodput", "limits", "unequal_islands")
 
 
 @pytest.mark.parametrize("name", OF_NUMBERS)

@@ -73,16 +73,16 @@ def run(
     code, summary, workdir = run_under(struck, strikes)
     if workdir is None or not (workdir / run_files.TAPE).exists():
         return code, {}
-    told = report(workdir, config, planned, summary)
-    write_json(told, workdir / run_files.CHAOS_REPORT)
+    findings = report(workdir, config, planned, summary)
+    write_json(findings, workdir / run_files.CHAOS_REPORT)
     if options.twin and code == EXIT_DONE:
         console.print("\nthe same without strikes", highlight=False)
         code, summary, _ = run_under(twin_of(config, workdir), ())
-        told["twin_goodput"] = summary.get("goodput")
-        write_json(told, workdir / run_files.CHAOS_REPORT)
-    told["workdir"] = str(workdir)
-    _show(told, console)
-    return code, told
+        findings["twin_goodput"] = summary.get("goodput")
+        write_json(findings, workdir / run_files.CHAOS_REPORT)
+    findings["workdir"] = str(workdir)
+    show(findings, console)
+    return code, findings
 
 
 def scheduled(
@@ -150,7 +150,7 @@ def report(
     """Measure, draw the plot in the workdir, and return the report. planned: the
     schedule."""
     found = measure.outcomes(workdir, config.islands)
-    told = {
+    findings = {
         "planned": planned,
         "outcomes": [dataclasses.asdict(outcome) for outcome in found],
         "goodput": summary.get("goodput"),
@@ -162,24 +162,25 @@ def report(
     }
     tape = list(read_tape(workdir / run_files.TAPE))
     measure.write_plot(found, tape, workdir / run_files.CHAOS_PLOT)
-    return told
+    return findings
 
 
-def _show(told: dict[str, Any], console: Console) -> None:
-    found = [measure.StrikeOutcome(**outcome) for outcome in told["outcomes"]]
+def show(findings: dict[str, Any], console: Console) -> None:
+    """Print a report for people."""
+    found = [measure.StrikeOutcome(**outcome) for outcome in findings["outcomes"]]
     head, *rows = measure.rows(found)
     table = Table(*head, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
     console.print()
     console.print(table)
-    for name, gap in told["longest_gap_medians"].items():
-        lost = told["tokens_lost"][name]
+    for name, gap in findings["longest_gap_medians"].items():
+        lost = findings["tokens_lost"][name]
         text = f"{name}: longest gap {gap:.1f} median steps, {lost:,} tokens lost"
         console.print(text, highlight=False)
-    if told["goodput"] is not None:
-        twin = told.get("twin_goodput")
+    if findings["goodput"] is not None:
+        twin = findings.get("twin_goodput")
         beside = f", without strikes {twin:.1%}" if twin is not None else ""
-        console.print(f"goodput {told['goodput']:.1%}{beside}", highlight=False)
-    path = Path(told["workdir"]) / run_files.CHAOS_PLOT
+        console.print(f"goodput {findings['goodput']:.1%}{beside}", highlight=False)
+    path = Path(findings["workdir"]) / run_files.CHAOS_PLOT
     console.print(f"plot: {path}", highlight=False, soft_wrap=True)

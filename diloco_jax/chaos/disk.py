@@ -9,7 +9,7 @@ from pathlib import Path
 BALLAST = "ballast"
 """Name of the file that takes the space, in the workdir."""
 LARGEST_BYTES = 1 << 30
-"""Most free space that is taken: other programs may need a larger disk."""
+"""Largest free space that `fill` takes: on a larger disk, others may need it."""
 PIECE_BYTES = 1 << 20
 
 

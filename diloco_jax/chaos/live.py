@@ -23,7 +23,7 @@ class LiveReport:
         self._tail = Tail(workdir / run_files.TAPE)
         self._struck: list[measure.Line] = []
         self._tape: list[dict[str, Any]] = []
-        """Lines from the first strike on that is not told."""
+        """Lines since the first strike whose cost is not told yet."""
         self._told: set[tuple[str, float]] = set()
 
     def struck(self, strike: measure.Line) -> None:
@@ -31,7 +31,7 @@ class LiveReport:
         self._struck.append(strike)
 
     def look(self) -> None:
-        """Read what is new, and tell what is known by it."""
+        """Read what is new, and tell the costs that it shows."""
         self._tape += self._tail.new()
         found = measure.measured(self._struck, self._tape, self._islands)
         for number, outcome in enumerate(found):
@@ -48,7 +48,7 @@ class LiveReport:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what no untold strike needs: the rest is as long as that takes."""
+        """Drop what no strike needs whose cost is not told yet."""
         found = measure.measured(self._struck, (), self._islands)
         open_now = [o.time for o in found if (o.who, o.time) not in self._told]
         since = min(open_now, default=math.inf)

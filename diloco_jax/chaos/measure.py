@@ -32,12 +32,12 @@ class StrikeOutcome:
     seconds: float
     detected_s: float | None
     """Until the coordinator noted that the island is absent or ended. None if it was
-    merged again before that. Of the coordinator there is no such note."""
+    merged again before that. The coordinator has no such note."""
     back_s: float | None
-    """Until the island joined or resumed, or the coordinator had recovered. None of an
-    island that was heard again on the connection that it had."""
+    """Until the island joined or resumed, or the coordinator had recovered. None for an
+    island that was heard again on its old connection."""
     merged_s: float | None
-    """Until a merge that has the island, after the strike or its return; of the
+    """Until a merge that has the island, after the strike or its return; for the
     coordinator, until its first merge."""
     tokens_lost: int
     """Tokens of the ended incarnation that no merge has, of its worst fragment."""

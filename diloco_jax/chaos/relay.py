@@ -28,7 +28,8 @@ LOOK_S = 0.2
 
 
 class Direction:
-    """What passes one way: whether, how fast and how late. Threads share it."""
+    """One direction of a link: whether bytes pass, how fast and how late. Threads share
+    it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -39,7 +40,7 @@ class Direction:
     def set(
         self, *, opened: bool, bytes_per_s: float, delay_s: float, corrupt: bool
     ) -> None:
-        """Change it, for bytes that have not passed yet as far as they are cut."""
+        """Change it, for all bytes that have not passed yet."""
         with self._changed:
             self._open, self._bytes_per_s = opened, bytes_per_s
             self._delay_s, self._free_at = delay_s, [0.0, 0.0]

@@ -74,22 +74,27 @@ class Striker:
         self._stopped: dict[Strike, list[int]] = {}
         self._unwritten: list[dict[str, Any]] = []
         """Notes that wait for space on the disk."""
-        self._over = threading.Event()
+        self.done, self.closed = threading.Event(), threading.Event()
+        """Set once the last strike is over, and once `close` was called."""
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
 
     def route(self, workdir: Path, name: str, address: str) -> str:
         """Return the address at which this island reaches the coordinator."""
         if self.workdir is None:
-            self.workdir = workdir
             self._relays = {
                 name: Relay(address, self._link_bytes_per_s) for name in self._relayed
             }
-            self._thread.start()
+            self.watch(workdir)
         return self._relays[name].address if name in self._relays else address
+
+    def watch(self, workdir: Path) -> None:
+        """Begin, on a run in this workdir whose links are not struck."""
+        self.workdir = workdir
+        self._thread.start()
 
     def close(self) -> None:
         """Strike no more, end what still strikes, and close the links."""
-        self._over.set()
+        self.closed.set()
         if self._thread.is_alive():
             self._thread.join()
         for relay in self._relays.values():
@@ -100,7 +105,7 @@ class Striker:
     def _run(self) -> None:
         assert self.workdir is not None
         while not self._moment(self.workdir):
-            if self._over.wait(self._look_s):
+            if self.closed.wait(self._look_s):
                 return
         notes = JsonLines(self.workdir / run_files.CHAOS)
         live = LiveReport(self.workdir, self._islands, self._say)
@@ -118,6 +123,7 @@ class Striker:
                 else:
                     number = signal.SIGSTOP if act == "stop" else signal.SIGCONT
                     self._signal_stopped(strike, number)
+            self.done.set()
             self._wait_until(math.inf, live)
         finally:
             for strike in self._strikes:
@@ -129,11 +135,11 @@ class Striker:
         """Follow the tape until a monotonic time; return False if all is over before
         it."""
         while (left := due - time.monotonic()) > 0:
-            if self._over.wait(min(left, LOOK_S)):
+            if self.closed.wait(min(left, LOOK_S)):
                 return False
             if left > LOOK_S:
                 live.look()
-        return not self._over.is_set()
+        return not self.closed.is_set()
 
     def _note(self, notes: JsonLines, strike: Strike) -> dict[str, Any]:
         """Begin a strike, write it down, and return that line."""

@@ -248,7 +248,7 @@ class Outages:
         self._down.setdefault(name, now)
 
     def observe(self, status: Mapping[str, Any], now: float) -> None:
-        """End the outages of islands that do steps again."""
+        """End the outages of islands that make steps again."""
         for name, island in status.get("islands", {}).items():
             incarnation = island.get("incarnation", 0)
             if name not in self._down:

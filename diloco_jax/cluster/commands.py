@@ -52,9 +52,9 @@ def _keys(workdir: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free now, and that no connection that goes
-    out is given. If another program takes it before its use, the attempt fails and the
-    next one asks again."""
+    """Return a free port of this machine, out of reach of outgoing connections. If
+    another program takes it before its use, the attempt fails and the next one asks
+    again."""
     address, beside = addresses.reserve("127.0.0.1:0")
     beside.close()
     return addresses.parse_address(address)[1]

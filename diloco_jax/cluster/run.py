@@ -171,7 +171,10 @@ def _processes(
 
 
 def _check_security(config: Config, resume: str) -> None:
-    """Raise before anything starts. What the keys of a run's own lack is made later."""
+    """Raise ConfigError or SecurityError before anything starts.
+
+    Keys that the run itself lacks are made later.
+    """
     placement = config.placement
     folder = placement.certificates
     addresses.require_tls(placement.bind, tls=bool(folder), insecure=placement.insecure)

@@ -12,7 +12,7 @@ from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, setting
 class ModelConfig:
     """A decoder-only transformer, sizes in elements; or a model of your own.
 
-    Its switches make the families that `docs/models.md` names.
+    Its switches make the families that `docs/weights.md` names.
 
     Example:
       >>> from diloco_jax import ModelConfig, preset

@@ -26,7 +26,7 @@ def replaced(config: Any, name: str, value: Any) -> Any:
     if head not in _names(config):
         raise _unknown(name, config)
     if not rest:
-        # What must hold of a whole section is checked where the config is used.
+        # Rules of a whole section are checked where the config is used.
         return dataclasses.replace(config, **{head: value})
     own = _with(getattr(config, head), rest, value, name)
     return dataclasses.replace(config, **{head: own})

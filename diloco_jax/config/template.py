@@ -50,9 +50,11 @@ def render(config: Config, title: str, *, whole: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _call(section: Any, indent: str, whole: bool, told: set[str]) -> Iterator[str]:
-    """Yield the lines of a dataclass's constructor, the last one with a comma. told:
-    fields whose help was given, which islands share; it is added to."""
+def _call(section: Any, indent: str, whole: bool, explained: set[str]) -> Iterator[str]:
+    """Yield the lines of a dataclass's constructor, the last one with a comma.
+
+    explained: fields whose help was given, which islands share; it is added to.
+    """
     kind, inner = type(section).__name__, indent + "    "
     yield f"{indent}{kind}("
     for field in dataclasses.fields(section):
@@ -60,23 +62,23 @@ def _call(section: Any, indent: str, whole: bool, told: set[str]) -> Iterator[st
         if not (whole or _matters(section, field, value)):
             continue
         name = f"{kind}.{field.name}"
-        if name not in told:
+        if name not in explained:
             yield from _comment(field, inner)
-        told.add(name)
-        first, *rest = _value(value, inner, whole, told)
+        explained.add(name)
+        first, *rest = _value(value, inner, whole, explained)
         yield f"{inner}{field.name}={first.strip()}"
         yield from rest
     yield f"{indent}),"
 
 
-def _value(value: Any, indent: str, whole: bool, told: set[str]) -> Iterator[str]:
+def _value(value: Any, indent: str, whole: bool, explained: set[str]) -> Iterator[str]:
     """Yield the lines of a value, the last one with a comma."""
     if dataclasses.is_dataclass(value):
-        yield from _call(value, indent, whole, told)
+        yield from _call(value, indent, whole, explained)
     elif isinstance(value, dict) and value:
         yield f"{indent}{{"
         for key, item in value.items():
-            first, *rest = _value(item, indent + "    ", whole, told)
+            first, *rest = _value(item, indent + "    ", whole, explained)
             yield f"{indent}    {_literal(key)}: {first.strip()}"
             yield from rest
         yield f"{indent}}},"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco_jax.files import FULL
+from diloco_jax.errors import FULL
 
 logger = logging.getLogger(__name__)
 

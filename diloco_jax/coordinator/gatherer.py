@@ -39,9 +39,9 @@ from diloco_jax.protocol.new_term.events import (
 )
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.session import Session
+from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.restoring import restore
 from diloco_jax.coordinator.saver import Saver
-from diloco_jax.coordinator.store import ComputedMerge, Store
-from diloco_jax.core.fragment_merge import Squares, is_fit, length
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.faults import Faults
 from diloco_jax.memory import give_back
@@ -59,8 +59,8 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey, Prepared
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ CHECKS_AT_ONCE = 2
 
 class _PreparedMerge(NamedTuple):
     merge: Merge
-    merged: ComputedMerge
+    merged: MergeResult
     seconds: float
 
     def measured(self) -> MergeMeasured:
@@ -126,7 +126,7 @@ class StoreHolder:
             inbox,
             self._closing,
             self._submit,
-            lambda told: self._tell(told),
+            lambda report: self._tell(report),
         )
 
     def answer(
@@ -212,8 +212,8 @@ class StoreHolder:
         """Return what people should know about its snapshots."""
         return self._snapshots.writer.alerts(now)
 
-    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Return the message; see `WorkersHolder.told`."""
+    def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Return the message as it is; see `WorkersHolder.completed`."""
         return message
 
     def shown(self) -> dict[str, Any]:
@@ -273,8 +273,9 @@ class StoreHolder:
         """Return published fragments for an island."""
         self.lost.require_here(request.fragment)
         try:
+            have = None if request.digests else request.have
             return self.store.fetch(
-                request.fragment, request.want, request.have, request.part
+                request.fragment, request.want, have, request.part, request.digests
             )
         except ValueError as error:
             raise RemoteProtocolError(
@@ -292,11 +293,12 @@ class StoreHolder:
         self._committed += 1
         self.faults.fire(self._committed)
         prepared = self._prepared.pop(commit.fragment)
-        self.store.commit(commit.fragment, prepared.merged)
-        for key in prepared.merge.deltas:
+        merge, merged = prepared.merge, prepared.merged
+        self.store.commit(commit.fragment, commit.version, merged)
+        for key in merge.deltas:
             self._inbox.drop(key)
         self._tell(prepared.measured())
-        self._submit(lambda: self._follow_up(commit.fragment, prepared.merged))
+        self._submit(lambda: self._follow_up(merge, merged))
 
     def _cycle_kept(self, cycle: int, trouble: str) -> None:
         if trouble:
@@ -315,7 +317,6 @@ class StoreHolder:
         started = time.monotonic()
         merged = self.store.merge(
             merge.fragment,
-            merge.version,
             merge.contributions,
             payloads,
             squares,
@@ -334,9 +335,10 @@ class StoreHolder:
             )
         )
 
-    def _written(self, merge: Merge, merged: ComputedMerge) -> Prepared | None:
-        """Write the publish, however often that takes; None if this process ends.
-        Raises OSError, naming the fragment and the file, after `write_within_s`."""
+    def _written(self, merge: Merge, merged: MergeResult) -> Prepared | None:
+        """Write the publish, in as many attempts as it takes; None if this process
+        ends. Raises OSError, naming the fragment and the file, after
+        `write_within_s`."""
         told, began = False, time.monotonic()
         while not self._closing.is_set():
             try:
@@ -357,7 +359,7 @@ class StoreHolder:
         return None
 
     def _tell_unwritten(
-        self, merge: Merge, merged: ComputedMerge, error: OSError
+        self, merge: Merge, merged: MergeResult, error: OSError
     ) -> None:
         text = (
             f"fragment {merge.fragment} is not merged yet: its publish of "
@@ -368,11 +370,11 @@ class StoreHolder:
         )
         self._tell(HolderTroubled(text=text))
 
-    def _follow_up(self, fragment: int, merged: ComputedMerge) -> None:
-        """Do what a merge has left, once it is committed and nobody waits for it."""
+    def _follow_up(self, merge: Merge, merged: MergeResult) -> None:
+        """Do the rest of a merge, once it is committed and nobody waits for it."""
         digested = MergeDigested(
-            fragment=fragment,
-            version=merged.version,
+            fragment=merge.fragment,
+            version=merge.version,
             digest=digest_arrays(merged.state.theta),
         )
         self.store.expire_pins()

@@ -29,12 +29,17 @@ from diloco_jax.wire import frames
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
+logger = logging.getLogger(__name__)
+
 DELTAS_AT_ONCE = 2
 """Deltas per island and fragment: one that is outstanding, one that was left behind."""
 MOST_STRIPES = 1024
 """Stripes of one part: more than an island has channels, and few to look through."""
 MOST_PARTS = 4096
 """Parts of one delta: more than an island has hosts."""
+SPARED_BYTES_EACH = 32
+"""Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
+parameters, anchors and momentum, and what is published meanwhile."""
 
 
 class _Arriving:
@@ -321,13 +326,6 @@ def _is_released(place: memoryview) -> bool:
 
 def _key(start: UploadStart) -> DeltaKey:
     return DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
-
-
-logger = logging.getLogger(__name__)
-
-SPARED_BYTES = 32
-"""Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
-parameters, anchors and momentum, and what is published meanwhile."""
 
 
 class Room(NamedTuple):

@@ -29,7 +29,7 @@ FACTS = "cycle.json"
 SUFFIX = ".fragment"
 
 Done = Callable[[int, str], None]
-"""Function that is told that a cycle is kept, or the reason why it was given up."""
+"""Called once a cycle is kept or given up, with the reason for the latter."""
 
 
 @dataclasses.dataclass(kw_only=True)

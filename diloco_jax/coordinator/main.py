@@ -170,7 +170,7 @@ class Coordinator:
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
         sessions = Sessions()
-        sessions.told = self.holder.told
+        sessions.completed = self.holder.completed
         self.lead = Lead(
             self.policy_config,
             state,

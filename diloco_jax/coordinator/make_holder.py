@@ -10,7 +10,7 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import SPARED_BYTES, Inbox, Rooms
+from diloco_jax.coordinator.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import Store
@@ -30,7 +30,7 @@ def make_holder(
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
         workdir,
-        SPARED_BYTES * plan.total,
+        SPARED_BYTES_EACH * plan.total,
     )
     folder = checkpoint.snapshots_folder(placement, workdir)
     return StoreHolder(

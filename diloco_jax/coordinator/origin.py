@@ -51,8 +51,8 @@ def initialise(
     """Begin a new run: draw the parameters, or read them. The tape says so first, since
     a run with a snapshot goes on after a crash.
 
-    workdir: of the run, for files of the time of the read. given: the parameters, of
-    the island that was to give them."""
+    workdir: the run's, which keeps the files of the weights' source. given: the
+    parameters, if an island gave them."""
     run = config.run
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()

@@ -8,10 +8,15 @@ and for some seconds longer.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import weakref
 
+import numpy as np
+import numpy.typing as npt
+
 from diloco_jax.core.fragment_merge import Arrays
+from diloco_jax.core.tile_digests import tile_digests
 from diloco_jax.protocol.values import Version
 
 PINNED_VERSIONS = 2
@@ -28,11 +33,21 @@ class _Pin:
     ended: list[float] = dataclasses.field(default_factory=list)
     """Times at which they ended. To append one takes no lock: the garbage collector may
     do it at any moment."""
+    _digests: list[npt.NDArray[np.uint8]] | None = None
+    _computing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def holds(self, now: float, pin_s: float) -> bool:
         """Tell if a stripe is under way, or was within the last `pin_s`."""
         last = max([self.newest, *self.ended[-1:]])
         return len(self.ended) < self.begun or now <= last + pin_s
+
+    def digests(self) -> list[npt.NDArray[np.uint8]]:
+        """Return the digests of the anchor's tiles by piece, uint8[tiles, 32]. They are
+        computed once, however many islands join at a time."""
+        with self._computing:
+            if self._digests is None:
+                self._digests = [tile_digests(np.asarray(a)) for a in self.anchor]
+            return self._digests
 
     def end(self) -> None:
         """Note that a stripe ended."""

@@ -35,8 +35,8 @@ class Sessions:
     """
 
     def __init__(self) -> None:
-        self.told: Callable[[Hello, FromCoordinator], FromCoordinator] = _as_it_is
-        """Makes of a message what the island that said hello is told."""
+        self.completed: Callable[[Hello, FromCoordinator], FromCoordinator] = _as_it_is
+        """Completes a message for the island that said hello."""
         self._lock = threading.Lock()
         self._waiting: dict[str, Stream] = {}
         self._serving: dict[str, Stream] = {}
@@ -68,7 +68,7 @@ class Sessions:
         with self._lock:
             stream = self._serving.get(session)
         if stream is not None:
-            stream.send(self.told(stream.hello, message))
+            stream.send(self.completed(stream.hello, message))
 
     def postpone(self, session: str, message: str) -> None:
         for stream in self._removed(session):

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import (
     FragmentMerge,
     FragmentState,
+    MergeResult,
     Squares,
 )
 from diloco_jax.core.fragments import (
@@ -39,14 +40,14 @@ from diloco_jax.core.fragments import (
 from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.deltas import Encoded
-from diloco_jax.core.merge.measures import MergeMeasures, Sample, sampled
+from diloco_jax.core.merge.measures import Sample, sampled
 from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, capped, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import VersionGone
+from diloco_jax.wire.sources import FetchSource, source_of
 
 RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some: the newest one in
@@ -54,20 +55,6 @@ memory, the others where they lie on the disk."""
 SPARE_ARRAYS = 3
 """Spare arrays of the largest fragment's size that are kept for the next merge: Theta,
 anchor and momentum; and a publish."""
-BLOCK_BYTES = 4 << 20
-"""Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
-
-
-class ComputedMerge(NamedTuple):
-    """A computed merge that is not visible yet: a `PreparedMerge` of a version."""
-
-    version: Version
-    state: FragmentState
-    payload: memoryview
-    norm: float
-    measures: MergeMeasures
-    sample: tuple[Sample, ...]
-    directions: tuple[float | None, ...] = ()
 
 
 @dataclasses.dataclass
@@ -77,7 +64,7 @@ class _Fragment:
     version: Version
     state: FragmentState
     last: tuple[Sample, ...]
-    """`ComputedMerge.sample` of the last merge; empty if computed elsewhere."""
+    """`MergeResult.sample` of the last merge; empty if computed elsewhere."""
     digest: str
     publishes: deque[tuple[Version, Buffer]]
     on_disk: frozenset[Version]
@@ -181,7 +168,7 @@ class Store:
                 sampled(Encoded(merge.up, placed.piece.shape, [array]), 0)
             for final in (False, True):
                 # Deltas of zero have no direction: this compiles the fallback too.
-                self.merge(fragment, Version(), [nothing], [zeros], final=final)
+                self.merge(fragment, [nothing], [zeros], final=final)
 
     def squares(self, fragment: int, payload: npt.NDArray[np.uint8]) -> Squares:
         """Return the sums of the squares of a delta, by piece, for `is_fit`."""
@@ -190,14 +177,13 @@ class Store:
     def merge(
         self,
         fragment: int,
-        version: Version,
         contributions: Sequence[Contribution],
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares] | None = None,
         *,
         share: float = 1.0,
         final: bool,
-    ) -> ComputedMerge:
+    ) -> MergeResult:
         """Compute the outer step of one fragment from these deltas; change nothing yet.
 
         Args:
@@ -210,7 +196,7 @@ class Store:
         current = self._fragments[fragment]
         weighting = tokens if final else self._weighting
         weights = [weight(weighting, c.tokens, c.steps) for c in contributions]
-        prepared = self._merges[fragment].merge(
+        return self._merges[fragment].merge(
             current.state,
             [payload.data for payload in payloads],
             squares or [self.squares(fragment, payload) for payload in payloads],
@@ -219,15 +205,14 @@ class Store:
             final=final,
             last=current.last,
         )
-        return ComputedMerge(version, *prepared)
 
-    def commit(self, fragment: int, merged: ComputedMerge) -> None:
-        """Make a computed merge the current version."""
+    def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
+        """Make a computed merge the current version, with this number."""
         with self._lock:
             current = self._fragments[fragment]
-            current.version, current.state = merged.version, merged.state
+            current.version, current.state = version, merged.state
             current.last, current.digest = merged.sample, ""
-            current.publishes.append((merged.version, merged.payload))
+            current.publishes.append((version, merged.payload))
             current.pins.expire()
         self._spares.trim(self._spare_bytes)
 
@@ -262,9 +247,10 @@ class Store:
         want: Version,
         have: Version | None,
         part: Part = (),
+        digests: bool = False,
     ) -> FetchSource:
         """Return a part of the publishes after `have` if all are retained, else that
-        part of an anchor.
+        part of an anchor; or the digests of the anchor's tiles in their place.
 
         Raises ValueError if there is no such part; VersionGone if the anchor of version
         `want` is not kept any more.
@@ -279,7 +265,7 @@ class Store:
             ]
             if have is not None and kept and _is_chain(have, want, len(kept)):
                 tiles = [box for p in kept for box in layout.cut(p, part)]
-                return _source(want, tiles, count=len(kept))
+                return source_of(want, tiles, count=len(kept))
             current = state.state.anchor if want == state.version else None
             pin = state.pins.begin(want, current)
         if pin is None:
@@ -287,7 +273,8 @@ class Store:
                 f"version {tuple(want)} is not kept any more, the current one is "
                 f"{tuple(state.version)}; fetch this fragment again"
             )
-        source = _source(want, layout.cut_values(pin.anchor, part), count=0)
+        values = pin.digests() if digests else pin.anchor
+        source = source_of(want, layout.cut_values(values, part), count=0)
         watch(pin, source)
         return source
 
@@ -375,24 +362,3 @@ def _as_lists(state: FragmentState) -> dict[str, list[Any]]:
 
 def _is_chain(have: Version, want: Version, count: int) -> bool:
     return have.term == want.term and want.number - have.number == count
-
-
-def _source(
-    version: Version, boxes: Sequence[npt.NDArray[Any]], *, count: int
-) -> FetchSource:
-    return FetchSource(
-        version=version,
-        full=count == 0,
-        count=count,
-        buffers=[block.data for box in boxes for block in _blocks(box)],
-        total=sum(box.nbytes for box in boxes),
-    )
-
-
-def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Cut an array that is scattered in memory, so that the copy of each block, made
-    when it is sent, is small."""
-    if box.flags.c_contiguous or not box.size:
-        return [box]
-    rows = max(1, BLOCK_BYTES * len(box) // box.nbytes)
-    return [box[start : start + rows] for start in range(0, len(box), rows)]

@@ -1,5 +1,5 @@
-"""Notice what no decision sees: islands that hang, slow down or part from the others,
-a clock that jumps, memory that grows, a disk that fills.
+"""Notice what no decision sees: hanging, slow or diverging islands, clock jumps,
+growing memory, a disk that fills.
 
 It reads the status, and this machine. It decides nothing: it tells people, once for
 each time that something begins, and gives freed memory back.
@@ -23,12 +23,12 @@ budgets."""
 KNOWN_STEPS = 32
 """Steps of an incarnation from which on its speed and its loss count."""
 SLOWER = 2.0
-"""Times its shortest median step at which an island is slow."""
+"""Multiple of its shortest median step from which on an island is slow."""
 APART = 1.2, 0.2
-"""An island's loss is apart from the others' median beyond this multiple of it and
-these nats."""
+"""Multiple of the others' median loss, and nats above it, beyond both of which an
+island's loss is apart."""
 APART_S = 60.0
-"""Seconds for which it has to be."""
+"""Seconds for which it has to be apart."""
 GOODPUT, GOODPUT_AFTER_S = 0.5, 600.0
 """Goodput that is low, and the age of a run from which on it counts."""
 JUMP_S = 5.0
@@ -36,11 +36,11 @@ JUMP_S = 5.0
 WARM_S = 600.0
 """Age of a coordinator whose memory is compared with later."""
 GROWN = 1.5, 1 << 30
-"""Memory has grown beyond this multiple and these bytes more."""
+"""Multiple of the memory, and bytes above it, beyond both of which it has grown."""
 LEFT = 0.05
-"""Share of a machine's memory that is little."""
+"""Share of a machine's memory below which little is left."""
 DISK_BYTES = 1 << 30
-"""Free bytes of a disk that are few."""
+"""Free bytes below which a disk is nearly full."""
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
@@ -57,7 +57,8 @@ class Gauges(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """An island as it was seen: incarnation, steps, since when, and its best speed."""
+    """An island as last seen: its incarnation, its steps and since when it has them,
+    and its best speed."""
 
     incarnation: int
     steps: int

@@ -38,7 +38,8 @@ class WorkerLine:
           decode: turns the bytes of a message into it.
           alive: makes the sign of life that is sent after `alive_s` without a message.
           silence_s: seconds without a message after which the other process counts as
-            gone. It also does if it takes no message for so long.
+            gone. It also counts as gone if it takes no message for so
+            long.
         """
         end.settimeout(silence_s)
         self._end, self._decode = end, decode

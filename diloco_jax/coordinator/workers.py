@@ -45,8 +45,8 @@ from diloco_jax.protocol.working import (
     SaveAll,
 )
 from diloco_jax.wire import addresses, bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 
@@ -99,14 +99,14 @@ class WorkersHolder:
         """Return the fragments of a worker."""
         return tuple(f for f, own in enumerate(self._dealt) if own == worker)
 
-    def told(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
-        """Return a message as the island that said hello is told it: a Welcome with
-        where each worker serves, or served, and all with tickets."""
+    def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
+        """Complete a message for the island that said hello: with tickets and, if it is
+        a Welcome, with the addresses at which workers serve, or served."""
         if isinstance(message, Welcome):
             at = tuple(worker.address for worker in self._workers)
             message = replace(message, workers=at)
         whose = tickets.Permit(self._run_id, hello.island, hello.incarnation, 0, 0)
-        # Of the machine's own clock, which does not jump.
+        # By the machine's own clock, which does not jump.
         until = time.monotonic() + self._ticket_s
         return tickets.stamped(self._key, message, whose, until)
 

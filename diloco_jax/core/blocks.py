@@ -25,8 +25,8 @@ BLOCK_ELEMENTS = 1 << 20
 
 
 def blocks(tiles: int, elements: int, arrays: int = 1) -> Iterator[slice]:
-    """Yield slices of the tiles; arrays: those that a pass has in hand at a time. All
-    blocks are equally long where the number of tiles is a power of two."""
+    """Yield slices of the tiles, all equally long if the number of tiles is a power of
+    two. arrays: number of arrays that a pass works on at a time."""
     most = max(1, BLOCK_ELEMENTS // (elements * arrays))
     rows = min(tiles, 1 << (most.bit_length() - 1))
     for start in range(0, tiles, rows):

@@ -54,8 +54,8 @@ class FragmentState(NamedTuple):
     """State of the merge rule, by piece; arrays in their own order."""
 
 
-class PreparedMerge(NamedTuple):
-    """A merge that is computed and not committed."""
+class MergeResult(NamedTuple):
+    """Everything that a merge computes."""
 
     state: FragmentState
     payload: memoryview
@@ -138,7 +138,7 @@ class FragmentMerge:
         share: float,
         final: bool,
         last: Sequence[Sample],
-    ) -> PreparedMerge:
+    ) -> MergeResult:
         """Merge encoded deltas, take the outer step and encode the publish.
 
         Args:
@@ -147,7 +147,7 @@ class FragmentMerge:
           weights: one per delta.
           share: factor of the merged delta.
           final: the flush: weighted mean, learning rate 1, momentum untouched.
-          last: `PreparedMerge.sample` of the merge before; empty if unknown.
+          last: `MergeResult.sample` of the merge before; empty if unknown.
         """
         encoded = [self.layout_up.unpack(payload) for payload in payloads]
         measuring, merged = Measuring(weights), []
@@ -189,7 +189,7 @@ class FragmentMerge:
         ]
         if self._by_block and not final:
             after = after._replace(outer=tuple(outers))
-        return PreparedMerge(
+        return MergeResult(
             after,
             payload,
             measuring.norm,

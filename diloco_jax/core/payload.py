@@ -114,6 +114,13 @@ class PayloadLayout:
             for p in self.placed
         ]
 
+    def boxes(self, part: Part) -> Part:
+        """Return the boxes of a part; if it is the whole, one box per piece."""
+        grids = (placed.encoded_shape[:-1] for placed in self.placed)
+        return part or tuple(
+            Box(number, (0,) * len(grid), grid) for number, grid in enumerate(grids)
+        )
+
     def part_bytes(self, part: Part) -> int:
         """Return the bytes of a part.
 
@@ -140,15 +147,15 @@ class PayloadLayout:
         return [views[box.piece][tiles_of(box)] for box in part]
 
     def cut_values(
-        self, arrays: Sequence[npt.NDArray[np.float32]], part: Part
-    ) -> list[npt.NDArray[np.float32]]:
-        """Return views of a part's values in the pieces' values, f32[tiles, elements]
-        each, box by box: f32[*box, elements]. ValueError as `part_bytes`."""
+        self, arrays: Sequence[npt.NDArray[Any]], part: Part
+    ) -> list[npt.NDArray[Any]]:
+        """Return views of a part's values in the pieces' values, [tiles, elements]
+        each, box by box: [*box, elements]. ValueError as `part_bytes`."""
         self._shapes(part)
         grids = [placed.encoded_shape[:-1] for placed in self.placed]
         return [
             arrays[box.piece].reshape(*grids[box.piece], -1)[tiles_of(box)]
-            for box in self._boxes(part)
+            for box in self.boxes(part)
         ]
 
     def split(
@@ -160,7 +167,7 @@ class PayloadLayout:
           ValueError: `octets` has another length than the part.
         """
         flat = _of_length(octets, self.part_bytes(part))
-        return _split(flat, self._boxes(part), self._shapes(part))
+        return _split(flat, self.boxes(part), self._shapes(part))
 
     def split_values(
         self, octets: Buffer, part: Part
@@ -172,7 +179,7 @@ class PayloadLayout:
           ValueError: `octets` and the part's values differ in length.
         """
         flat = _of_length(octets, self.values_bytes(part)).view("<f4")
-        return _split(flat, self._boxes(part), self._value_shapes(part))
+        return _split(flat, self.boxes(part), self._value_shapes(part))
 
     def scatter(self, payload: Buffer, part: Part, octets: Buffer) -> None:
         """Copy the bytes of a part to their places in the whole payload.
@@ -184,18 +191,11 @@ class PayloadLayout:
         for box, tiles in self.split(octets, part):
             views[box.piece][tiles_of(box)] = tiles
 
-    def _boxes(self, part: Part) -> Part:
-        """Return the boxes of a part; if it is the whole, one box per piece."""
-        grids = (placed.encoded_shape[:-1] for placed in self.placed)
-        return part or tuple(
-            Box(number, (0,) * len(grid), grid) for number, grid in enumerate(grids)
-        )
-
     def _shapes(self, part: Part) -> list[tuple[int, ...]]:
         """Return (*tiles, tile_bytes) of every box."""
         return [
             (*self._box_shape(box), self.placed[box.piece].tile_bytes)
-            for box in self._boxes(part)
+            for box in self.boxes(part)
         ]
 
     def _value_shapes(self, part: Part) -> list[tuple[int, ...]]:
@@ -205,7 +205,7 @@ class PayloadLayout:
                 *self._box_shape(b),
                 TileGrid.of(self.placed[b.piece].piece.shape).elements,
             )
-            for b in self._boxes(part)
+            for b in self.boxes(part)
         ]
 
     def _box_shape(self, box: Box) -> tuple[int, ...]:
@@ -249,6 +249,26 @@ class Coverage:
     def complete(self) -> bool:
         """True if all tiles have arrived."""
         return all(bool(here.all()) for here in self._here)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the tiles that are in both boxes; None if there are none."""
+    if one.piece != other.piece:
+        return None
+    start = tuple(map(max, one.start, other.start))
+    stop = tuple(map(min, one.stop, other.stop))
+    if any(low >= high for low, high in zip(start, stop, strict=True)):
+        return None
+    return Box(one.piece, start, stop)
+
+
+def within(box: Box, outer: Box) -> Box:
+    """Return a box as it lies in another one that contains it: from its corner on."""
+
+    def moved(corner: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(map(operator.sub, corner, outer.start))
+
+    return Box(box.piece, moved(box.start), moved(box.stop))
 
 
 def tiles_of(box: Box) -> tuple[slice, ...]:

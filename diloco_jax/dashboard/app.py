@@ -19,8 +19,8 @@ from diloco_jax.dashboard.onlooker import Onlooker
 
 STATIC = Path(__file__).with_name("static")
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""Names of this machine under which the page may be asked for. A page of elsewhere
-whose name is made to lead here (DNS rebinding) asks under its own name."""
+"""Names of this machine under which the page may be asked for. A foreign
+page whose name is made to lead here (DNS rebinding) asks under its own name."""
 COLUMNS = 600
 LONGEST_SEARCH = 200
 POLICY = (

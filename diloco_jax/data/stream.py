@@ -23,7 +23,7 @@ AHEAD_BYTES = 1 << 26
 """Bytes of batches that are read ahead, within these bounds."""
 FEWEST_AHEAD, MOST_AHEAD = 2, 16
 MOST_READERS = 16
-"""Threads; two read 512 windows of 16 KB in 13 ms (docs/models.md)."""
+"""Threads; two read 512 windows of 16 KB in 13 ms (docs/data.md)."""
 ROWS_AT_ONCE = 8
 """Fewest rows that are worth a reader of their own."""
 

@@ -13,8 +13,8 @@ from diloco_jax.doctor.finding import Finding, note, ok, problem
 
 PACKAGE = "diloco-jax"
 PAIRS = (((0, 10, 2), (0, 0, 42)), ((0, 12, 0), (0, 0, 50)))
-"""First version of jax, and of the libtpu that was built with it: both compile for v5p
-and v6e (docs/results/plan.md)."""
+"""Versions of jax and of the libtpu that was built with it, each pair from there on.
+Both pairs compile for v5p and v6e (docs/results/plan.md)."""
 OF_DEVELOPERS = ("test", "docs", "fixtures")
 """Extras for work on the package itself, which its users need not have."""
 

@@ -135,7 +135,7 @@ class Checkpoints:
             saved = checkpoint.restore(
                 self._manager, self._number, "residuals", exchange.like_residuals()
             )
-            residuals = {f: exchange.together(f, _owned(saved[f])) for f in kept}
+            residuals = {f: exchange.together(f, _copied(saved[f])) for f in kept}
         logger.info(
             "restored the moments of incarnation %d after step %d, and the residuals "
             "of %d of %d fragments, in %.1f s",
@@ -148,7 +148,7 @@ class Checkpoints:
         return Restored(
             incarnation=found["incarnation"],
             steps=found["steps"],
-            moments=jax.tree.unflatten(structure, _owned(moments)),
+            moments=jax.tree.unflatten(structure, _copied(moments)),
             residuals=residuals,
         )
 
@@ -279,12 +279,6 @@ def undisturbed(
     ]
 
 
-def _owned(arrays: Any) -> Any:
-    """Copy arrays so that they may be donated: on a CPU, the originals may lie in the
-    reader's memory."""
-    return _copied(arrays)
-
-
 def _to_host(trees: Any) -> Any:
     """Copy into host memory. The copying goes on after this returns, and reads the
     values from before anything that is dispatched later."""
@@ -292,8 +286,12 @@ def _to_host(trees: Any) -> Any:
 
 
 def _copied(arrays: Any, memory: str | None = None) -> Any:
-    """Copy arrays to this kind of memory, shard by shard: as a whole, what several
-    hosts have is copied by a program, which is compiled for each shape."""
+    """Copy arrays to this kind of memory, so that they may be donated: on a CPU, those
+    that were read may lie in the reader's memory.
+
+    They are copied shard by shard. As a whole, arrays of several hosts would be copied
+    by a program, which is compiled for each shape.
+    """
 
     def copied(array: jax.Array) -> jax.Array:
         shards = [shard.data for shard in array.addressable_shards]

@@ -61,9 +61,9 @@ def fit_threads(
     A process of several devices needs more than two cores suggest, or jax 0.10.2
     deadlocks when steps are dispatched ahead.
     """
-    told = int(environment.get("NPROC") or 0)
-    threads = max(told or machine.cores(), fewest)
-    if threads != (told or machine.schedulable()):
+    given = int(environment.get("NPROC") or 0)
+    threads = max(given or machine.cores(), fewest)
+    if threads != (given or machine.schedulable()):
         environment["NPROC"] = str(threads)
 
 
@@ -77,8 +77,8 @@ def skip_absent_tpu(
     if there is a sign of a TPU or a plugin for another accelerator.
     """
     chosen = "JAX_PLATFORMS" in environment
-    told = any(name.startswith(("TPU_", "JAX_FORCE_TPU")) for name in environment)
-    if not (chosen or told or _plugins() or _google_devices(root)):
+    named = any(name.startswith(("TPU_", "JAX_FORCE_TPU")) for name in environment)
+    if not (chosen or named or _plugins() or _google_devices(root)):
         environment["JAX_PLATFORMS"] = "cpu"
 
 

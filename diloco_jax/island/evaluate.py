@@ -96,7 +96,7 @@ def evaluate_all(
     """Return the loss over the whole validation text, with each token predicted
     once.
 
-    report: told the share that is done, after each batch.
+    report: called with the share that is done, after each batch.
     """
     sums = _sums(trainer, params, validation, report)
     return _evaluation(sums, validation.bytes_per_token)
@@ -110,15 +110,15 @@ def evaluate_parts(
 ) -> Evaluation:
     """Return the loss over all parts of the validation text, and that of each.
 
-    report: told the share that is done, after each batch.
+    report: called with the share that is done, after each batch.
     """
     found = {}
     for number, (name, part) in enumerate(parts.items()):
 
-        def told(share: float, before: int = number) -> None:
+        def report_part(share: float, before: int = number) -> None:
             report((before + share) / len(parts))
 
-        found[name] = _sums(trainer, params, part, told)
+        found[name] = _sums(trainer, params, part, report_part)
     (per_token,) = {part.bytes_per_token for part in parts.values()}
     whole = _evaluation([pair for sums in found.values() for pair in sums], per_token)
     return whole._replace(by_source={name: _mean(sums) for name, sums in found.items()})

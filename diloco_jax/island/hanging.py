@@ -1,5 +1,6 @@
-"""A watch over the train loop: a process whose step never ends says where it hangs, and
-ends, so that its supervisor starts it again.
+"""Watch over the train loop, and end a process that hangs.
+
+Such a process first says where it hangs. Its supervisor then starts it again.
 
 A device or a collective that hangs holds the loop's thread for ever, while the thread
 that reports goes on: to the coordinator, such an island is alive.
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks."""
 LITTLE_LEFT = 0.03
-"""Share of the machine's memory that is little."""
+"""Share of the machine's memory below which little is left."""
 
 
 class HangWatch:

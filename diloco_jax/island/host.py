@@ -134,6 +134,7 @@ class Host(Parts[Loop]):
             self._exchange.start_from(self._trainer.first(run.seed))
         replica = join(self.plan, self._trainer, self._exchange, anchors, restored)
         self._meet_to_join("ready")
+        self._offer(versions)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()
         if restored is not None:

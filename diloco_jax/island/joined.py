@@ -1,8 +1,8 @@
 """A train loop of the user's own as an island: `join`, then a boundary at each step.
 
 It is the product's island with another loop: decisions, takes, adoptions, network and
-ledger are the same code. What a loop keeps to itself are its step, its moments and its
-data; what it lends at a boundary are its parameters.
+ledger are the same code. The loop keeps its step, its moments and its data to itself.
+It lends its parameters at a boundary.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The parts of an island whose steps are the user's: parameters are lent, at
-boundaries, and data is read by the loop itself."""
+"""The parts of an island whose steps are made by a train loop of the user's.
+
+That loop lends its parameters at boundaries, and reads the data itself.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class JoinedHost(Parts["JoinedLoop"]):
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build takes and adoptions. Raise ConfigError for a state of another run."""
-        self._hosts, self._identity = hosts, identity
+        self._hosts = hosts
         self._zeros = self.leaves.zeros()
         memory = self.island.anchor_memory
         exchange = Exchange(self.plan, self.config.run.sync, self._zeros, memory)
@@ -106,6 +108,7 @@ class JoinedHost(Parts["JoinedLoop"]):
         params = at_anchors(self.plan, self._exchange, self._zeros)
         del self._zeros
         self._meet_to_join("ready")
+        self._offer(versions)
         lent, data = LentBeside(self._exchange, params), OwnData(sequences)
         books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
         books.begin()

@@ -1,9 +1,9 @@
 """The part of an island that a train loop keeps in its own checkpoint.
 
 Parameters, anchors and data are the coordinator's: a restarted loop gets them as every
-island does. What it alone has are its moments, which it saves itself, and the residuals
-of the error feedback, which are here, with the facts that say whether they still hold.
-All of it are arrays, as any library for checkpoints takes them.
+island does. The loop alone has its moments and the residuals of the error feedback. It
+saves the moments itself. The residuals are here, with the facts that tell whether they
+are still valid. Everything is an array, so any checkpoint library can hold it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def restored_state(
     leaves: LikeLeaves,
     versions: Sequence[Version],
 ) -> Restored:
-    """Return what of a state holds for an island that begins at these versions. All
-    hosts call it.
+    """Return the part of a state that still holds for an island that begins at these
+    versions. All hosts call it.
 
     Raises ValueError if the residuals are not as `like` in names and shapes.
     """

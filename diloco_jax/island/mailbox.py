@@ -59,7 +59,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something came in after the last `decide`, or in time."""
+        """Return when something came in after the last `decide`, or at the timeout."""
         with self._lock:
             self._changed.wait_for(lambda: self._conversation.has_news, timeout_s)
 
@@ -75,9 +75,10 @@ class Mailbox:
         False after `timeout_s`.
         """
         with self._lock:
-            told = self._conversation
+            conversation = self._conversation
             return self._changed.wait_for(
-                lambda: told.may_leave or told.ending is not None, timeout_s
+                lambda: conversation.may_leave or conversation.ending is not None,
+                timeout_s,
             )
 
     def give_up(self) -> None:
@@ -116,13 +117,13 @@ class Mailbox:
         """Hand over an arrival; False if the loop did not make room in time."""
         fragment, chain = arrival.fragment, arrival.chain
         with self._lock:
-            told = self._conversation
+            conversation = self._conversation
             if not self._changed.wait_for(
-                lambda: told.has_room(fragment, chain), timeout_s
+                lambda: conversation.has_room(fragment, chain), timeout_s
             ):
                 return False
             self.arrivals.put(arrival)
-            told.arrived(fragment, arrival.version, chain)
+            conversation.arrived(fragment, arrival.version, chain)
             self._changed.notify_all()
             return True
 
@@ -167,18 +168,22 @@ class Mailbox:
     def report(self, sent_through: int) -> tuple[Status, tuple[Record, ...]]:
         """Return the status, and the records after number `sent_through`."""
         with self._lock:
-            told = self._conversation
-            return self._with_traffic(told.current()), told.unsent(sent_through)
+            conversation = self._conversation
+            return self._with_traffic(conversation.current()), conversation.unsent(
+                sent_through
+            )
 
     def wait_for_post(
         self, has_news: Callable[[Status, int], bool], timeout_s: float
     ) -> None:
-        """Return once there is something to report, or in time. has_news: asked with
-        the status and the number of the newest record, see `Reporting`."""
+        """Return once there is something to report, or at the timeout. has_news: called
+        with the status and the number of the newest record; see `Reporting`."""
 
         def posted() -> bool:
-            told = self._conversation
-            return told.ending is not None or has_news(told.posted, told.newest_record)
+            conversation = self._conversation
+            return conversation.ending is not None or has_news(
+                conversation.posted, conversation.newest_record
+            )
 
         with self._lock:
             self._changed.wait_for(posted, timeout_s)
@@ -200,7 +205,7 @@ class Decisions(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have come in since `at`, or in time."""
+        """Return when something may have come in since `at`, or at the timeout."""
         ...
 
 

@@ -123,8 +123,8 @@ def run(
         island.stop(ending)
         island.close()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
-    told = compilation.counted()
-    logger.log(level, "island %s ends: %s; %s", name, ending.text, told)
+    counted = compilation.counted()
+    logger.log(level, "island %s ends: %s; %s", name, ending.text, counted)
     if hosts is not None:
         if island.ended_together:
             # The first host to leave would make the others abort, which hides their
@@ -275,11 +275,14 @@ class LeadingHost(Generic[L]):
         began = time.monotonic()
         versions = receiver.fetch_all()
         seconds = time.monotonic() - began
+        peers = host.fetcher.peers
         logger.info(
-            "compiled in %.1f s (%s), fetched %d fragments in %.1f s (%.1f MB/s)",
+            "compiled in %.1f s (%s), fetched %d fragments, %d of them from other "
+            "islands, in %.1f s (%.1f MB/s)",
             host.compile_seconds,
             compilation.counted(),
             len(versions),
+            peers.count if peers is not None else 0,
             seconds,
             mailbox.traffic()["bytes_join"] / max(seconds, 1e-3) / 1e6,
         )

@@ -15,6 +15,8 @@ from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions, Mailbox
 from diloco_jax.island.network.lanes import Lanes
+from diloco_jax.island.network.offering import offer
+from diloco_jax.island.network.peer_anchors import PeerAnchors
 from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.stepping import Stepping
@@ -22,6 +24,7 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
+from diloco_jax.wire.offer_server import OfferServer
 from diloco_jax.wire.tls import TlsFiles
 
 L = TypeVar("L", bound=Stepping)
@@ -45,6 +48,8 @@ class Parts(abc.ABC, Generic[L]):
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
         self._hosts: Hosts | None = None
+        self._offering: OfferServer | None = None
+        self._peers: PeerAnchors | None = None
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         tls = TlsFiles.load_given(placement.certificates, principal.island(name))
 
@@ -87,6 +92,10 @@ class Parts(abc.ABC, Generic[L]):
 
     def close(self) -> None:
         """Free sockets and threads."""
+        if self._offering is not None:
+            self._offering.stop(0.0)
+        if self._peers is not None:
+            self._peers.close()
         self.lanes.close()
 
     def _meet(self, what: str, timeout_s: float, field: str) -> None:
@@ -110,8 +119,17 @@ class Parts(abc.ABC, Generic[L]):
         return self.config.placement.patience_s + given_s
 
     def _connect(self, identity: Identity, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self.fetcher = Fetcher(self.lanes, identity, exchange, self.mailbox)
+        self._exchange, self._identity = exchange, identity
+        if any(
+            island.offers and name != self.name
+            for name, island in self.config.islands.items()
+        ):
+            self._peers = PeerAnchors(
+                self.config, self.name, identity, self.lanes, self.deadlines
+            )
+        self.fetcher = Fetcher(
+            self.lanes, identity, exchange, self.mailbox, self._peers
+        )
         self.sender = Sender(
             self.lanes,
             identity,
@@ -129,6 +147,13 @@ class Parts(abc.ABC, Generic[L]):
             fragment: incoming.pick(fragment, version).anchor or ()
             for fragment, version in enumerate(versions)
         }
+
+    def _offer(self, versions: list[Version]) -> None:
+        """Offer the anchors at these versions, which are in place."""
+        host = self._hosts.index if self._hosts is not None else 0
+        self._offering = offer(
+            self.config, self._identity, host, self._exchange, versions, self.deadlines
+        )
 
     def _send_anchor(self, fragment: int, version: Version, ticket: bytes) -> None:
         anchor = self._exchange.anchor(fragment)

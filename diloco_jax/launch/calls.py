@@ -10,7 +10,7 @@ from typing import NamedTuple
 from diloco_jax.launch.resources import Command
 
 UNREACHED = "Could not prepare all"
-"""Message of `queued-resources ssh`, which leaves out machines and exits with 0."""
+"""Message of `queued-resources ssh` when it left out machines; it exits with 0."""
 NOT_FOUND = re.compile(r"not[ _]found", re.IGNORECASE)
 
 CAPACITY = re.compile(

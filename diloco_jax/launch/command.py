@@ -190,7 +190,7 @@ def _list(config: Config, options: LaunchOptions, prices: dict[str, float]) -> i
     except CommandError as error:
         _show(f"error: {error}")
         return 1
-    for line in orphans.told(found, prices):
+    for line in orphans.listed(found, prices):
         print(line)
     return 0
 
@@ -209,7 +209,7 @@ def _costs(config: Config, prices: dict[str, float]) -> list[str]:
     limit = f"{config.launch.max_hours:g} hours" if config.launch.max_hours else "none"
     end = f"launch.max_hours: {limit}; at the end of the run: {config.launch.when_done}"
     if prices:
-        return [price.told(price.price_per_hour(config, prices)), end]
+        return [price.sentence(price.price_per_hour(config, prices)), end]
     return [f"price per hour: unknown, give --price; {end}"]
 
 

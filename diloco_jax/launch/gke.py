@@ -13,7 +13,14 @@ from pathlib import Path
 
 from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest
-from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, PORT, WORKDIR, Order
+from diloco_jax.launch.order import (
+    CERTIFICATES,
+    COORDINATOR,
+    LOG_LINES,
+    PORT,
+    WORKDIR,
+    Order,
+)
 from diloco_jax.launch.placing import GkeCluster, PlacedIsland
 from diloco_jax.launch.pods import ISLAND, PART, config_name
 from diloco_jax.launch.resources import (
@@ -26,7 +33,6 @@ from diloco_jax.launch.resources import (
 )
 from diloco_jax.launch.text import yaml_text
 
-LOG_LINES = 100
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`."""
 ISLAND_OBJECTS = "jobset,networkpolicy,serviceaccount"

@@ -39,7 +39,9 @@ def island(
     its JobSet."""
     name = island.resource
     labels = _labels(order, island.name)
-    own = [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+    own: list[Manifest] = [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+    if island.offer_ports:
+        own.append(_islands_may(order, island.offer_ports))
     return [
         _account(order, name, island.name, order.settings.service_account),
         _policy(order, name, island.name, own),
@@ -103,8 +105,10 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
 
 
 def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
-    """Return account, service, policy, disruption budget and Job of the coordinator,
-    which may begin a run for a while after `now_unix`."""
+    """Return account, service, policy, disruption budget and Job of the coordinator.
+
+    now_unix: the coordinator may begin a run within INIT_WITHIN_S after it.
+    """
     name, labels = order.coordinator, _labels(order, COORDINATOR)
     settings = order.settings
     annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
@@ -128,7 +132,7 @@ def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
             settings.coordinator_account or settings.service_account,
         ),
         _service(order),
-        _policy(order, name, COORDINATOR, [_islands_may(order)]),
+        _policy(order, name, COORDINATOR, [_islands_may(order, order.ports)]),
         {
             "apiVersion": "policy/v1",
             "kind": "PodDisruptionBudget",
@@ -218,14 +222,15 @@ def _is_number(address: str) -> bool:
     return True
 
 
-def _islands_may(order: Order) -> Manifest:
-    """Return the rule that lets in the run's islands, wherever they are."""
+def _islands_may(order: Order, to: tuple[int, ...]) -> Manifest:
+    """Return the rule that lets the run's islands, wherever they are, come to these
+    ports."""
     peers: list[Manifest] = [
         {"podSelector": {"matchLabels": {"diloco-run": order.name}}}
     ]
     if order.settings.coordinator_address:
         peers += [{"ipBlock": {"cidr": block}} for block in PRIVATE]
-    ports = [{"protocol": "TCP", "port": port} for port in order.ports]
+    ports = [{"protocol": "TCP", "port": port} for port in to]
     return {"from": peers, "ports": ports}
 
 

@@ -48,9 +48,11 @@ WORKDIR = f"{ROOT}/run"
 
 COORDINATOR = "coordinator"
 INIT_WITHIN_S = 3600
-"""Seconds after the making of its machine in which a coordinator may begin a new run on
-an empty disk. Later, an empty disk means that the run's disk got lost."""
+"""Seconds from the making of its machine within which a coordinator may begin a new run
+on an empty disk. Later, an empty disk means that the run's disk got lost."""
 
+LOG_LINES = 100
+"""Last lines of each process that `--action logs` shows."""
 CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
 """Image with `gcloud`, for machines that lack it."""
 MAX_RESTARTS = 200
@@ -106,7 +108,7 @@ class Order:
         )
 
     def init_arguments(self) -> tuple[str, ...]:
-        """Return the further ones of a coordinator that begins a run."""
+        """Return the additional arguments of a coordinator that begins a run."""
         return ("--init", self.source) if self.source else ("--init",)
 
     def island_arguments(
@@ -296,8 +298,8 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
         )
         for island in placed
     }
-    told = Config(run=run, islands=islands, placement=placement, launch=launch)
-    return dataclasses.asdict(told.validate())
+    ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
+    return dataclasses.asdict(ordered.validate())
 
 
 def ended_at(command: str, end_unix: int, grace_s: float) -> str:

@@ -55,7 +55,7 @@ def find(
     return [orphan for orphan in found if orphan.run]
 
 
-def told(found: list[Orphan], prices: Mapping[str, float]) -> list[str]:
+def listed(found: list[Orphan], prices: Mapping[str, float]) -> list[str]:
     """Return a line for each, by run, and one with what all of them cost per hour.
 
     prices: per chip by generation, and per machine for "coordinator".

@@ -50,6 +50,8 @@ class PlacedIsland:
     """Name of the reservation; empty = any of the project's."""
     cluster: GkeCluster
     """Only for GKE."""
+    offer_ports: tuple[int, ...] = ()
+    """Ports at which it offers its anchors to islands that join."""
 
     @property
     def zone(self) -> str:
@@ -121,6 +123,7 @@ def place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
         purchase=purchase,
         reservation=reservation,
         cluster=cluster_of(settings, island),
+        offer_ports=config.islands[island].offer_ports,
     )
 
 

@@ -42,8 +42,8 @@ POOL = "cloud.google.com/gke-nodepool"
 
 
 def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
-    """Return the coordinator's pod, which may begin a run for a while after
-    `now_unix`."""
+    """Return the coordinator's pod. now_unix: it may begin a run within INIT_WITHIN_S
+    after it."""
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
     init, init_before = shlex.join(order.init_arguments()), now_unix + INIT_WITHIN_S
     start = ended_at(f'{command} "$@"', order.end_unix(now_unix), STOP_S)
@@ -246,7 +246,7 @@ def _copies_data(order: Order) -> Manifest:
     if not order.settings.data:
         return {}
     copy = ["gcloud", "storage", "rsync", "--recursive", order.settings.data, DATA]
-    # What is wrong with a file, `diloco` itself tells, with an exit code of its own.
+    # `diloco` itself tells what is wrong with a file, with an exit code of its own.
     read = f"diloco manifest --missing {DATA} || true"
     mounts = [{"name": "data", "mountPath": DATA}]
     return {

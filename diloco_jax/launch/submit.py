@@ -167,7 +167,8 @@ class Submitter:
     def _missing(
         self, resources: Iterable[Resource], *, taken: bool = False
     ) -> list[LaunchStep]:
-        """taken: only what is dead; what is not there was given back."""
+        """Return the steps that make what is missing. taken: only what is dead, since
+        what is not there was given back."""
         steps = []
         for resource in resources:
             # The files that processes read must be right, whichever owners are chosen.

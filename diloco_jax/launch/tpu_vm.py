@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import DISK, coordinator_script, island_script
-from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, PORT, Order
+from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, LOG_LINES, PORT, Order
 from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.launch.resources import (
     SHARED,
@@ -24,7 +24,6 @@ from diloco_jax.launch.resources import (
 
 SLICE_PORTS = (8471, 8482, 8431)
 """Ports within a slice, of libtpu, JAX and runtime metrics."""
-LOG_LINES = 100
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
 
 
@@ -37,7 +36,7 @@ def deployment(
       certificates: folder with `coordinator.tar` and each `island.NAME.tar`.
       folder: folder for the deployment's files.
       now_unix: first incarnation of a slice made now, above those of any slice made
-        before. A coordinator made now may begin a run for a while.
+        before. A coordinator made now may begin a run within INIT_WITHIN_S.
     """
     (host,) = hosts(order)
     address = f"{host}:{PORT}"

@@ -1,8 +1,8 @@
 """Environment variables that a launch gives to the processes on its machines.
 
 `launch.environment` has values, `launch.secrets` names of secrets. A variable named
-NAME is every process's, one named ISLAND:NAME that island's alone, whose value counts
-before the other; "coordinator" is a part like an island.
+NAME goes to every process. A variable named ISLAND:NAME goes to that island alone, and
+overcomes NAME there. "coordinator" may stand in the place of ISLAND.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_THE_LAUNCH = frozenset(
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )
-"""Set by the launch itself, or names in `host.sh`, which exports secrets."""
+"""Names that the launch sets, or that `host.sh` uses: it exports secrets."""
 OF_THE_MACHINE = (
     *(MULTI_SLICE, "TPU_WORKER_", "TPU_PROCESS_", "JAX_COORDINATOR_"),
     *("JOB_COMPLETION_INDEX", "KUBERNETES_", "SLURM_"),
@@ -87,13 +87,13 @@ def flag_notes(config: Config) -> list[str]:
     islands' generations (`libtpu.py`)."""
     notes = []
     for name, island in config.islands.items():
-        told = variables_of(config.launch, name).plain.get(libtpu.VARIABLE, "")
+        given = variables_of(config.launch, name).plain.get(libtpu.VARIABLE, "")
         generation = libtpu.generation_of(island.topology)
         for since, flags in libtpu.FLAGS.get(generation, ())[:1]:
             version = ".".join(map(str, since))
             notes += [
                 f"note: island {name}: {clash}"
-                for clash in libtpu.clashes(told, flags, f"{generation}, {version}")
+                for clash in libtpu.clashes(given, flags, f"{generation}, {version}")
             ]
     return notes
 

@@ -15,7 +15,7 @@ from diloco_jax.observability.terminal import LINE_EVERY_S, duration_text
 @contextmanager
 def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
     """Show a bar on a terminal, and remove it at the end; elsewhere a line of text now
-    and then. Yields the function that is told the share that is done."""
+    and then. Yields a function to call with the share that is done."""
     if not console.is_terminal:
         yield lines(console, doing)
         return
@@ -31,7 +31,7 @@ def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
 
 
 def lines(console: Console, doing: str) -> Callable[[float], None]:
-    """Return a function that is told the share that is done, and says so in a line of
+    """Return a function to call with the share that is done, which writes a line of
     text every `LINE_EVERY_S` seconds at most."""
     began = time.monotonic()
     told = began

@@ -66,7 +66,7 @@ class History:
         fragment, version, final (of the flush), contributions (int [merges, islands]:
         tokens by island, 0 = not in it), share (of all tokens per second that is in
         it), norm (of the merged delta), digest (emulated: of Theta's fragment;
-        recorded: of the encoded publish), and the measures of docs/watching.md.
+        recorded: of the encoded publish), and the measures of docs/metrics.md.
       steps: island, incarnation, step, began, time (its end), loss (nats per token),
         learning_rate. Completed ones only. In a recorded run a row covers all steps
         between two lines of metrics, a second or more apart; step is the last of them.

@@ -24,7 +24,7 @@ class IslandMeasure:
     computed_tokens: int
     merged_tokens: int
     active: tuple[tuple[float, float], ...] = ()
-    """Intervals (start, end) in which the island did steps."""
+    """Intervals (start, end) in which the island made steps."""
 
     @property
     def undisturbed_tokens(self) -> float:
@@ -55,7 +55,7 @@ def compute_goodput(islands: Iterable[IslandMeasure]) -> float:
 
 
 def uptime(islands: Iterable[IslandMeasure], wall_seconds: float) -> float:
-    """Return the share of the wall time in which at least one island did steps."""
+    """Return the share of the wall time in which at least one island made steps."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(span for island in islands for span in island.active):
         covered += max(0.0, end - max(start, reached))

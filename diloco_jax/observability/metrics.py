@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.files import FULL
+from diloco_jax.errors import FULL
 from diloco_jax.observability.curves import Curves, Point
 from diloco_jax.observability.segments import SEGMENT_BYTES
 from diloco_jax.observability.tape import JsonLines, read_lines

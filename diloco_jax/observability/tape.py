@@ -126,8 +126,8 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a tape in order, without `prev`, each checked first.
 
     An unfinished last line (its writer is at work, or died) is left out. Raises
-    TapeError with the number of the first line that is not JSON, that is unfinished in
-    a file that was put aside, or that does not follow the one before it.
+    TapeError with the number of the first bad line: not JSON, not a successor of the
+    line before it, or unfinished in a file that was put aside.
     """
     path = Path(path)
     if missing := segments.missing(path):

@@ -1,7 +1,7 @@
 """Advice on a config that does not fit, or whose parts do not suit each other.
 
-Every change is tried before it is told: islands that it touches are compiled again, the
-plan is made again, and what makes that plan worse is left out.
+Every change is tried before it is advised: the islands that it touches are compiled
+again, and the plan is made again. A change that makes the plan worse is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.planning import evenness, remedies
 from diloco_jax.planning.changes import Change, changed, shown
+from diloco_jax.planning.checks import GB
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import LATENCY_S
 from diloco_jax.planning.processes import PlanError
@@ -23,10 +24,8 @@ UNBALANCED = 1.15
 """Ratio of the longest step to the shortest from which advice is given."""
 NOISE = 0.005
 """Share by which the simulated goodput of equal plans may differ."""
-GB = 1e9
 Replan = Callable[[Config, Mapping[str, IslandPlan]], Plan]
-"""Make the plan of a config, whose model it cuts, from its compiled islands, without
-advice."""
+"""Cut a config's model, and make the plan from its compiled islands, without advice."""
 Compile = Callable[[Config, str], IslandPlan]
 """Compile one island of a config. Raises ConfigError or PlanError if that fails."""
 
@@ -63,8 +62,8 @@ class _Adviser:
         self._compiled = {n: i.compiled for n, i in plan.islands.items()}
 
     def to_fit(self, name: str) -> Advice:
-        """Change what takes HBM, one field after the other, until the island fits. A
-        change that does not help is not kept, nor one that the last makes needless."""
+        """Change what takes HBM, one field after the other, until the island fits. Drop
+        changes that do not help, and those that the last change makes needless."""
         config, best = self._config, self._compiled[name]
         lacks = f"islands.{name} lacks {best.hbm.missing / GB:.2f} GB of HBM per chip"
         kept: dict[str, object] = {}
@@ -225,8 +224,8 @@ class _Adviser:
 
     def _try(self, change: Change, *, compile_all: bool = False) -> Plan | None:
         """Return the plan with a change; None if it is worse: an island does not fit, a
-        check refuses that did not, or fewer tokens are merged. compile_all: compile
-        islands again that are as they were."""
+        check refuses that did not before, or fewer tokens are merged. compile_all:
+        compile islands again that are as they were."""
         try:
             config = changed(self._config, change).validate()
         except ConfigError:
@@ -253,7 +252,7 @@ class _Adviser:
         return None if worse else plan
 
     def _refuses_more(self, plan: Plan) -> bool:
-        """Tell whether a check refuses that did not."""
+        """Tell whether a check refuses that did not before."""
         before = {refusal.check for refusal in self._plan.run.refusals}
         return any(refusal.check not in before for refusal in plan.run.refusals)
 

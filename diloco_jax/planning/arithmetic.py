@@ -1,7 +1,7 @@
 """A plan without a compiler: arithmetic from published peak rates.
 
-The step is its FLOPs by the formula over the chips' peak rate, so it is shorter than
-any real one, and links and coordinator are asked for the most. Nothing is known about
+The step is its FLOPs by the formula over the chips' peak rate. So it is shorter than
+any real one, and loads links and coordinator the most. Nothing is known about
 HBM: a model that does not fit its slice is not found.
 """
 

@@ -36,20 +36,19 @@ PROCESS_S = 30.0
 """Seconds of a restart before the state is read: an assumption, for start and imports.
 """
 PROCESS_BYTES = 256 << 20
-"""The interpreter and compiled programs: what a coordinator of next to no parameters
-has of its own (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,
-are mapped files, as what waits on the disk is: the system takes their pages back."""
+"""The interpreter and compiled programs: the memory of a coordinator that has hardly
+any parameters (244 MB, `python benchmarks/coordinator_memory.py`). Libraries, 150 MB,
+do not count: they are mapped files, whose pages the system can take back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """One of `placement.workers` processes that hold fragments, of which that with the
-    most parameters needs the most."""
+    """The largest of `placement.workers` processes, by parameters."""
 
     fragments: int
     params: int
     memory: int
-    """Its share of what fragments take, and a process."""
+    """Bytes: its share of what fragments take, and those of a process."""
     cores: float
     """Cores that merging and the wire of its fragments take, on average."""
 
@@ -77,7 +76,7 @@ class CoordinatorPlan:
     joins: int
     """Anchors pinned for islands that join, if all join at once."""
     merge_buffer: int
-    """Encoded deltas: of each island and fragment as many as the inbox lets wait,
+    """Encoded deltas, as many of each island and fragment as the inbox lets wait,
     within `placement.merge_buffer_bytes`."""
     process: int
     memory: int
@@ -85,16 +84,15 @@ class CoordinatorPlan:
     wire_cores: float
     merge_cores: float
     cores: int
-    """Whole cores, with one for everything else; with workers whole ones for each of
-    them, and one for the lead."""
+    """Whole cores: those of merges and wire, and one for everything else. With workers:
+    those of each worker, and one for the lead."""
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
     merge_core_seconds: float
     """Core seconds of the merge of the largest fragment."""
     disk: DiskPlan
     replayed: float
-    """Parameters of the publishes that recovery decodes, each as often as it was merged
-    since."""
+    """Parameters that recovery decodes: those of each publish since the snapshot."""
     replayed_bytes: float
     replay_core_seconds: float
     """Core seconds per 1e9 parameters that recovery decodes and adds."""

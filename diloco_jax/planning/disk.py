@@ -33,8 +33,8 @@ REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
 class DiskPlan:
     """Bytes of the coordinator's disk, and bytes per second that are written.
 
-    `expected` is compared with what a run holds, at most, while nothing goes wrong;
-    `reserve` is what must have room besides."""
+    `expected`: the most that a run should hold while nothing goes wrong. `reserve`: the
+    room that it must have besides."""
 
     snapshots: int
     """All kept snapshots of every fragment, and one that is being written."""
@@ -112,7 +112,7 @@ def plan_disk(
     expected = log + lines + exports + (0 if in_bucket else snapshots)
     late_log = math.ceil((0.5 * rounds + 1) * publish)
     # A delta is put on the disk only where this stays free.
-    spared = max(SPARED_BYTES, inbox.SPARED_BYTES * params if deltas else 0)
+    spared = max(SPARED_BYTES, inbox.SPARED_BYTES_EACH * params if deltas else 0)
     reserve = late_log + deltas + spared
     return DiskPlan(
         snapshots=snapshots,

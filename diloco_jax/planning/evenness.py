@@ -1,7 +1,7 @@
 """Advice on uneven fragments: the largest one sizes links, merges, snapshots and takes.
 
-Changes are tried in the order of what they leave as it is: another number of fragments
-near the present one, fragments by size, numbers further away, a merge rule that goes
+Changes that leave more as it is are tried first: another number of fragments near the
+present one, fragments by size, numbers further away, then a merge rule that goes
 element by element and so cuts every large tensor into bands. Tiles follow from shapes
 alone and no setting changes them.
 """
@@ -22,8 +22,8 @@ from diloco_jax.planning.results import Advice
 NEAR = 4
 """First, numbers of fragments within 1 / NEAR of the present one are tried."""
 MOST = 2
-"""At most, 1 / MOST more fragments are tried; and no fewer than would make even
-fragments as large as the largest one now."""
+"""At most 1 / MOST more fragments are tried, and at least so many that even fragments
+are no larger than the largest one now."""
 BY_ELEMENT = "mean"
 """The merge rule that leaves no tensor whole."""
 Accepts = Callable[[Change, Config, FragmentPlan], bool]

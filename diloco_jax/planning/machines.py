@@ -33,9 +33,9 @@ class Machine:
     memory: int
     """Bytes."""
     egress_gbit_per_s: float | None
-    """Most that it sends, to all peers and to its disk; None if that is not known."""
+    """Highest rate to all peers and its disk together; None if it is not known."""
     disk_mib_per_s: int
-    """Most that its disk of type pd-balanced reads or writes, however large it is."""
+    """Highest rate of its pd-balanced disk, whatever the disk's size."""
 
     @property
     def disk_bytes_per_s(self) -> float:

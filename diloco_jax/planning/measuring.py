@@ -119,8 +119,8 @@ def measure_here(
 def disk_rates(folder: Path) -> DiskRates:
     """Write sealed files, as snapshots and publishes are, and read them again.
 
-    Files are on disk when they count as written. The system is asked to forget them
-    before they are read, which it does unless they lie in memory (tmpfs).
+    Files are on disk when they count as written. Before they are read, the system is
+    asked to forget them. It does, unless they lie in memory (tmpfs).
     """
     block = np.random.default_rng(0).integers(0, 255, DISK_BYTES, np.uint8)
     into = np.empty_like(block)

@@ -22,8 +22,8 @@ REFUSAL = re.compile(rf"{AMOUNT}\)? exceeds available HBM \(?{AMOUNT}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hbm:
-    """Bytes in the HBM of one chip, unless a field says otherwise."""
+class HeldBytes:
+    """Bytes that an island holds between steps, by kind, for one chip."""
 
     parameters: int
     optimizer: int
@@ -39,6 +39,17 @@ class Hbm:
     """The same for all other fragments, if every delta of the island misses its merge.
     No other figure counts these bytes, so there must be room for them as well.
     """
+
+    @property
+    def exchange(self) -> int:
+        """Bytes of anchors, residuals and takes."""
+        return self.anchors + self.residuals + self.open_takes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hbm(HeldBytes):
+    """Bytes in the HBM of one chip, unless a field says otherwise."""
+
     temporaries: int | None
     """Activations, gradients and gathered weights: the compiler's share beyond the
     fields above. None if the compiler refuses the step.
@@ -58,12 +69,12 @@ class Hbm:
         """
         resident = self.used - self.parameters - self.optimizer - self.watched
         if not self.pinned_host:
-            resident -= self.anchors + self.residuals + self.open_takes
+            resident -= self.exchange
         return min(1.0, 1 - self.missing / max(1, resident))
 
     def with_takes(self, now: SyncConfig, then: SyncConfig) -> Hbm:
-        """Return the memory with another number of fragments under way, of which a step
-        knows nothing else."""
+        """Return the memory with another number of fragments under way, which changes
+        nothing else in a step."""
         factor = open_fragments(then) / open_fragments(now)
         more = round(self.open_takes * (factor - 1))
         used = self.used + (0 if self.pinned_host else more)
@@ -78,32 +89,21 @@ class Hbm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resident:
-    """Bytes that an island holds between steps, for one chip."""
+class Resident(HeldBytes):
+    """The same, and where it is held."""
 
-    parameters: int
-    optimizer: int
-    watched: int
-    anchors: int
-    residuals: int
-    open_takes: int
-    late_takes: int
     in_host_memory: bool
     """True if anchors, residuals and takes lie in the host's memory."""
 
     @property
     def beside(self) -> int:
         """Bytes in HBM that a step does not touch."""
-        return self.watched + (0 if self.in_host_memory else self._exchange)
+        return self.watched + (0 if self.in_host_memory else self.exchange)
 
     @property
     def pinned_host(self) -> int:
         """Bytes in the host's memory."""
-        return self._exchange if self.in_host_memory else 0
-
-    @property
-    def _exchange(self) -> int:
-        return self.anchors + self.residuals + self.open_takes
+        return self.exchange if self.in_host_memory else 0
 
 
 def resident(
@@ -170,14 +170,9 @@ def refused(held: Resident, message: str) -> Hbm | None:
 
 
 def _hbm(held: Resident, used: int, available: int, temporaries: int | None) -> Hbm:
+    kinds = [field.name for field in dataclasses.fields(HeldBytes)]
     return Hbm(
-        parameters=held.parameters,
-        optimizer=held.optimizer,
-        watched=held.watched,
-        anchors=held.anchors,
-        residuals=held.residuals,
-        open_takes=held.open_takes,
-        late_takes=held.late_takes,
+        **{kind: getattr(held, kind) for kind in kinds},
         temporaries=temporaries,
         used=used,
         available=available,

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES, ComputedMerge, Store
+from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
 from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.core.tiles import TileGrid
@@ -65,9 +66,9 @@ def time_merges(
         work()
         best[what] = min(best.get(what, np.inf), time.process_time() - began)
 
-    def merge() -> ComputedMerge:
-        merged = store.merge(0, Version(1, 1), parts, payloads, squares, final=False)
-        store.commit(0, merged)
+    def merge() -> MergeResult:
+        merged = store.merge(0, parts, payloads, squares, final=False)
+        store.commit(0, Version(1, 1), merged)
         return merged
 
     for _ in range(RETAINED_PUBLISHES + 1):  # Until memory is that of older versions.

@@ -63,7 +63,7 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
     return parts | {COORDINATOR: prices[COORDINATOR]}
 
 
-def told(per_hour: Mapping[str, float]) -> str:
+def sentence(per_hour: Mapping[str, float]) -> str:
     """Return one sentence with the price per hour and its parts."""
     parts = ", ".join(f"{name} {price:,.2f}" for name, price in per_hour.items())
     return (

@@ -50,7 +50,7 @@ def require_libtpu() -> None:
 def compile_islands(
     config: Config, report: Report, names: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the plans of these islands by name, as builtins; none named: of all.
+    """Return the plans of these islands by name, as builtins; of all, if none is named.
 
     Raises ConfigError, also if a compilation fails, or PlanError if one is killed.
     """
@@ -83,7 +83,9 @@ def compile_islands(
 
 def _compiled_part(island: IslandConfig) -> IslandConfig:
     """Return the island without the fields that no compiler sees."""
-    return dataclasses.replace(island, stands_for="", step_seconds=0.0, hosts=1)
+    return dataclasses.replace(
+        island, stands_for="", step_seconds=0.0, hosts=1, offers=""
+    )
 
 
 class _Compiler:

@@ -35,8 +35,8 @@ class MachineRates(
     """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
     codec of the deltas."""
     replay_core_seconds: dict[str, float]
-    """Core seconds per 1e9 parameters of a publish that recovery decodes and adds, by
-    which the outer optimizer advances, on any route. By codec of the publish."""
+    """Core seconds per 1e9 parameters of a publish in recovery, which decodes it, adds
+    it and advances the outer optimizer by it, on any route. By codec of the publish."""
     merge_route: str
     """Route of the measured merges: "native" or "xla"."""
     upload_core_seconds: float
@@ -77,7 +77,7 @@ class MachineRates(
         """
         return _or_dearest(self.replay_core_seconds, codec)
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Return lines for people: each rate, and where it is from."""
         merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
         deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
@@ -116,7 +116,7 @@ CONSTANTS = MachineRates(
     disk_from="",
 )
 """Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that
-needs no compiler. Replay: at most, as those of a merge without deltas. Wire: the
+needs no compiler. Replay: at most as much as a merge without deltas. Wire: the
 coordinator's end in docs/results/wire.md."""
 
 NATIVE = msgspec.structs.replace(

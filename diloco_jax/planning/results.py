@@ -54,8 +54,8 @@ class RunPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A finding, and changes that help; each of them alone."""
+    """A finding, and changes each of which helps by itself."""
 
     text: str
     changes: tuple[Change, ...]
-    """With each of them the plan was made again, and is better."""
+    """With each one the plan was made again, and became better."""

@@ -39,7 +39,7 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
             for name, n in plan.needs.networks.items()
         ),
         *_coordinator(plan.needs.coordinator, plan.needs.restart_seconds),
-        *plan.rates.told(),
+        *plan.rates.lines(),
         *_price(plan.price_per_hour),
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
@@ -176,7 +176,7 @@ def _run(run: RunPlan) -> str:
             f"{goodput.participation:.1%}",
             f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total",
             *_coordinator(coordinator, run.restart_seconds),
-            *run.rates.told(),
+            *run.rates.lines(),
             *_price(run.price_per_hour),
         )
     )
@@ -206,4 +206,4 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
 
 
 def _price(per_hour: dict[str, float] | None) -> tuple[str, ...]:
-    return () if per_hour is None else (price.told(per_hour),)
+    return () if per_hour is None else (price.sentence(per_hour),)

@@ -21,13 +21,13 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import bulk
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
+from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.tls import TlsFiles
 
 DEADLINES = Deadlines(30.0)

@@ -159,8 +159,8 @@ class DeltaArrived(Message, frozen=True, kw_only=True):
 
 
 class MergePrepared(Message, frozen=True, kw_only=True):
-    """The ordered merge is computed, and its encoded publish is on disk. It becomes
-    visible with its record (`Persist`) and `Commit`, or never was."""
+    """The ordered merge is computed, and its encoded publish is on disk. Its record
+    (`Persist`) and `Commit` make it visible; without them it does not count."""
 
     fragment: int
     version: Version
@@ -169,7 +169,7 @@ class MergePrepared(Message, frozen=True, kw_only=True):
 
 class AnchorKept(Message, frozen=True, kw_only=True):
     """The awaited anchor has arrived, and is on disk as the fragment's first snapshot
-    in its new term. It becomes visible with its record and `Commit`, or never was."""
+    in its new term. As for a merge, its record and `Commit` make it visible."""
 
     fragment: int
     island: str

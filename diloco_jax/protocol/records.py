@@ -242,7 +242,8 @@ class Leaving(_OfIncarnation, frozen=True, kw_only=True):
 
 
 class DeltaRefused(_OfIncarnation, frozen=True, kw_only=True, tag="refused"):
-    """A delta is not merged. norm, most: its length and that allowed, if known."""
+    """A delta is not merged. norm, most: its length and the allowed one, if they are
+    known."""
 
     fragment: int
     tick: int

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 64 << 20
 """Bytes that are in memory at a time."""
 PREFIX, SUFFIX = f"{run_files.SOURCE}.", ".tmp"
-"""Ends of a copy's name: what begins a run anew removes such a folder."""
+"""Beginning and end of a copy's name. A run that begins anew removes such folders."""
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from diloco_jax.weights.first import fill
 
 KINDS = {"float32": "F32", "bfloat16": "BF16"}
 Report = Callable[[float], None]
-"""Function that is told the share that is done."""
+"""Called with the share that is done."""
 
 
 def export(

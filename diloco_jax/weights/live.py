@@ -16,7 +16,7 @@ from diloco_jax.wire.errors import Busy, ConnectionLost
 POLL_S = 0.5
 
 Report = Callable[[str, float], None]
-"""Function that is told what is done, and the share of it."""
+"""Called with what is being done, and the share that is done."""
 
 
 class LiveRun:

@@ -28,7 +28,7 @@ LOGITS = 1 << 26
 """Logits that are in memory at a time."""
 
 Report = Callable[[float], None]
-"""Function that is told the share that is done."""
+"""Called with the share that is done."""
 
 
 class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

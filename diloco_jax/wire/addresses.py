@@ -12,8 +12,8 @@ from diloco_jax.errors import ConfigError
 LAST_PORT = 65535
 _TRIES = 50
 PORTS = range(20_000, 32_000)
-"""Those that stand for port 0. Linux and macOS give none of them to a connection that
-goes out, so that a coordinator that is started again finds its ports free."""
+"""Ports that are tried for port 0. Linux and macOS give none of them to an outgoing
+connection, so a restarted coordinator finds its ports free."""
 
 
 def parse_address(address: str, field: str = "") -> tuple[str, int]:

@@ -72,6 +72,9 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=T
     """Bytes of the stripe; -1: to the end."""
     part: Part = ()
     """Tiles that are wanted, of each publish or of the anchor; empty: all of them."""
+    digests: bool = False
+    """Send the digests of the anchor's tiles (`core/tile_digests.py`) in their
+    place."""
     ticket: Ticket = b""
     """For a worker: of the publish or the welcome."""
 
@@ -86,6 +89,22 @@ class FetchStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
     offset: int
     length: int
+
+
+class HoldingsRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Ask a host of another island what it has of a fragment's anchor."""
+
+    run_id: Identifier
+    island: Name
+    fragment: Count
+
+
+class Holdings(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to it."""
+
+    version: Version
+    part: Part
+    """Tiles that a `FetchRequest` may ask for."""
 
 
 class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
@@ -109,5 +128,5 @@ class KeptStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
 
 
-Request = UploadStart | FetchRequest | CycleRequest
-Reply = UploadDone | FetchStart | KeptStart | Failure
+Request = UploadStart | FetchRequest | HoldingsRequest | CycleRequest
+Reply = UploadDone | FetchStart | Holdings | KeptStart | Failure

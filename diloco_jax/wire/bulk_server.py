@@ -1,60 +1,25 @@
-"""The coordinator's bulk port: uploads, fetches and kept files.
-
-A transfer holds a thread and a place (`places.py`) until it is done. A peer that sends
-no request loses its place after `connect_s`, and one that stops in the middle of a
-payload after `idle_s`. Connections without a transfer wait in `acceptor.py`.
-"""
+"""The coordinator's bulk port: uploads, fetches and kept files."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import logging
-import socket
-import threading
-import time
-from collections.abc import Sequence
 from typing import Protocol
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding, errors, frames
-from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
-    FetchStart,
     KeptStart,
+    Request,
     UploadDone,
     UploadStart,
 )
+from diloco_jax.wire.bulk_port import BulkPort
 from diloco_jax.wire.connection import BulkConnection
-from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
-from diloco_jax.wire.peers import Peers
-from diloco_jax.wire.places import Places
+from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.wire.principal import Principal, require_island, require_operator
-from diloco_jax.wire.session import internal_error
-from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
+from diloco_jax.wire.sources import FetchSource
+from diloco_jax.wire.threads import Guard
 from diloco_jax.wire.tls import TlsFiles
-
-logger = logging.getLogger(__name__)
-
-_SPARE_CONNECTIONS = 64
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FetchSource:
-    """The payload that a fetch is served from: `buffers`, row-major, laid end to
-    end.
-    """
-
-    version: Version
-    full: bool
-    """True: A_v in f32; False: `count` encoded publishes, oldest first."""
-    count: int
-    buffers: Sequence[frames.Payload]
-    total: int
-    """Bytes of the payload: the sum of the buffers'."""
 
 
 class BulkHandlers(Protocol):
@@ -83,8 +48,8 @@ class BulkHandlers(Protocol):
         """Return the bytes of a file of a kept cycle; may raise Refused or Busy."""
 
 
-class BulkServer:
-    """One bulk port. It listens and serves from `start` to `stop`."""
+class BulkServer(BulkPort):
+    """The bulk port of a coordinator or of a worker."""
 
     def __init__(
         self,
@@ -97,110 +62,43 @@ class BulkServer:
         max_hosts_each: int | None = None,
     ) -> None:
         """Arguments are those of `server.Server`."""
+        super().__init__(
+            tls=tls,
+            deadlines=deadlines,
+            max_hosts=max_hosts,
+            bulk_channels=bulk_channels,
+            max_hosts_each=max_hosts_each,
+        )
         self.handlers = handlers
         """May be replaced at any time; transfers under way end with the old ones."""
-        self._contexts = tls.server_contexts() if tls is not None else lambda: None
-        self._peers = Peers(tls.folder) if tls is not None else None
-        self._deadlines = deadlines
-        # A host may send and fetch on all of its channels at once.
-        wanted = 2 * bulk_channels * max_hosts
-        each = 2 * bulk_channels * (max_hosts_each or max_hosts)
-        self._places = Places(wanted, deadlines.retry_max_s, each)
-        self.connections = 2 * wanted + _SPARE_CONNECTIONS
-        """Most connections: twice what all hosts need, since a lost host may be back
-        before its old ones are known to be dead."""
-        self._watch = IdleWatch("diloco-bulk-watch")
-        self._pool = DaemonPool(self._places.threads, "diloco-bulk")
-        self._acceptor: Acceptor | None = None
-        self._changed = threading.Condition()
-        self._serving: set[BulkConnection] = set()
 
-    def start(self, listener: socket.socket) -> None:
-        """Serve what comes to a socket that listens, which is closed in the end."""
-        self._acceptor = Acceptor(
-            listener,
-            self._contexts,
-            self._begin,
-            self._deadlines,
-            self.connections,
-        )
-        self._acceptor.start()
-
-    def stop(self, grace_s: float) -> None:
-        """Accept nothing more; cut off transfers that still run after `grace_s`."""
-        deadline = time.monotonic() + grace_s
-        if self._acceptor is not None:
-            self._acceptor.stop()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._serving, max(0.0, deadline - time.monotonic())
-            )
-            for connection in self._serving:
-                connection.cut()
-        self._pool.close(1.0)
-        self._watch.close(1.0)
-
-    def _begin(self, connection: BulkConnection) -> None:
-        """Serve what a connection asks for, on a thread of the pool."""
-        with self._changed:
-            self._serving.add(connection)
-        connection.between = False
-        try:
-            self._pool.submit(self._serve, connection)
-        except RuntimeError:  # The pool is closed, or the system out of threads.
-            self._done(connection)
-
-    def _serve(self, connection: BulkConnection) -> None:
-        try:
-            self.answer(connection)
-        finally:
-            self._done(connection)
-
-    def _done(self, connection: BulkConnection) -> None:
-        with self._changed:
-            self._serving.discard(connection)
-            self._changed.notify_all()
-        if connection.between and self._acceptor is not None:
-            self._acceptor.give_back(connection)
-        else:
-            connection.close()
-
-    def answer(self, connection: BulkConnection) -> None:
-        """Receive one request and carry it out. If it fails, tell the peer why."""
-        peer = connection.peer
-        try:
-            with contextlib.ExitStack() as held:
-                self._answer(connection, held)
-        except ConnectionLost as error:
-            logger.info("a transfer broke off: %s", error)
-        except WireError as error:
-            logger.info("answered %s: %s", peer, error)
-            self._fail(connection, error)
-        except Exception as error:
-            logger.exception("a transfer with %s failed", peer)
-            self._fail(connection, internal_error(error))
-
-    def _answer(self, connection: BulkConnection, held: contextlib.ExitStack) -> None:
-        who = self._identify(connection)
-        held.enter_context(self._places.taken(who))
-        with self._watch.guard(self._deadlines.connect_s, connection.cut):
-            request = connection.receive(encoding.bulk_request)
-        guard = held.enter_context(
-            self._watch.guard(self._deadlines.idle_s, connection.cut)
-        )
+    def carry_out(
+        self,
+        connection: BulkConnection,
+        who: Principal | None,
+        request: Request,
+        guard: Guard,
+    ) -> None:
+        """Carry out a request of `who`, None without TLS."""
         match request:
             case UploadStart():
                 require_island(who, request.island)
                 self._upload(connection, request, guard)
             case FetchRequest():
                 require_island(who, request.island)
-                self._fetch(connection, request, guard)
+                self.send_fetched(
+                    connection, request, self.handlers.fetch(request), guard
+                )
             case CycleRequest():
                 require_operator(who)
                 view = self.handlers.kept(request.cycle, request.name)
                 connection.send(KeptStart(total=view.nbytes))
-                self._send(connection, [view], 0, view.nbytes, guard)
-        connection.between = True
+                self.send_payload(connection, [view], 0, view.nbytes, guard)
+            case _:
+                raise RemoteProtocolError(
+                    f"{connection.peer} sent a {type(request).__name__}, which goes to "
+                    f"an island that offers its anchors; check islands.NAME.offers"
+                )
 
     def _upload(
         self, connection: BulkConnection, start: UploadStart, guard: Guard
@@ -216,55 +114,6 @@ class BulkServer:
                 _receive(connection, view, start, guard)
             complete = handlers.upload_end(start, place)
         connection.send(UploadDone(complete=complete))
-
-    def _fetch(
-        self, connection: BulkConnection, wanted: FetchRequest, guard: Guard
-    ) -> None:
-        source = self.handlers.fetch(wanted)
-        if not (0 <= wanted.offset <= source.total and wanted.length >= -1):
-            raise RemoteProtocolError(
-                f"{connection.peer} asked for {wanted.length} bytes from "
-                f"{wanted.offset} on, of a payload of {source.total}"
-            )
-        length = source.total - wanted.offset
-        if wanted.length >= 0:
-            length = min(length, wanted.length)
-        connection.send(
-            FetchStart(
-                version=source.version,
-                full=source.full,
-                count=source.count,
-                total=source.total,
-                offset=wanted.offset,
-                length=length,
-            )
-        )
-        self._send(connection, source.buffers, wanted.offset, length, guard)
-
-    def _send(
-        self,
-        connection: BulkConnection,
-        buffers: Sequence[frames.Payload],
-        offset: int,
-        length: int,
-        guard: Guard,
-    ) -> None:
-        if not connection.send_payload(buffers, offset, length, guard):
-            raise ConnectionLost(f"{connection.peer} ended a fetch")
-
-    def _identify(self, connection: BulkConnection) -> Principal | None:
-        """Return who calls, None without TLS. Raises SecurityError."""
-        if self._peers is None:
-            return None
-        return self._peers.identify(connection.certificate())
-
-    def _fail(self, connection: BulkConnection, error: WireError) -> None:
-        with (
-            contextlib.suppress(ConnectionLost),
-            self._watch.guard(self._deadlines.retry_max_s, connection.cut),
-        ):
-            connection.send(errors.failure_of(error))
-            connection.drain()
 
 
 def _receive(

@@ -89,7 +89,7 @@ class BulkConnection:
         return True
 
     def receive_chunk(self, place: memoryview, offset: int) -> int:
-        """Receive one checked chunk to the begin of a place; return its length.
+        """Receive one checked chunk to the beginning of a place; return its length.
 
         offset: that of the chunk in the payload. Bytes of a damaged chunk are in the
         place, too, when RemoteProtocolError is raised.
@@ -121,7 +121,7 @@ class BulkConnection:
         """
         place = bytearray(_DRAIN_BYTES)
         with contextlib.suppress(OSError):
-            # Of the socket beneath TLS: nothing need be deciphered.
+            # From the socket beneath TLS: nothing need be deciphered.
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             while socket.socket.recv_into(self._socket, place):
                 pass

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 INBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
-"""Bytes of messages before the stream is not read on. The coordinator's queue fills
-then."""
+"""Bytes of waiting messages beyond which the stream is not read on. The coordinator's
+queue fills then."""
 
 
 class ControlStream:

@@ -27,12 +27,15 @@ class Connections:
         deadlines: Deadlines,
         most: int,
         worker: int | None = None,
+        island: str | None = None,
     ) -> None:
-        """most: connections that are kept while nothing uses them. worker: the
-        coordinator's worker that has to answer; None: the coordinator."""
-        self.address, self._worker = address, worker
+        """most: connections that are kept while nothing uses them. worker, island: the
+        coordinator's worker, or the island, that has to answer; None: the
+        coordinator."""
+        self.address, self._worker, self._island = address, worker, island
         self._deadlines, self._most = deadlines, most
-        self._tls = Renewed(tls, TlsFiles.client_context) if tls is not None else None
+        make = TlsFiles.client_context if island is None else TlsFiles.peer_context
+        self._tls = Renewed(tls, make) if tls is not None else None
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
         self._lock = threading.Lock()
@@ -93,8 +96,7 @@ class Connections:
                     connection = secure = context.wrap_socket(
                         connection, server_hostname=host
                     )
-                    if self._worker is not None:
-                        self._require_worker(secure, self._worker)
+                    self._require_known(secure)
                 connection.settimeout(None)
             except BaseException:
                 connection.close()
@@ -106,10 +108,16 @@ class Connections:
             raise cause or ConnectionLost(f"{self.address}: {error}") from error
         return BulkConnection(connection, self.address)
 
-    def _require_worker(self, connection: ssl.SSLSocket, worker: int) -> None:
-        """Raise SecurityError unless the worker that was dialled answers."""
+    def _require_known(self, connection: ssl.SSLSocket) -> None:
+        """Raise SecurityError unless the worker or island that was dialled answers."""
+        if self._worker is None and self._island is None:
+            return
         encoded = connection.getpeercert(binary_form=True)
         assert encoded is not None
         server = principal_of(x509.load_der_x509_certificate(encoded))
-        if wrong := principal.not_worker(server, worker):
+        if self._island is not None:
+            wrong = principal.not_island(server, self._island)
+        else:
+            wrong = principal.not_worker(server, self._worker or 0)
+        if wrong:
             raise SecurityError(f"{self.address}: {wrong}")

@@ -69,7 +69,7 @@ class Peers:
         except FileNotFoundError:
             changed, self._revoked = 0, frozenset()
         except (OSError, ValueError) as error:
-            # Who was shut out stays so.
+            # A peer that was shut out stays so.
             logger.error(
                 "%s cannot be read, and is left as it was: %s", self._path, error
             )

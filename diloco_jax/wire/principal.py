@@ -25,7 +25,7 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     name: str = ""
-    """An island's, or the number of a worker; empty for other roles."""
+    """Name of an island, or number of a worker; empty for other roles."""
 
     @property
     def uri(self) -> str:
@@ -49,12 +49,12 @@ OPERATOR = Principal(role="operator")
 
 
 def island(name: str) -> Principal:
-    """Return the principal that an island is."""
+    """Return the principal of an island."""
     return Principal(role="island", name=name)
 
 
 def worker(number: int) -> Principal:
-    """Return the principal that a worker of the coordinator is."""
+    """Return the principal of a worker of the coordinator."""
     return Principal(role="worker", name=str(number))
 
 
@@ -99,14 +99,27 @@ def require_island(caller: Principal | None, name: str) -> None:
 
 
 def not_worker(server: Principal | None, number: int) -> str:
-    """Explain why a server is not this worker; empty if it is, or is the coordinator,
-    whose key a worker without one of its own uses."""
+    """Explain why a server is not this worker; empty if it is.
+
+    The coordinator counts as its worker: a worker without a key of its own uses the
+    coordinator's.
+    """
     if server in (worker(number), COORDINATOR):
         return ""
     return (
         f"that is the certificate of {server or 'nobody'}, and has to be that of "
         f"{worker(number)}, or the coordinator's; check placement.advertise, and what "
         f"listens there"
+    )
+
+
+def not_island(server: Principal | None, name: str) -> str:
+    """Explain why a server is not the island of this name; empty if it is."""
+    if server == island(name):
+        return ""
+    return (
+        f"that is the certificate of {server or 'nobody'}, and has to be that of "
+        f"{island(name)}; check islands.{name}.offers, and what listens there"
     )
 
 

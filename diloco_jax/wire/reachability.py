@@ -1,4 +1,4 @@
-"""Explain why a coordinator cannot be talked to, by asking its socket.
+"""Explain why a coordinator cannot be reached, by asking its socket.
 
 gRPC says "unavailable" for nearly everything. This is called after a failure, never
 before.

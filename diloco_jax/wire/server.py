@@ -104,7 +104,7 @@ class Server:
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
         self._quotas: dict[Principal, Quota] = {}
         self._encoded: tuple[dict[str, Any] | None, bytes] = (None, b"")
-        """Last status that was asked for, so that many who ask cost one encoding."""
+        """Last status that was asked for, encoded once for all who ask."""
 
     def start(self) -> str:
         """Bind and serve; return `HOST:PORT` with the port of control that was bound.

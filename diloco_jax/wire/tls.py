@@ -104,7 +104,7 @@ class TlsFiles:
         )
 
     def stamps(self) -> list[tuple[int, ...]]:
-        """Return what tells that one of the files is another one than before."""
+        """Return a mark that changes when one of the files does."""
         paths = (self.folder / "ca.pem", self.certificate_path, self.key_path)
         return [_stamp(path) for path in paths]
 
@@ -134,6 +134,13 @@ class TlsFiles:
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._fill(context)
+        return context
+
+    def peer_context(self) -> ssl.SSLContext:
+        """Return such a context for other islands: the certificate of an island names
+        the island, which the caller compares, and no machine."""
+        context = self.client_context()
+        context.check_hostname = False
         return context
 
     def server_contexts(self) -> Callable[[], ssl.SSLContext]:

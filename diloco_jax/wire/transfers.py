@@ -20,6 +20,8 @@ from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
     FetchStart,
+    Holdings,
+    HoldingsRequest,
     KeptStart,
     UploadDone,
     UploadStart,
@@ -109,19 +111,35 @@ class Transfers:
             ]
             return sum(calls.results(sending))
 
-    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
+    def holdings(self, request: HoldingsRequest) -> Holdings:
+        """Return what a host of another island has of a fragment. Raises Refused,
+        ConnectionLost, or RemoteProtocolError."""
+        with self._group() as calls, calls.call() as (connection, _):
+            found = _asked(connection, request, Holdings)
+            connection.between = True
+            return found
+
+    def fetch(
+        self, request: FetchRequest, *, max_bytes: int, within_s: float | None = None
+    ) -> Fetched:
         """Fetch one version of a fragment whole; the request's offset and length are
         set here.
 
-        A stripe that breaks is resumed after its last good byte, until `pin_s` after
-        the call. Raises VersionGone if the version is not kept any more, Refused,
-        ConnectionLost, or RemoteProtocolError. A payload of more than `max_bytes` is
-        refused before anything is allocated.
+        A stripe that breaks is resumed after its last good byte, until `within_s`, by
+        default `pin_s`, after the call. Raises VersionGone if the version is not kept
+        any more, Refused, ConnectionLost, or RemoteProtocolError. A payload of more
+        than `max_bytes` is refused before anything is allocated.
         """
         rest: list[futures.Future[int]] = []
         with self._group() as calls:
             fetch = _Fetch(
-                request, max_bytes, self._peer, self._deadlines, calls, self._memory
+                request,
+                max_bytes,
+                self._peer,
+                self._deadlines,
+                calls,
+                self._memory,
+                self._deadlines.pin_s if within_s is None else within_s,
             )
 
             def fetch_rest() -> None:
@@ -245,10 +263,12 @@ class _Fetch:
         deadlines: Deadlines,
         calls: CallGroup,
         memory: SpareMemory,
+        within_s: float,
     ) -> None:
         self._request, self._max_bytes, self._memory = request, max_bytes, memory
         self._peer, self._deadlines, self._calls = peer, deadlines, calls
-        self._deadline = time.monotonic() + deadlines.pin_s
+        self._within_s = within_s
+        self._deadline = time.monotonic() + within_s
         self._start: FetchStart | None = None
 
     def run(
@@ -268,7 +288,7 @@ class _Fetch:
                 if time.monotonic() + pause_s > self._deadline:
                     raise ConnectionLost(
                         f"fetch of fragment {self._request.fragment} given up at byte "
-                        f"{stripe.position}, {self._deadlines.pin_s:g} s after it "
+                        f"{stripe.position}, {self._within_s:g} s after it "
                         f"began: {error}"
                     ) from error
                 if self._calls.pause(pause_s):
@@ -360,7 +380,7 @@ def _asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answ
 
 
 def _answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
-    """Receive an answer of this kind; raise the error that comes in its stead."""
+    """Receive an answer of this kind; raise the error that comes instead."""
     reply = connection.receive(encoding.bulk_reply)
     if isinstance(reply, errors.Failure):
         raise errors.from_failure(reply, connection.peer)

@@ -1,9 +1,16 @@
 """Which strikes `diloco chaos` carries out, before anything is started."""
 
 import dataclasses
+import io
+import signal
+import subprocess
+import sys
 
 import pytest
+from rich.console import Console
 
+from diloco_jax import run_files
+from diloco_jax.chaos.attach import strike_running
 from diloco_jax.chaos.command import (
     scheduled,
     twin_of,
@@ -13,6 +20,9 @@ from diloco_jax.chaos.command import (
 from diloco_jax.chaos.options import ChaosOptions
 from diloco_jax.chaos.schedule import KINDS, write_schedule
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.files import write_json
+from diloco_jax.observability.tape import Tape
 
 CUT = ChaosOptions(strikes=("a@5s:partition3",))
 
@@ -91,3 +101,75 @@ def test_links_of_workers_are_not_struck():
 def test_each_kill_has_a_restart():
     strikes, _ = scheduled(config(), ChaosOptions(strikes=("a@5s:kill", "b@5s:stop1")))
     assert with_restarts(config(), strikes).placement.restarts == 3
+
+
+# ---- a run that goes on already -----------------------------------------------------
+
+
+@pytest.fixture
+def going_on(tmp_path):
+    """A workdir, and processes of its islands, which only sleep."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    made = {n: subprocess.Popen(command, start_new_session=True) for n in ("a", "b")}
+    write_json({n: [c.pid] for n, c in made.items()}, tmp_path / run_files.PROCESSES)
+    write_config_json(config(), tmp_path / run_files.CONFIG)
+    tape = Tape(tmp_path / run_files.TAPE)
+    tape.append({"kind": "merged", "time": 1.0, "contributions": []})
+    tape.close()
+    yield tmp_path, made
+    for child in made.values():
+        child.kill()
+        child.wait()
+
+
+def strike(workdir, **options):
+    console = Console(file=io.StringIO(), width=200)
+    code, findings = strike_running(
+        workdir, console, ChaosOptions(**options), settle_s=0.1
+    )
+    return code, findings, console.file.getvalue()
+
+
+def test_a_run_that_goes_on_is_struck_from_now_on(going_on):
+    workdir, made = going_on
+    code, findings, said = strike(workdir, strikes=("b@0s:kill", "a@0.1s:stop0.2"))
+    assert code == 0
+    assert made["b"].wait(30) == -signal.SIGKILL
+    assert made["a"].poll() is None
+    assert findings["planned"] == ["b@0s:kill", "a@0.1s:stop0.2"]
+    assert [o["who"] for o in findings["outcomes"]] == ["b", "a"]
+    assert (workdir / run_files.CHAOS_REPORT).exists()
+    assert "what they cost is watched" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strikes": ("a@0s:partition3",)}, r"a@0s:partition3: not in a run"),
+        ({"strikes": ("a@7:kill",)}, r"a@7:kill: not in a run"),
+        ({"strikes": ("a@0s:kill",), "twin": True}, r"--twin: not in a run"),
+        ({"strikes": ("c@0s:kill",)}, r"there is no 'c'"),
+    ],
+)
+def test_what_cannot_strike_it_is_refused_before_anything_is_struck(
+    going_on, options, words
+):
+    workdir, made = going_on
+    with pytest.raises(ConfigError, match=words):
+        strike(workdir, **options)
+    assert all(child.poll() is None for child in made.values())
+
+
+def test_a_run_that_is_over_or_elsewhere_is_not_struck(going_on):
+    workdir, made = going_on
+    for child in made.values():
+        child.kill()
+        child.wait()
+    with pytest.raises(ConfigError, match="no process of the run"):
+        strike(workdir, strikes=("a@0s:kill",))
+
+
+def test_more_kills_than_restarts_are_told_before(going_on):
+    workdir, _ = going_on
+    kills = tuple(f"b@{n / 100}s:kill" for n in range(3))
+    assert "3 kills are planned" in strike(workdir, strikes=kills)[2]

@@ -32,9 +32,8 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import ComputedMerge
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragment_merge import FragmentState, Squares
+from diloco_jax.core.fragment_merge import FragmentState, MergeResult, Squares
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.core.payload import PayloadLayout
@@ -47,9 +46,9 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
-from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, WireError
+from diloco_jax.wire.sources import FetchSource
 
 SHAPES = {"w": (4, 4), "v": (4, 2)}
 PLAN = plan_fragments(SHAPES, {"w": ("embed", "mlp"), "v": ("embed", "mlp")}, 2)
@@ -94,17 +93,17 @@ class Store:
 
     layouts_up = LAYOUTS
 
-    def merge(self, *arguments: Any, **options: Any) -> ComputedMerge:
-        return ComputedMerge(
-            version=Version(),
+    def merge(self, *arguments: Any, **options: Any) -> MergeResult:
+        return MergeResult(
             state=FragmentState((), (), None, ()),
             payload=b"",
             norm=1.0,
             measures=MergeMeasures(),
             sample=(),
+            directions=(),
         )
 
-    def commit(self, fragment: int, merged: ComputedMerge) -> None:
+    def commit(self, fragment: int, version: Version, merged: MergeResult) -> None:
         """Nothing is published."""
 
     def squares(self, fragment: int, payload: Any) -> Squares:

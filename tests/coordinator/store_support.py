@@ -45,6 +45,6 @@ def own_order(store, fragment, arrays):
 def merge_once(store, fragment, version, seeds=(1, 2), final=False):
     payloads = [encoded_delta(store, fragment, seed)[0] for seed in seeds]
     parts = [contribution(n, 100 * (i + 1)) for i, n in enumerate("ab"[: len(seeds)])]
-    merged = store.merge(fragment, version, parts, payloads, final=final)
-    store.commit(fragment, merged)
+    merged = store.merge(fragment, parts, payloads, final=final)
+    store.commit(fragment, version, merged)
     return merged

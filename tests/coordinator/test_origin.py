@@ -108,7 +108,7 @@ def merge(store, publishes):
     def merged(number, *, final=False):
         version = Version(1, number)
         delta = np.zeros(store.layouts_up[0].total_bytes, np.uint8)
-        found = store.merge(0, version, [PART], [delta], final=final)
+        found = store.merge(0, [PART], [delta], final=final)
         prepared = publishes.write(0, version, found.payload, final=final)
         part = replace(PART, tick=number, start=number - 1, end=number)
         record = records.Merged(
@@ -122,7 +122,7 @@ def merge(store, publishes):
             digest=prepared.digest,
             payload_bytes=prepared.payload_bytes,
         )
-        store.commit(0, found)
+        store.commit(0, version, found)
         return records.line(record)
 
     return merged

@@ -33,7 +33,7 @@ def test_a_merge_goes_as_far_as_the_share_that_is_in_it(store):
     payload, _ = encoded_delta(store, 0, 1)
     parts = [contribution("a", 100)]
     whole, half = (
-        store.merge(0, Version(1, 1), parts, [payload], share=share, final=False)
+        store.merge(0, parts, [payload], share=share, final=False)
         for share in (1.0, 0.5)
     )
     assert half.norm == pytest.approx(whole.norm / 2)
@@ -46,7 +46,6 @@ def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):
     (one, da), (two, db) = (encoded_delta(store, 0, s) for s in (1, 2))
     merged = store.merge(
         0,
-        Version(1, 1),
         [contribution("a", 100), contribution("b", 300)],
         [one, two],
         final=False,
@@ -71,12 +70,10 @@ def test_a_merge_is_the_oracles_bit_for_bit(store, run, params):
 def test_a_merge_is_invisible_until_it_is_committed(store):
     before = store.params()
     payload, _ = encoded_delta(store, 0, 1)
-    merged = store.merge(
-        0, Version(1, 1), [contribution("a", 1)], [payload], final=False
-    )
+    merged = store.merge(0, [contribution("a", 1)], [payload], final=False)
     assert np.array_equal(before["embed"], store.params()["embed"])
     assert store.fetch(0, Version(1, 0), None).version == Version(1, 0)
-    store.commit(0, merged)
+    store.commit(0, Version(1, 1), merged)
     changed = to_pieces(store.plan, store.params())
     old = to_pieces(store.plan, before)
     assert all(
@@ -92,7 +89,6 @@ def test_the_flush_takes_the_mean_by_tokens_with_rate_one(run, params, weighting
     (one, da), (two, db) = (encoded_delta(store, 0, s) for s in (1, 2))
     merged = store.merge(
         0,
-        Version(1, 1),
         [contribution("a", 100), contribution("b", 300)],
         [one, two],
         final=True,
@@ -112,8 +108,8 @@ def test_the_flush_takes_the_mean_by_tokens_with_rate_one(run, params, weighting
 def test_replayed_publishes_give_the_anchors_that_were_published(run, params, store):
     merged = [merge_once(store, 0, Version(1, n), seeds=(n, n + 5)) for n in (1, 2)]
     fresh = Store(run, plan_fragments(SHAPES, AXES, 2), params, PIN_S)
-    for one in merged:
-        fresh.replay(0, one.version, one.payload, final=False)
+    for number, one in enumerate(merged, start=1):
+        fresh.replay(0, Version(1, number), one.payload, final=False)
     ours = fresh.fetch(0, Version(1, 2), None).buffers
     theirs = store.fetch(0, Version(1, 2), None).buffers
     assert [bytes(b) for b in ours] == [bytes(b) for b in theirs]
@@ -246,8 +242,8 @@ def test_what_is_let_in_leaves_the_parameters_finite(store):
         payload = largest if number == 6 else usual
         part = contribution("a", 100)
         version = Version(1, number)
-        merged = store.merge(0, version, [part], [payload], final=False)
-        store.commit(0, merged)
+        merged = store.merge(0, [part], [payload], final=False)
+        store.commit(0, version, merged)
     for array in jax.tree.leaves(arrays(store)):
         assert np.isfinite(np.asarray(array)).all()
 
@@ -264,7 +260,7 @@ def test_no_merge_compiles_after_the_warm_up(store, caplog):
         for fragment, given in payloads.items():
             assert is_fit(store.squares(fragment, given[0]))
             for final in (False, True):
-                store.merge(fragment, Version(1, 1), parts, given, final=final)
+                store.merge(fragment, parts, given, final=final)
     assert [r.message for r in caplog.records if "Compiling" in r.message] == []
 
 

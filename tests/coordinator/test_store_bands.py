@@ -60,8 +60,8 @@ def merge_all(store, number, codec="int8", final=False):
             for seed in (10 * number, 10 * number + 1)
         ]
         version = Version(1, number)
-        merges.append(store.merge(fragment, version, parts, payloads, final=final))
-        store.commit(fragment, merges[-1])
+        merges.append(store.merge(fragment, parts, payloads, final=final))
+        store.commit(fragment, version, merges[-1])
     return merges
 
 
@@ -94,7 +94,7 @@ def test_a_band_that_is_merged_leaves_the_others_alone(run, params):
     fragment = next(f for f, own in enumerate(CUT.fragments) if own[0].bands)
     merged = merge_all(store, 1)[fragment]
     other = Store(run, CUT, params, PIN_S)
-    other.commit(fragment, merged)
+    other.commit(fragment, Version(1, 1), merged)
     mine = {piece.name for piece in CUT.fragments[fragment]}
     before, after = (to_pieces(CUT, x) for x in (params, other.params()))
     changed = {n for n, x in after.items() if not np.array_equal(x, before[n])}
@@ -128,9 +128,10 @@ def test_snapshots_and_publishes_since_bring_bands_back(run, params, tmp_path):
         again.load(fragment, kept[1], Version(1, 1))
     assert again.digest() == store.digest()
     assert_same(again.params(), store.params())
-    for merges in (merge_all(store, 2), merge_all(store, 3)):
-        for fragment, merged in enumerate(merges):
-            again.replay(fragment, merged.version, merged.payload, final=False)
+    for number in (2, 3):
+        for fragment, merged in enumerate(merge_all(store, number)):
+            version = Version(1, number)
+            again.replay(fragment, version, merged.payload, final=False)
     for fragment in range(FRAGMENTS):
         ours, theirs = (s.fetch(fragment, Version(1, 3), None) for s in (again, store))
         assert [*map(bytes, ours.buffers)] == [*map(bytes, theirs.buffers)]

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.launch.orphans import Orphan, told
+from diloco_jax.launch.orphans import Orphan, listed
 
 
 @pytest.fixture
@@ -166,13 +166,13 @@ def test_what_was_left_over_is_found_without_a_record_and_priced(
 
 def test_a_node_of_gke_is_priced_by_its_machine():
     node = Orphan("machine", "gke-1", "r", "v5p", "z", "RUNNING", "ct5p-hightpu-4t")
-    assert told([node], {"v5p": 4.0})[-1] == "1 found: 16.00 per hour"
-    assert "1 without a price (--price)" in told([node], {})[-1]
+    assert listed([node], {"v5p": 4.0})[-1] == "1 found: 16.00 per hour"
+    assert "1 without a price (--price)" in listed([node], {})[-1]
     # A type counts cores here, and chips with v6e.
     slice_ = Orphan("TPU VM", "a", "r", "v5p", "z", "READY", "v5p-16")
-    assert told([slice_], {"v5p": 4.0})[-1] == "1 found: 32.00 per hour"
+    assert listed([slice_], {"v5p": 4.0})[-1] == "1 found: 32.00 per hour"
     stopped = node._replace(state="TERMINATED")
-    assert told([stopped], {})[-1] == "1 found: 0.00 per hour"
+    assert listed([stopped], {})[-1] == "1 found: 0.00 per hour"
 
 
 def test_the_price_is_told_before_anything_is_asked(cloud, act, capsys):

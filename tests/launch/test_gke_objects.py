@@ -1,5 +1,7 @@
 """Objects of a launch on GKE: against published schemas, and in several clusters."""
 
+import dataclasses
+
 import jobset_schema
 import jsonschema
 import kubernetes_validate
@@ -254,3 +256,18 @@ def test_an_island_falls_back_over_zones(cloud, launch, config):
     # All of its pods in the pool of one zone.
     key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
     assert made["metadata"]["annotations"][key] == "cloud.google.com/gke-nodepool"
+
+
+def test_other_islands_may_fetch_from_an_island_that_offers_its_anchors(config):
+    offers = ",".join(f"host-{host}.pods:7301" for host in range(4))
+    islands = {
+        **config.islands,
+        "v6e.b": dataclasses.replace(config.islands["v6e.b"], offers=offers, hosts=4),
+    }
+    made = rendered(dataclasses.replace(config, islands=islands))
+    own, offered = made["NetworkPolicy", "two-v6e-b"]["spec"]["ingress"]
+    assert "ports" not in own
+    assert offered["ports"] == [{"protocol": "TCP", "port": 7301}]
+    assert {"podSelector": {"matchLabels": {"diloco-run": "two"}}} in offered["from"]
+    (only_own,) = made["NetworkPolicy", "two-v5p"]["spec"]["ingress"]
+    assert "ports" not in only_own

@@ -1,4 +1,5 @@
-"""docs/tpu.md: its config launches, and its command lines are ones that exist."""
+"""docs/tpu.md, gke.md and sky.md: the config launches, and the command lines are ones
+that exist."""
 
 import re
 import shlex
@@ -11,7 +12,8 @@ import pytest
 from diloco_jax import cli
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tpu.md").read_text()
+NAMES = ("tpu.md", "gke.md", "sky.md")
+PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in NAMES)
 
 
 def blocks(language):

@@ -225,7 +225,7 @@ def test_deltas_wait_on_the_disk_only_where_memory_is_full():
     assert (roomy.deltas, roomy.spared) == (0, SPARED_BYTES)
     tight = planned(Placement(merge_buffer_bytes=most - 1000), 10.0)
     assert tight.deltas == 1000
-    spared = inbox.SPARED_BYTES * PLAN.total
+    spared = inbox.SPARED_BYTES_EACH * PLAN.total
     assert tight.spared == max(SPARED_BYTES, spared)
     assert tight.expected == roomy.expected
     assert tight.reserve == tight.late_log + 1000 + tight.spared

@@ -224,4 +224,4 @@ def test_a_file_reads_as_it_was_written(tmp_path):
     rates = msgspec.structs.replace(CONSTANTS, disk=disk, disk_from="there")
     write_rates(rates, path := str(tmp_path / "machine.json"))
     assert read_rates(path) == rates
-    assert any("0.15 GB/s written, 0.3 GB/s read [there]" in x for x in rates.told())
+    assert any("0.15 GB/s written, 0.3 GB/s read [there]" in x for x in rates.lines())

@@ -1,4 +1,5 @@
-"""The loops of docs/embed.md as real processes, and a coordinator of their config."""
+"""The loops of docs/embed.md and embed_more.md as real processes, and a coordinator of
+their config."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ from diloco_jax.cluster.commands import free_port
 from diloco_jax.observability.tape import read_tape
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "embed.md"
+PAGES = [ROOT / "docs" / name for name in ("embed.md", "embed_more.md")]
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 TIMEOUT_S = 240.0
 
 
 def write_files(folder: Path) -> None:
-    """Write the files that the page shows."""
+    """Write the files that the pages show."""
+    text = "\n".join(page.read_text() for page in PAGES)
     for name, code in re.findall(
-        r"^```python file=(\S+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S
+        r"^```python file=(\S+)\n(.*?)^```$", text, re.M | re.S
     ):
         (folder / name).write_text(code)
 

@@ -196,7 +196,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             def send(start: UploadStart) -> object:
                 who = hello(config, incarnation=start.incarnation)
                 take = TakeRequest(fragment=start.fragment, tick=start.tick)
-                permitted = replace(start, ticket=workers.told(who, take).ticket)
+                permitted = replace(start, ticket=workers.completed(who, take).ticket)
                 return there.upload(permitted, payload.data)
 
             def refused(
@@ -239,7 +239,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             whole = replace(whole, length=len(anchor), total=len(anchor))
             refused(whole, lambda start: there.upload(start, anchor), "malformed")
             asked = AnchorRequest(fragment=0, term=begun.term)
-            ticket = workers.told(who, asked).ticket
+            ticket = workers.completed(who, asked).ticket
             there.upload(replace(whole, ticket=ticket), anchor)
             found = ask.await_(AnchorKept)
             assert (found.replaced, found.version) == (SECOND, begun)
@@ -252,7 +252,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
                 fragment=0,
                 want=begun,
                 have=None,
-                ticket=workers.told(who, published).ticket,
+                ticket=workers.completed(who, published).ticket,
             )
             with ThreadPoolExecutor(1) as beside:
                 size = len(anchor)

@@ -35,11 +35,9 @@ def copied(workdir, tmp_path) -> Path:
     return tmp_path
 
 
-def test_the_command_compares_with_a_run(workdir, tmp_path, capsys):
-    other = config(step_s={"a": 0.8, "b": 0.5, "c": 0.9}, faults=("a@40:kill",))
-    record(tmp_path / "b", other)
+def test_the_command_compares_with_the_run(workdir, capsys):
     arguments = ["simulate", "calibrate", str(workdir), "--seeds", "1"]
-    assert cli.main([*arguments, "--against", str(tmp_path / "b"), "--json"]) == 0
+    assert cli.main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = {row["what"]: row for row in result["predicted"]}
     assert abs(rows["goodput"]["error"]) < 0.02
@@ -204,6 +202,4 @@ def test_what_cannot_be_predicted_is_refused(workdir, capsys):
     assert "a paused coordinator is not predicted" in refusal(
         capsys, str(workdir), *faults
     )
-    both = ["--against", str(workdir), "--config", "x.py"]
-    assert "brings its own config" in refusal(capsys, str(workdir), *both)
     assert "--seeds 0" in refusal(capsys, str(workdir), "--seeds", "0")

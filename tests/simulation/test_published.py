@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.coordinator.store import ComputedMerge
-from diloco_jax.core.fragment_merge import FragmentState
+from diloco_jax.core.fragment_merge import FragmentState, MergeResult
 from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import PublishedVersions
@@ -72,15 +71,15 @@ def published():
     )
     published = PublishedVersions(recording, [anchor(0)])
     for n in (1, 2, 3):
-        merged = ComputedMerge(
-            version=V[n],
+        merged = MergeResult(
             state=FragmentState((), anchor(n), None, ()),
             payload=b"%d" % n,
             norm=0.0,
             measures=MergeMeasures(),
             sample=(),
+            directions=(),
         )
-        published.keep(0, merged)
+        published.keep(0, V[n], merged)
     return published
 
 

@@ -1,5 +1,4 @@
-"""The merge rule "clipped_mean": the weighted mean of deltas, none of which is longer
-than most.
+"""The merge rule "clipped_mean": the weighted mean of deltas, with long ones shortened.
 
 A delta that is longer than the weighted median length is shortened to it, piece by
 piece (Karimireddy et al., arXiv 2012.10333, clip around the last momentum instead). So

@@ -76,8 +76,8 @@ def _texts(source: SourceFile, part: SourceSlice) -> Iterator[Document]:
 
 
 def _cut(file: BinaryIO, at: int, size: int) -> int:
-    """Return where a document may end at or after `at`: behind an end of a line, or
-    else between two characters."""
+    """Return where a document may end at or after `at`: after a line break, or else
+    between two characters."""
     if at == 0 or at >= size:
         return min(at, size)
     file.seek(at)

@@ -45,7 +45,7 @@ from diloco_jax.sealed import sync_path
 PLAN = "plan.json"
 LOCK = "lock"
 Report = Callable[[float], None]
-"""Function that is told the share that is done."""
+"""Called with the share that is done."""
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):

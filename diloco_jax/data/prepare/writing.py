@@ -37,7 +37,7 @@ AT_ONCE = 256
 """Documents that a tokenizer gets together."""
 
 Advance = Callable[[int], None]
-"""Function that is told how many more bytes of a source are read."""
+"""Called with the number of bytes of a source that were read since the last call."""
 
 
 class PartDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ def _move(layout: PieceLayout) -> Any:
     def move(leaf: Any, index: Any, before: Any, local: Any) -> Any:
         beside, new = layout.read(leaf, index), layout.read(local, index)
         own = beside.astype(jnp.float32)
-        # From local values that are not finite, no way leads to those of a reset.
+        # Local values that are not finite cannot be moved to those of a reset.
         value = jnp.where(jnp.isfinite(before), moved(new, before, own), new)
         return layout.write(leaf, index, value.astype(beside.dtype))
 

@@ -28,6 +28,7 @@ from diloco_jax.island.device.leaves import Leaves, Lent, Listed, with_leaves
 from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.protocol.values import Version
 
 
 class Exchange:
@@ -51,6 +52,11 @@ class Exchange:
         self.layouts_whole = _layouts(plan, "f32")
         self._held = held_of(plan, sync, params, memory)
         self._alpha = number(np.float32(sync.blend_alpha), self._held[0][0].kind)
+        self.adopted: Callable[[int, Version, Sequence[Held]], None] = (
+            lambda fragment, version, held: None
+        )
+        """Called with a fragment, the version of its new anchors and what holds them,
+        on the thread that adopts."""
         if self.feeds_back:
             for held in self._all():
                 held.residual = held.zeros()
@@ -156,6 +162,7 @@ class Exchange:
             held.base = None
             if keep and base is not None:
                 held.base = held.kind.move(base, before, held.anchor)
+        self.adopted(arrival.fragment, arrival.version, self._held[arrival.fragment])
         return with_leaves(params, written)
 
     def _arrive(

@@ -37,8 +37,8 @@ class Held:
 
     fragment: int
     pieces: tuple[Piece, ...]
-    """By row. Where the fragment has too few, the last one is there again: all stacks
-    of a kind are alike, and compiled once."""
+    """By row. If the fragment has too few, the last one is repeated: all stacks of a
+    kind are alike, and compiled once."""
     numbers: tuple[int, ...]
     """Their places in the fragment."""
     kind: Kind
@@ -107,13 +107,13 @@ class Held:
             written.update(zip((p.path for p in self.pieces), leaf, strict=True))
 
     def pick(self, by_piece: Sequence[Any]) -> Any:
-        """Return this one's values of all that the fragment's pieces have."""
+        """Return this object's own part of values by piece."""
         if len(self.numbers) == 1:
             return by_piece[self.numbers[0]]
         return tuple([by_piece[number] for number in self.numbers])
 
     def give(self, values: Any, by_piece: list[Any]) -> None:
-        """Put its values where `pick` finds them."""
+        """Put this object's values where `pick` finds them."""
         if len(self.numbers) == 1:
             by_piece[self.numbers[0]] = values
         else:
@@ -124,8 +124,8 @@ class Held:
 def held_of(
     plan: FragmentPlan, sync: SyncConfig, params: Params | Listed, memory: AnchorMemory
 ) -> list[list[Held]]:
-    """Return what the island holds, by fragment, without arrays. All hosts of it come
-    to the same."""
+    """Return what the island holds, by fragment, without arrays. All its hosts get the
+    same."""
 
     def key(piece: Piece, number: int) -> Hashable:
         leaf = leaf_of(params, piece.path)
@@ -162,8 +162,8 @@ def held_of(
 
 
 def rows_of(counts: Sequence[int]) -> int:
-    """Return the rows of a kind's stacks. counts: its pieces by fragment. The most rows
-    that leave few of them spare; one: no stacks."""
+    """Return the rows of a kind's stacks: the most that leave few of them spare; 1: no
+    stacks. counts: the kind's pieces by fragment."""
     total = sum(counts)
     for rows in range(min(max(counts), ROWS_MAX), 1, -1):
         if SPARE * sum(-count % rows for count in counts) <= total:

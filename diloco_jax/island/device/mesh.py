@@ -47,8 +47,8 @@ it whole everywhere."""
 def require_accelerator(
     config: IslandConfig, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise RuntimeError if an island of TPUs finds CPUs alone, and nobody asked for
-    these: jax goes on without an accelerator that is lost."""
+    """Raise RuntimeError if an island of TPUs finds only CPUs, and nobody asked for
+    these: jax goes on without a lost accelerator."""
     asked = "cpu" in environment.get("JAX_PLATFORMS", "")
     if config.topology and not asked and jax.default_backend() == "cpu":
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A change that is made or left, as a value on the device says."""
+"""Make a change or leave it, as a value on the device says."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class Follower(Generic[L]):
-    """Run one follower: start, stop and close are called once, in this order; between
-    the first two, `loop` trains."""
+    """Run one follower. Call `start`, `stop` and `close` once each, in this order;
+    `loop` trains between the first two."""
 
     def __init__(self, host: Parts[L], hosts: Hosts) -> None:
         self._host, self._hosts = host, hosts
@@ -49,8 +49,8 @@ class Follower(Generic[L]):
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
-        told = self._hear_unless_refused("begin", patience_s)
-        begin = msgspec.msgpack.decode(told, type=HostsBegin)
+        heard = self._hear_unless_refused("begin", patience_s)
+        begin = msgspec.msgpack.decode(heard, type=HostsBegin)
         self._check(begin)
         host.gives = begin.gives
         host.lanes.use(begin.workers)
@@ -136,11 +136,11 @@ class Follower(Generic[L]):
             )
 
     def _hear_unless_refused(self, key: str, timeout_s: float) -> bytes:
-        told = self._hear(key, timeout_s)
-        if told:
-            return told
-        told = self._hear("refusal", self._host.deadlines.pin_s)
-        refusal = msgspec.msgpack.decode(told, type=Refusal)
+        heard = self._hear(key, timeout_s)
+        if heard:
+            return heard
+        heard = self._hear("refusal", self._host.deadlines.pin_s)
+        refusal = msgspec.msgpack.decode(heard, type=Refusal)
         with contextlib.suppress(HostsError):
             # Host 0 waits for this key, and then for this host to leave.
             self._hosts.tell(f"refusal/{self._hosts.index}", b"")

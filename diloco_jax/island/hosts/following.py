@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 LEAD = 2
 """Boundaries; more than the steps dispatched ahead, so that no host waits."""
 BATCH = 32
-"""Decisions after which followers say that they passed them and their keys are
+"""Number of decisions after which a follower confirms them, so that their keys are
 forgotten."""
 
 
@@ -159,8 +159,8 @@ class FollowDecisions:
         number = next(self._numbers)
         if number < self._lead:
             return Decision()
-        told = self._hosts.hear(f"decision/{number}", self._patience_s)
-        if told is None:
+        heard = self._hosts.hear(f"decision/{number}", self._patience_s)
+        if heard is None:
             raise HostsError(
                 f"host 0 said nothing for {self._patience_s:g} s at step {step}; all "
                 f"hosts of this island start again together"
@@ -169,7 +169,7 @@ class FollowDecisions:
             self._hosts.tell(f"passed/{number}/{self._hosts.index}", b"")
         # Host 0 reports for all.
         self._mailbox.forget_records()
-        return self._decode(told)
+        return self._decode(heard)
 
     def wait(self, timeout_s: float) -> None:
         """Return at once: `at` waits for host 0."""
@@ -204,13 +204,13 @@ class Orders:
             parts[0] = Part(outcome="done", chain=arrival.chain)
         for host in self._hosts.others:
             key = f"answer/{number}/{host}"
-            told = self._hosts.hear(key, self._patience_s)
-            if told is None:
+            heard = self._hosts.hear(key, self._patience_s)
+            if heard is None:
                 raise HostsError(
                     f"host {host} did not fetch its part within {self._patience_s:g} s"
                 )
             self._hosts.forget(key)
-            answer = msgspec.msgpack.decode(told, type=Answer)
+            answer = msgspec.msgpack.decode(heard, type=Answer)
             self._mailbox.count_of(host, answer.traffic)
             parts[host] = answer.part
         self._forget_through(number)
@@ -263,12 +263,14 @@ class OrderThread:
         decode: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
         try:
             for number in itertools.count():
-                told = None
-                while told is None:
+                heard = None
+                while heard is None:
                     if self._closing.is_set():
                         return
-                    told = self._hosts.hear(f"order/{number}", self._deadlines.report_s)
-                self._do(number, decode(told))
+                    heard = self._hosts.hear(
+                        f"order/{number}", self._deadlines.report_s
+                    )
+                self._do(number, decode(heard))
         except Exception as error:
             if not self._closing.is_set():
                 logger.exception("host %d cannot follow", self._hosts.index)

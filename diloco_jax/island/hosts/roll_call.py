@@ -96,7 +96,7 @@ def _release(came: Mapping[int, socket.socket]) -> None:
             peer.sendall(GO)
     for peer in came.values():
         with contextlib.suppress(OSError):
-            # Who closes first keeps the port for a while, and host 0 needs it.
+            # The end that closes first keeps the port for a while, and host 0 needs it.
             peer.recv(1)
 
 

@@ -150,7 +150,7 @@ def join_world(
 
 def hosts_here(folder: str) -> Hosts | None:
     """Return the hosts of the world that this process is in already; None if it is
-    alone. folder: begins the keys that they tell each other."""
+    alone. folder: the prefix of the keys under which they exchange values."""
     count = jax.process_count()
     if count == 1:
         return None

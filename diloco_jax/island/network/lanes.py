@@ -27,7 +27,7 @@ class Lanes:
         self._addresses: tuple[str, ...] = ()
         self._dealt: tuple[int, ...] = ()
         self.moved: Callable[[tuple[str, ...]], object] = lambda _: None
-        """Called with other addresses than before, after they are used."""
+        """Called with new addresses, once they are in use."""
 
     @property
     def dealt(self) -> tuple[int, ...]:

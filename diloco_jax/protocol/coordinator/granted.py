@@ -15,8 +15,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Departed(msgspec.Struct, frozen=True, kw_only=True):
-    """An ended incarnation of which a delta may still be merged, with the leases of the
-    steps that are in no merge but for that."""
+    """An ended incarnation with a delta that may still be merged. Its leases are those
+    of the steps that are in no other merge."""
 
     island: str
     incarnation: int

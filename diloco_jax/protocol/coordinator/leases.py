@@ -31,8 +31,8 @@ RATE_MARGIN = 4
 """Steps per second that are believed, as a multiple of what the island's step time
 allows."""
 MOST_LEASES = 1000
-"""Leases that are remembered of an incarnation. Losses in all fragments amid merged
-steps add to them; of the oldest beyond these, such steps do not come again."""
+"""Leases that are remembered of an incarnation. Steps that were lost in all fragments,
+amid merged ones, add to them. Such steps of older leases do not come again."""
 UNKNOWN_STEP_S = 0.01
 """Step time of an island that has not told its own, as far as its rate is bounded."""
 
@@ -180,8 +180,8 @@ def free_departed(state: State) -> State:
 
 
 def granted_again(state: State, span: Span) -> State:
-    """Free what departed incarnations had, of whom `span` has a part: it was granted
-    again, so none of their deltas was left."""
+    """Free all that departed incarnations had, if they had a part of `span`: it was
+    granted again, so none of their deltas was left."""
     for ended in state.departed:
         free = _outside(ended.leases, ended.in_merges, ended.sequences_per_step)
         if spans.common((span,), free):

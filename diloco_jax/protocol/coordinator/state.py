@@ -142,7 +142,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     carried_tokens: int = 0
     """Tokens of steps that are in the books of earlier terms."""
     lost_tokens: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason, of which `reasons.py` names them all."""
+    """By reason; `reasons.py` names them all."""
     merges_in: int = 0
     merges_alive: int = 0
     missed_merges: int = 0
@@ -184,7 +184,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     until: float = 0.0
     """Time until which its anchor is awaited."""
     failed: tuple[str, ...] = ()
-    """Islands whose anchors did not come, or were of a version of no account."""
+    """Islands whose anchors did not come, or had a version that does not count."""
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,8 +200,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """True while its worker is away, or has lost it."""
     lost: Lost | None = None
     newest: tuple[MergedTokens, ...] = (MergedTokens(version=FIRST_VERSION),)
-    """The last `MERGES_KNOWN` merges, or fewer: of a version that is not among them,
-    nobody knows what came after it."""
+    """The last `MERGES_KNOWN` merges, or fewer. What came after an older version is not
+    known."""
     final: bool = False
     opened_at: float = 0.0
     quorum_at: float | None = None

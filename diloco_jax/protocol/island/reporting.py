@@ -63,17 +63,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
 def hello(who: Introduction, status: Status) -> Hello:
     """Return the hello of an incarnation with this status."""
     return Hello(
-        island=who.island,
-        incarnation=who.incarnation,
-        session=who.session,
-        fingerprint=who.fingerprint,
-        tokens_per_step=who.tokens_per_step,
-        sequences_per_step=who.sequences_per_step,
-        lead=who.lead,
-        plan=who.plan,
-        run=who.run,
-        island_config=who.island_config,
-        environment=who.environment,
+        **msgspec.structs.asdict(who),
         run_id=status.run_id,
         phase=status.phase,
         steps=status.steps,

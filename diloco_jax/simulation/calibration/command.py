@@ -30,11 +30,6 @@ class CalibrateOptions:
     config: str = setting(
         "", help="Config of the run to predict; empty = that of the recorded run."
     )
-    against: Path | None = setting(
-        None,
-        help="Workdir of the run to predict, which has ended: shows measurements and "
-        "errors.",
-    )
     seeds: int = setting(3, help="Draws of the step times.")
     json: bool = setting(False, help="Print one JSON object to standard output.")
 
@@ -70,12 +65,14 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     )
     if options.seeds < 1:
         raise ConfigError(f"--seeds {options.seeds}; choose at least 1")
-    against = calibrate(options.against) if options.against else None
     calibration = calibrate(options.workdir)
-    config = _config(options, overrides, against)
-    if against is None and config == calibration.config:
-        against = calibration
-    measured = against.summary if against is not None else None
+    config, _ = parse_with_config(
+        read_config(options.config or options.workdir / run_files.CONFIG),
+        overrides,
+        NoOptions(),
+        f"diloco simulate calibrate {options.workdir}",
+    )
+    measured = calibration.summary if config == calibration.config else None
     with bar("calibrate") as progress:
         rows = predict(calibration, config, options.seeds, measured, progress)
     values = {
@@ -134,20 +131,3 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
             f"summary.json is not what a run leaves ({error!r}); restore it from a copy"
         ) from error
     return own
-
-
-def _config(
-    options: CalibrateOptions, overrides: Sequence[str], against: Calibration | None
-) -> Config:
-    """Return the config of the run to predict."""
-    if against is None:
-        config = read_config(options.config or options.workdir / run_files.CONFIG)
-        prog = f"diloco simulate calibrate {options.workdir}"
-        return parse_with_config(config, overrides, NoOptions(), prog)[0]
-    if options.config or overrides:
-        more = ["--config", options.config] if options.config else overrides
-        raise ConfigError(
-            f"--against {options.against} brings its own config; leave out "
-            f"{' '.join(more)}"
-        )
-    return against.config

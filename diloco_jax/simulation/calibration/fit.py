@@ -20,19 +20,18 @@ import numpy as np
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.observability.tape import TapeError, brief, read_tape
+from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol import records
-from diloco_jax.simulation.replay.recording import read_begun, refuse_term
+from diloco_jax.simulation.replay.recording import read_begun, read_records
 from diloco_jax.workdir import read_config, read_facts, read_summary
 
 EMULATED_WITHIN = 1.2
-"""Ratio to the emulated step. A shorter step is emulated and hides the compute."""
+"""Emulated steps. A step that is shorter than so many of them hides its compute."""
 OWN_TRANSFERS = 20
 """Transfers that an island needs for a fit of its own. With fewer, which are its slow
 ones, it gets the fit of all islands.
 """
 LEAST_S = 1e-3
-AS_WRITTEN = "calibrate on a tape as it was written"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Calibration:
 def _work(run: RunConfig, island: IslandConfig) -> tuple[Any, ...]:
     """Return the settings on which the seconds of one sequence depend."""
     alike = dataclasses.replace(
-        island, batch_size=1, step_seconds=0.0, stands_for="", topology=""
+        island, batch_size=1, step_seconds=0.0, stands_for="", topology="", offers=""
     )
     return run.model, run.sequence_length, alike
 
@@ -242,35 +241,27 @@ class _Tape:
         self._asked: dict[int, tuple[str, ...]] = {}
         self._took_at: dict[tuple[str, int, int], float] = {}
         """Times of takes by island, fragment and tick."""
-        line, at = 0, 0.0
-        down_at: float | None = None
+        self._path, self._config = path, config
+        self._at, self._down_at = 0.0, math.nan
         try:
-            for line, record in enumerate(read_tape(path), start=1):
-                kind, last_at = record["kind"], at
-                if (line == 1) != (kind == "begun"):
-                    raise TypeError("'begun' is the first record and no other")
-                refuse_term(path, record)
-                at = msgspec.convert(record["time"], float)
-                match kind:
-                    case "begun":
-                        read_begun(path, record, config)
-                    case "recovered":
-                        down_at = last_at
-                    case "compiled" if down_at is not None:
-                        self.outages.append(at - down_at)
-                    case "finished":
-                        self.finished_at = at
-                    case _:
-                        self._read(record, at)
-        except (KeyError, TypeError, msgspec.ValidationError) as error:
-            raise ConfigError(
-                f"{path}, line {line}: not a record ({brief(error)}); {AS_WRITTEN}"
-            ) from error
+            read_records(path, self._read)
         except TapeError as error:
-            raise ConfigError(f"{error}; {AS_WRITTEN}") from error
+            raise ConfigError(
+                f"{error}; calibrate on a tape as it was written"
+            ) from error
 
-    def _read(self, record: Mapping[str, Any], at: float) -> None:
+    def _read(self, line: int, record: Mapping[str, Any]) -> None:
+        last_at, self._at = self._at, msgspec.convert(record["time"], float)
+        at = self._at
         match record["kind"]:
+            case "begun":
+                read_begun(self._path, record, self._config)
+            case "recovered":
+                self._down_at = last_at
+            case "compiled" if not math.isnan(self._down_at):
+                self.outages.append(at - self._down_at)
+            case "finished":
+                self.finished_at = at
             case "tick":
                 tick = records.from_tape(record, records.Tick)
                 self._asked[tick.tick] = tick.asked

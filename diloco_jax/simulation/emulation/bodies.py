@@ -17,8 +17,8 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from diloco_jax.config import DataConfig, IslandConfig, RunConfig
-from diloco_jax.coordinator.store import ComputedMerge, Store
-from diloco_jax.core.fragment_merge import Squares, is_fit, length
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
@@ -35,7 +35,7 @@ from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
-from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.sources import FetchSource
 
 
 class EncodedDelta(NamedTuple):
@@ -80,7 +80,7 @@ def trainer_of(run: RunConfig, island: IslandConfig) -> tuple[Model, Trainer]:
         inner = dataclasses.replace(run.inner, learning_rate=rate)
         data = DataConfig(arrays=run.data.arrays)
         run = RunConfig(model=run.model, data=data, inner=inner)
-    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+    alike = dataclasses.replace(island, step_seconds=0.0, stands_for="", offers="")
     return _trainer_of(run, alike)
 
 
@@ -169,11 +169,11 @@ class StoreMerging:
         self,
         store: Store,
         arrived: Callable[[DeltaKey], None],
-        committed: Callable[[Merge, ComputedMerge], None],
+        committed: Callable[[Merge, MergeResult], None],
     ) -> None:
         self._store = store
         self._tell_arrived, self._tell_committed = arrived, committed
-        self._computed: dict[int, tuple[Merge, ComputedMerge]] = {}
+        self._computed: dict[int, tuple[Merge, MergeResult]] = {}
         self._fetched: dict[int, dict[Version | None, VirtualFetch]] = (
             collections.defaultdict(dict)
         )
@@ -192,7 +192,6 @@ class StoreMerging:
         payloads, squares = zip(*deltas, strict=True)
         merged = self._store.merge(
             merge.fragment,
-            merge.version,
             merge.contributions,
             payloads,
             squares,
@@ -206,7 +205,7 @@ class StoreMerging:
 
     def commit(self, fragment: int, version: Version) -> None:
         merge, merged = self._computed.pop(fragment)
-        self._store.commit(fragment, merged)
+        self._store.commit(fragment, version, merged)
         self._fetched[fragment].clear()
         self._tell_committed(merge, merged)
 

@@ -29,7 +29,8 @@ from diloco_jax.config.validation import require_section
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import Params
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.loading import Data, load_data
@@ -310,7 +311,7 @@ class _Emulator:
         diary = self._attendance.diaries[key.island][key.incarnation - 1]
         diary.delivered(key.fragment, self._clock.now)
 
-    def _committed(self, merge: Merge, merged: ComputedMerge) -> None:
+    def _committed(self, merge: Merge, merged: MergeResult) -> None:
         now, tokens = self._clock.now, self._coordinator.state.progress_tokens
         parts: Counter[str] = Counter()
         for c in merge.contributions:

@@ -74,7 +74,7 @@ def violation_text(found: Violation) -> str:
 def text(report: FaultsReport) -> str:
     """Return the report as text for people, at the end or at an interruption."""
     faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
-    told = (
+    summary = (
         f"{report.schedules} schedules in {report.seconds:.1f} s "
         f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
         f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
@@ -82,5 +82,5 @@ def text(report: FaultsReport) -> str:
         f"{len(report.violations)} violations"
     )
     if report.next_seed is None:
-        return told
-    return f"{told}\nto go on: --first-seed {report.next_seed}"
+        return summary
+    return f"{summary}\nto go on: --first-seed {report.next_seed}"

@@ -104,26 +104,38 @@ def draw(seed: int) -> Schedule:
     faults = [_as_power_cut(power, fault) for fault in faults]
     full = random.Random(f"full {seed}")
     if full.random() < FULL_SHARE:
-        faults.append(_full_disk(full, storm_s))
+        fault = _drawn(kinds.FullDisk, full, storm_s, for_s=_seconds, brimful=_coin)
+        faults.append(fault)
     liar = random.Random(f"liar {seed}")
     if liar.random() < LIAR_SHARE:
-        faults.append(_lies(liar, names, storm_s))
+        faults.append(
+            _drawn(
+                kinds.LongDeltas,
+                liar,
+                storm_s,
+                island=_one_of(*names),
+                for_s=lambda rng: round(rng.uniform(0.2, 1) * storm_s, 2),
+                factor=_one_of(2.0, 8.0, 100.0),
+            )
+        )
     operator = random.Random(f"operator {seed}")
     loses = any(isinstance(fault, LOSSES) for fault in faults)
     if operator.random() < REMOVED_SHARE and not loses:
-        faults.append(_removal(operator, names, storm_s))
+        island = _one_of(*names)
+        faults.append(_drawn(Removal, operator, storm_s, island=island, for_s=_seconds))
     workers = random.Random(f"workers {seed}")
     if workers.random() < WORKERS_SHARE:
         schedule = msgspec.structs.replace(schedule, workers=workers.choice([1, 2, 3]))
         faults += [
-            _worker_crash(workers, storm_s) for _ in range(workers.choice([1, 2, 3]))
+            _drawn(WorkerCrash, workers, storm_s, **WORKER_CRASH)
+            for _ in range(workers.choice([1, 2, 3]))
         ]
-    # Of the same crashes as before there were lost disks, and of partitions.
+    # Drawn last, so that the crashes of a seed stay as they are.
     lost = random.Random(f"lost {seed}")
     if schedule.workers > 1 or lost.random() < LOST_SHARE:
         faults = [_with_lost_disk(lost, fault) for fault in faults]
     if schedule.workers > 1 and lost.random() < PARTED_SHARE:
-        faults.append(_worker_partition(lost, storm_s))
+        faults.append(_drawn(WorkerPartition, lost, storm_s, **WORKER_PARTITION))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -144,6 +156,14 @@ def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
     return kind(at_s=at_s, **drawn)
 
 
+def _drawn(
+    kind: type[AnyFault], rng: random.Random, latest_s: float, **draws: DrawValue
+) -> AnyFault:
+    """Draw the time of a fault of this kind, and then its other values in order."""
+    at_s = round(rng.uniform(0, latest_s), 2)
+    return kind(at_s=at_s, **{name: value(rng) for name, value in draws.items()})
+
+
 def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
     """Return the fault, or the same with a power cut if it is one of `CRASHES`."""
     if not isinstance(fault, CRASHES) or rng.random() < 0.5:
@@ -154,10 +174,15 @@ def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
 
 def _restart(rng: random.Random) -> Restart:
     return Restart(
-        down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
+        down_s=_down_seconds(rng, 0.2, 3.0, 9.0),
         clock_s=round(rng.choice([10.0, 5000.0]) * rng.random(), 1),
         noticed_s=rng.choice([0.0, 0.0, 4.0]),
     )
+
+
+def _down_seconds(rng: random.Random, *longest: float) -> float:
+    """Draw seconds up to one of these."""
+    return round(rng.choice(longest) * rng.uniform(0.5, 1), 2)
 
 
 def _seconds(rng: random.Random) -> float:
@@ -185,53 +210,23 @@ def _uniform(low: float, high: float, digits: int = 2) -> DrawValue:
     return lambda rng: round(rng.uniform(low, high), digits)
 
 
-def _full_disk(rng: random.Random, latest_s: float) -> AnyFault:
-    at_s = round(rng.uniform(0, latest_s), 2)
-    return kinds.FullDisk(at_s=at_s, for_s=_seconds(rng), brimful=_coin(rng))
-
-
-def _lies(rng: random.Random, names: str, latest_s: float) -> AnyFault:
-    return kinds.LongDeltas(
-        at_s=round(rng.uniform(0, latest_s), 2),
-        island=rng.choice(names),
-        for_s=round(rng.uniform(0.2, 1) * latest_s, 2),
-        factor=rng.choice([2.0, 8.0, 100.0]),
-    )
-
-
-def _removal(rng: random.Random, names: str, latest_s: float) -> AnyFault:
-    return Removal(
-        at_s=round(rng.uniform(0, latest_s), 2),
-        island=rng.choice(names),
-        for_s=_seconds(rng),
-    )
-
-
-def _worker_crash(rng: random.Random, latest_s: float) -> AnyFault:
-    return WorkerCrash(
-        at_s=round(rng.uniform(0, latest_s), 2),
-        worker=rng.randrange(3),
-        down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
-        noticed_s=rng.choice([0.0, 0.0, 0.05, 0.3]),
-        effects=rng.randrange(12),
-    )
-
-
 def _with_lost_disk(rng: random.Random, fault: AnyFault) -> AnyFault:
     if not isinstance(fault, WorkerCrash) or rng.random() >= LOST_SHARE:
         return fault
     return msgspec.structs.replace(fault, disk_lost=True)
 
 
-def _worker_partition(rng: random.Random, latest_s: float) -> AnyFault:
-    return WorkerPartition(
-        at_s=round(rng.uniform(0, latest_s), 2),
-        worker=rng.randrange(3),
-        for_s=round(_seconds(rng) * rng.choice([0.3, 1.0, 4.0]), 2),
-        down_s=round(rng.choice([0.2, 3.0]) * rng.uniform(0.5, 1), 2),
-    )
-
-
+WORKER_CRASH: dict[str, DrawValue] = {
+    "worker": _below(3),
+    "down_s": lambda rng: _down_seconds(rng, 0.2, 3.0, 9.0),
+    "noticed_s": _one_of(0.0, 0.0, 0.05, 0.3),
+    "effects": _below(12),
+}
+WORKER_PARTITION: dict[str, DrawValue] = {
+    "worker": _below(3),
+    "for_s": lambda rng: round(_seconds(rng) * rng.choice([0.3, 1.0, 4.0]), 2),
+    "down_s": lambda rng: _down_seconds(rng, 0.2, 3.0),
+}
 CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}
 KINDS: tuple[tuple[type[AnyFault], dict[str, DrawValue]], ...] = (
     (

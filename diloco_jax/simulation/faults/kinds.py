@@ -5,7 +5,7 @@ A fault strikes at `at_s`, or as soon afterwards as there is something to strike
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
@@ -15,6 +15,14 @@ from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerParti
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld
+
+
+def _set_for(
+    world: FaultyWorld, for_s: float, of: object, field: str, value: Any, usual: Any
+) -> None:
+    """Set a field of an object for a while, and then to its usual value again."""
+    setattr(of, field, value)
+    world.clock.after(for_s, lambda: setattr(of, field, usual))
 
 
 # ---- islands ----------------------------------------------------------------------
@@ -155,9 +163,7 @@ class LongDeltas(DrawnFault, frozen=True):
         island = world.islands[self.island]
         if island.ended is not None:
             return False
-        body = island.body
-        body.lie = self.factor
-        world.clock.after(self.for_s, lambda: setattr(body, "lie", 1.0))
+        _set_for(world, self.for_s, island.body, "lie", self.factor, 1.0)
         return world.begun(self, self.for_s)
 
 
@@ -322,12 +328,9 @@ class Repeat(DrawnFault, frozen=True):
     after_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        world.networks[self.island].repeat_after_s = self.after_s
-        world.clock.after(self.for_s, lambda: self._end(world))
+        network = world.networks[self.island]
+        _set_for(world, self.for_s, network, "repeat_after_s", self.after_s, 0.0)
         return world.begun(self, self.for_s + self.after_s)
-
-    def _end(self, world: FaultyWorld) -> None:
-        world.networks[self.island].repeat_after_s = 0.0
 
 
 class Delay(DrawnFault, frozen=True):
@@ -341,16 +344,9 @@ class Delay(DrawnFault, frozen=True):
     channel: Literal["control", "bulk"] = "control"
 
     def strike(self, world: FaultyWorld) -> bool:
-        self._be_late(world, self.late_s)
-        world.clock.after(self.for_s, lambda: self._be_late(world, 0.0))
+        network, field = world.networks[self.island], f"{self.channel}_late_s"
+        _set_for(world, self.for_s, network, field, self.late_s, 0.0)
         return world.begun(self, self.for_s + self.late_s)
-
-    def _be_late(self, world: FaultyWorld, late_s: float) -> None:
-        network = world.networks[self.island]
-        if self.channel == "bulk":
-            network.bulk_late_s = late_s
-        else:
-            network.control_late_s = late_s
 
 
 class Corruption(DrawnFault, frozen=True):
@@ -360,12 +356,9 @@ class Corruption(DrawnFault, frozen=True):
     for_s: float
 
     def strike(self, world: FaultyWorld) -> bool:
-        world.networks[self.island].corrupts = True
-        world.clock.after(self.for_s, lambda: self._end(world))
+        network = world.networks[self.island]
+        _set_for(world, self.for_s, network, "corrupts", True, False)
         return world.begun(self, self.for_s)
-
-    def _end(self, world: FaultyWorld) -> None:
-        world.networks[self.island].corrupts = False
 
 
 AnyFault = (

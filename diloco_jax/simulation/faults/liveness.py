@@ -109,7 +109,8 @@ def expect(
 
 
 def expect_end(clock: Clock, within_s: float) -> None:
-    """Expect the end of the run in `within_s`. Raises ViolationError on the clock."""
+    """Expect the end of the run in `within_s`; if it is late, the clock raises
+    ViolationError."""
 
     def must_be_over() -> None:
         raise ViolationError(NAME, f"the run is not over after {within_s:.1f} s")

@@ -73,10 +73,10 @@ class Invariant:
         """Observe that the worker of these fragments died."""
 
     def worker_away(self, fragments: Sequence[int]) -> None:
-        """Observe that the lead is about to hear of that."""
+        """Observe that the lead is about to hear of a worker's death."""
 
     def worker_back(self, fragments: Sequence[int]) -> None:
-        """Observe that the lead is about to hear that it is back."""
+        """Observe that the lead is about to hear of a worker's return."""
 
     def lost(self, fragments: tuple[int, ...]) -> None:
         """Observe that workers have lost these fragments, and say so."""

@@ -1,5 +1,5 @@
-"""An operator in a world of faults: he lets islands in that the config does not name,
-and puts them out.
+"""An operator in a world of faults, who admits islands that the config does not name,
+and removes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Removal(DrawnFault, frozen=True):
 
 
 class Operator:
-    """Repeats his orders until the coordinator's state follows them: it may be away, or
+    """Repeats orders until the coordinator's state follows them: it may be away, or
     have lost its state."""
 
     def __init__(self, world: FaultyWorld) -> None:

@@ -82,7 +82,7 @@ class Violation:
     invariant: str
     what: str
     shortest: Schedule | None
-    """None if it was not shortened, because `SHORTENED` of the invariant were."""
+    """None if it was not shortened: only the first `SHORTENED` of an invariant are."""
     like_seed: int | None = None
     """First seed that violated this invariant, if this one was not shortened."""
     command: str

@@ -1,4 +1,4 @@
-"""Coordinator and islands that are watched and that may die."""
+"""The processes of a fault schedule: they may die, and invariants watch them."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class FaultyCoordinator(VirtualCoordinator):
         self._later: deque[Callable[[], None]] = deque()
         """Events that came while a record waited for space."""
         self.lost_fragments: set[int] = set()
-        """Fragments that their workers, which are there, have lost."""
+        """Fragments that live workers have lost with their disks."""
         self.parted: set[int] = set()
         """Fragments whose worker the lead does not reach."""
         self._to_worker: list[ToHolder] = []
         self._from_worker: list[Event] = []
-        """Messages that wait for that to end."""
+        """Messages that wait until the lead reaches it again."""
         self._awaited: dict[int, AwaitAnchor] = {}
         self._kept: dict[int, Anchor] = {}
         """Anchors that are on disk and not committed."""
@@ -93,8 +93,8 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        told = event if isinstance(event, FromAWorker) else None
-        if told is not None and told.fragment in self.parted:
+        report = event if isinstance(event, FromAWorker) else None
+        if report is not None and report.fragment in self.parted:
             self._from_worker.append(event)
         elif self._effects:
             self._wait(event)

@@ -323,6 +323,8 @@ class DurableFirst(Invariant):
                 return True
 
     def _is_merged(
-        self, who: Incarnation | None, told: Published | TakeVerdict
+        self, who: Incarnation | None, message: Published | TakeVerdict
     ) -> bool:
-        return who is not None and (*who, told.fragment, told.tick) in self._merged
+        return (
+            who is not None and (*who, message.fragment, message.tick) in self._merged
+        )

@@ -13,9 +13,9 @@ from diloco_jax.simulation.faults.observing import Invariant
 
 
 class PreparedFirst(Invariant):
-    """A merge is committed by a record whose publish is whole on the disk already, and
-    so is the anchor with which a lost fragment begins a term. What a worker has
-    prepared and was not committed when it comes back is gone.
+    """The publish of a merge is whole on the disk before the record that commits it. So
+    is the anchor with which a lost fragment begins a term. What a worker has prepared
+    and was not committed when it comes back is gone.
     """
 
     name = "prepared"

@@ -212,8 +212,8 @@ class RecordedFirst(Invariant):
 
     def carrying_out(self, effect: AnyEffect) -> None:
         if isinstance(effect, Note) and isinstance(effect.record, Fact):
-            told = effect.record
-            who, record = (told.island, told.incarnation), told.record
+            fact = effect.record
+            who, record = (fact.island, fact.incarnation), fact.record
             through = self._through[who]
             self.hold(
                 record.seq <= through + 1,

@@ -49,7 +49,8 @@ def rigid(
 ) -> IslandMeasure:
     """Measure an island that stops as a whole after a step with interruptions.
 
-    It stops for `restart_seconds`, for one or several interruptions; that step counts.
+    It stops once for `restart_seconds`, however many interruptions the step had. The
+    interrupted step counts as made.
     computing: as for `elastic`.
     """
     step = step_seconds / computing

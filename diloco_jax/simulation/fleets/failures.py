@@ -151,7 +151,7 @@ class Capacity:
         """Intervals in which steps ran, in order, joined where they touch."""
 
     def use(self, start: float, work_seconds: float) -> tuple[float, bool]:
-        """Do a step that takes `work_seconds` on all chips, from `start` on.
+        """Make a step that takes `work_seconds` on all chips, from `start` on.
 
         Returns the time of its end and True, or the time at which the island is lost
         and False.

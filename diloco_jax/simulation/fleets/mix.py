@@ -124,8 +124,8 @@ def simulate_mix(config: MixConfig, progress: Progress = nobody) -> tuple[MixRow
     )
     rows = [_lockstep(config)]
     for i, (name, quorum, grace) in enumerate(ways):
-        told = part(progress, i, len(ways))
-        rows.append(_decoupled(config, name, quorum, grace, told))
+        share_done = part(progress, i, len(ways))
+        rows.append(_decoupled(config, name, quorum, grace, share_done))
     return tuple(rows)
 
 

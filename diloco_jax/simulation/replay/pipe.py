@@ -206,7 +206,7 @@ class RemoteReplica:
         worker.send(who, "begin", island, anchors, moments, residuals)
 
     def step(self, batch: Arrays, learning_rate: float) -> None:
-        """Do one inner step on a batch's arrays by name."""
+        """Make one inner step on a batch's arrays by name."""
         self._worker.send(self._who, "step", batch, learning_rate)
 
     def take(self, fragment: int) -> bytes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from diloco_jax.coordinator.store import ComputedMerge
-from diloco_jax.core.fragment_merge import Arrays
+from diloco_jax.core.fragment_merge import Arrays, MergeResult
 from diloco_jax.core.payload import Buffer
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import Life, Recording
@@ -50,9 +49,9 @@ class PublishedVersions:
         for fragment, anchor in enumerate(first):
             self._keep_anchor((fragment, FIRST_VERSION), anchor)
 
-    def keep(self, fragment: int, merged: ComputedMerge) -> None:
+    def keep(self, fragment: int, version: Version, merged: MergeResult) -> None:
         """Keep a committed merge as far as the tape needs it."""
-        key = (fragment, merged.version)
+        key = (fragment, version)
         self._keep_anchor(key, merged.state.anchor)
         if self._publish_uses[key]:
             self._publishes[key] = merged.payload

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
-from diloco_jax.observability.tape import TapeError
+from diloco_jax.observability.tape import TapeError, brief, read_tape
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.protocol.values import Contribution, Record, Version
 
@@ -148,13 +150,13 @@ class Life:
 
         The records after its first versions hold it.
         """
-        told = [r for _, r in self.records if r.kind == "restored"]
-        if not told:
+        lines = [r for _, r in self.records if r.kind == "restored"]
+        if not lines:
             return None
         return RestoredFrom(
-            who=Who(self.who.island, told[0].start),
-            steps=told[0].value,
-            fragments=tuple(r.fragment for r in told[1:]),
+            who=Who(self.who.island, lines[0].start),
+            steps=lines[0].value,
+            fragments=tuple(r.fragment for r in lines[1:]),
         )
 
     def cut(self, takes: Mapping[tuple[int, int], RecordedMerge]) -> None:
@@ -270,7 +272,29 @@ def passes_like(recorded: Environment) -> Passes | None:
     )
 
 
-def refuse_term(path: Path, record: Mapping[str, Any]) -> None:
+def read_records(path: Path, take: Callable[[int, Mapping[str, Any]], None]) -> None:
+    """Give every record of a tape to the function, with the number of its line.
+
+    Raises TapeError that names the first line that is no record, or is out of order;
+    ConfigError for a tape that begins with a later term.
+    """
+    for line, record in enumerate(read_tape(path), start=1):
+        try:
+            _refuse_term(path, record)
+            if (line == 1) != (record["kind"] == "begun"):
+                raise TapeError(
+                    f"{path}, line {line}: {brief(record['kind'])}; 'begun' is the "
+                    f"first record and no other"
+                )
+            take(line, record)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise TapeError(
+                f"{path}, line {line}: not a record {brief(record.get('kind'))} "
+                f"({brief(error)})"
+            ) from error
+
+
+def _refuse_term(path: Path, record: Mapping[str, Any]) -> None:
     """Raise ConfigError if the record begins a new term: its anchors' tape is gone."""
     if record["kind"] == "term":
         raise ConfigError(

@@ -31,7 +31,8 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.anchors import layouts_of, values_of
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
-from diloco_jax.coordinator.store import ComputedMerge, Store
+from diloco_jax.coordinator.store import Store
+from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
@@ -200,7 +201,6 @@ class Replay(contextlib.ExitStack):
                 self.steps += island.steps - steps
             merged = self._store.merge(
                 merge.fragment,
-                merge.version,
                 merge.contributions,
                 payloads,
                 share=merge.share,
@@ -294,10 +294,10 @@ class Replay(contextlib.ExitStack):
             self._workers[alike] = self.enter_context(worker)
         return self._workers[alike]
 
-    def _commit(self, merge: RecordedMerge, merged: ComputedMerge) -> None:
-        self._store.commit(merge.fragment, merged)
+    def _commit(self, merge: RecordedMerge, merged: MergeResult) -> None:
+        self._store.commit(merge.fragment, merge.version, merged)
         self._versions[merge.fragment] = merge.version
-        self._published.keep(merge.fragment, merged)
+        self._published.keep(merge.fragment, merge.version, merged)
         for part in merge.contributions:
             who = Who(part.island, part.incarnation)
             self._islands[who].merged(merge.fragment, part.tick)

@@ -17,7 +17,7 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import notes
-from diloco_jax.observability.tape import TapeError, brief, read_tape
+from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import (
@@ -30,7 +30,7 @@ from diloco_jax.simulation.replay.recording import (
     TapedRecord,
     Who,
     read_begun,
-    refuse_term,
+    read_records,
 )
 from diloco_jax.workdir import read_config
 
@@ -59,8 +59,7 @@ def read_recording(
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
     reader = _Reader(path, config)
-    for line, record in enumerate(read_tape(path), start=1):
-        reader.read(line, record)
+    read_records(path, reader.read)
     recording = reader.recording(until)
     recording.refuse_other_versions()
     return recording
@@ -84,54 +83,7 @@ class _Reader:
     def read(self, line: int, record: Mapping[str, Any]) -> None:
         """Read the next line."""
         self._line = line
-        try:
-            self._read(record)
-        except (KeyError, TypeError, msgspec.ValidationError) as error:
-            kind = brief(record.get("kind"))
-            raise self._wrong(f"not a record {kind} ({brief(error)})") from error
-
-    def recording(self, until: int | None) -> Recording:
-        """Return the recording that repeats the first `until` merges."""
-        count = len(self._merges)
-        if not count:
-            raise ConfigError(
-                f"{self._path} ends after line {self._line} without a merge: there is "
-                f"nothing to repeat; give the workdir of a run that has merged"
-            )
-        if until is not None and not 1 <= until <= count:
-            raise ConfigError(
-                f"--until {until}: {self._path} has merges 1 to {count}; choose one"
-            )
-        if until is None and not self._finished:
-            raise TapeError(
-                f"{self._path} ends after line {self._line} without the end of the run "
-                f"('finished'): it was cut off, or the run is not over; --until "
-                f"{count} repeats the merges that it has"
-            )
-        merges = tuple(self._merges[:until])
-        recoveries = tuple(r for r in self._recoveries if r.merges < len(merges))
-        return Recording(
-            workdir=self._path.parent,
-            config=self._config,
-            plan_digest=self._plan_digest,
-            coordinators=tuple(
-                self._coordinators[: 1 + sum(r.fragments is None for r in recoveries)]
-            ),
-            merges=merges,
-            merges_on_tape=count,
-            recoveries=recoveries,
-            begun=tuple(b for b in self._begun if b.merges < len(merges)),
-            lives=self._needed(merges),
-        )
-
-    def _read(self, record: Mapping[str, Any]) -> None:
-        kind = record["kind"]
-        refuse_term(self._path, record)
-        if (self._line == 1) != (kind == "begun"):
-            raise self._wrong(
-                f"{brief(kind)}; 'begun' is the first record and no other"
-            )
-        match kind:
+        match record["kind"]:
             case "begun":
                 begun = read_begun(self._path, record, self._config)
                 self._plan_digest = begun.plan
@@ -168,6 +120,40 @@ class _Reader:
                 extended = records.from_tape(record, records.Extended)
                 self._finished, self._total_tokens = False, extended.total_tokens
 
+    def recording(self, until: int | None) -> Recording:
+        """Return the recording that repeats the first `until` merges."""
+        count = len(self._merges)
+        if not count:
+            raise ConfigError(
+                f"{self._path} ends after line {self._line} without a merge: there is "
+                f"nothing to repeat; give the workdir of a run that has merged"
+            )
+        if until is not None and not 1 <= until <= count:
+            raise ConfigError(
+                f"--until {until}: {self._path} has merges 1 to {count}; choose one"
+            )
+        if until is None and not self._finished:
+            raise TapeError(
+                f"{self._path} ends after line {self._line} without the end of the run "
+                f"('finished'): it was cut off, or the run is not over; --until "
+                f"{count} repeats the merges that it has"
+            )
+        merges = tuple(self._merges[:until])
+        recoveries = tuple(r for r in self._recoveries if r.merges < len(merges))
+        return Recording(
+            workdir=self._path.parent,
+            config=self._config,
+            plan_digest=self._plan_digest,
+            coordinators=tuple(
+                self._coordinators[: 1 + sum(r.fragments is None for r in recoveries)]
+            ),
+            merges=merges,
+            merges_on_tape=count,
+            recoveries=recoveries,
+            begun=tuple(b for b in self._begun if b.merges < len(merges)),
+            lives=self._needed(merges),
+        )
+
     # ---- one kind of record each ------------------------------------------------
 
     def _joined(self, joined: records.Joined) -> None:
@@ -181,16 +167,16 @@ class _Reader:
         )
 
     def _told(self, line: records.Fact) -> None:
-        life, told = self._life(line.island, line.incarnation), line.record
+        life, record = self._life(line.island, line.incarnation), line.record
         known = life.records
-        if told.seq > len(known) + 1:
+        if record.seq > len(known) + 1:
             raise self._wrong(
-                f"record {told.seq} of {life.who} follows number {len(known)}; one is "
-                f"missing"
+                f"record {record.seq} of {life.who} follows number {len(known)}; one "
+                f"is missing"
             )
         # An island repeats unconfirmed records to a coordinator that came back.
-        if told.seq == len(known) + 1:
-            known.append(TapedRecord(self._line, told))
+        if record.seq == len(known) + 1:
+            known.append(TapedRecord(self._line, record))
 
     def _merged(self, record: records.Merged) -> None:
         fragment, version = record.fragment, record.version

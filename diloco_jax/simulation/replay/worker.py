@@ -106,7 +106,7 @@ class Copies:
     def _begin(self, who: Who, config: dict[str, Any], *begun: Any) -> None:
         island = msgspec.convert(config, IslandConfig)
         # Islands that compute alike share compiled programs.
-        alike = dataclasses.replace(island, step_seconds=0.0, stands_for="")
+        alike = dataclasses.replace(island, step_seconds=0.0, stands_for="", offers="")
         self._copies[who] = _Copy(self._run, *self._trainer_of(alike), *begun)
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:

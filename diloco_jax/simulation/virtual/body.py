@@ -23,7 +23,7 @@ class Body(Arrays, Protocol):
         """Return a later version, ready to be adopted."""
 
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
-        """Do one inner step on the sequences at these positions of the data."""
+        """Make one inner step on the sequences at these positions of the data."""
 
 
 class NoBody:

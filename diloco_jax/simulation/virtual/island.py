@@ -86,9 +86,9 @@ class VirtualIsland:
         self._run, self._clock, self._body = run, clock, body
         self._goal = goal_of(run, spec.batch_size)
         self._pace = Pace(run, self._goal)
-        self._conversation = told = Conversation()
-        self._fetches = VirtualFetches(told, body, self._came)
-        self._reports = Reports(told, clock, report_s, self._say)
+        self._conversation = conversation = Conversation()
+        self._fetches = VirtualFetches(conversation, body, self._came)
+        self._reports = Reports(conversation, clock, report_s, self._say)
         self._ahead = Ahead(spec.lead)
         self._coordinator: VirtualService | None = None
         self._compiled = False

@@ -42,11 +42,11 @@ class Reports:
 
     def look(self) -> None:
         """Report if a report is due, and look again at the next due time."""
-        said, told = self._said, self._conversation
+        said, conversation = self._said, self._conversation
         if said is None:
             return
         now = self._clock.now
-        news = said.has_news(told.posted, told.newest_record)
+        news = said.has_news(conversation.posted, conversation.newest_record)
         due = said.news_due_at if news else said.alive_due_at
         if due <= now:
             self.send()
@@ -60,10 +60,12 @@ class Reports:
 
     def send(self) -> None:
         """Report at once."""
-        said, told = self._said, self._conversation
+        said, conversation = self._said, self._conversation
         if said is None:
             return
-        for report in said.reports(told.current(), told.unsent(said.sent_through)):
+        for report in said.reports(
+            conversation.current(), conversation.unsent(said.sent_through)
+        ):
             said.sent(report, self._clock.now)
             self._say(report)
 

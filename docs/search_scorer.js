@@ -1,0 +1,33 @@
+// How the site's search orders what it finds (conf.py names this file). Sphinx alone gives
+// a page the score of its best word, and leaves the order of equals to the alphabet.
+var Scorer = {
+  // As Sphinx has them.
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+
+  places: [
+    [/^docs\/\w+$/, 4], // guides
+    [/^docs\/results\/quality_appendix$|^CHANGELOG$|^README$/, -12], // have every word
+    [/^docs\/results\/|^notebooks\/|^launch\//, -1],
+  ],
+
+  // A page is better by each of the words that its headings have, and by its place.
+  score: ([page, title, anchor, descr, score]) => {
+    const file = Search._index.docnames.indexOf(page);
+    const typed = new URLSearchParams(window.location.search).get("q") ?? "";
+    const words = [...Search._parseQuery(typed)[1]];
+    const inHeadings = words.filter((word) =>
+      [Search._index.titleterms[word] ?? []].flat().includes(file),
+    );
+    const ownTitle = Search._index.titles[file].toLowerCase();
+    const inTitle = words.filter((word) => ownTitle.includes(word));
+    const place = Scorer.places.find(([name]) => name.test(page));
+    return score + 4 * (inHeadings.length + inTitle.length) + (place ? place[1] : 0);
+  },
+};
