@@ -29,6 +29,7 @@ from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.observing import Incarnation
+from diloco_jax.simulation.faults.schedule import RETRY_S
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -183,19 +184,30 @@ class FaultyCoordinator(VirtualCoordinator):
         else:
             super().hold(message)
 
-    def anchor(self, who: Incarnation, asked: AnchorRequest, anchor: Anchor) -> None:
-        """Take in an anchor that has arrived at a worker; write it to disk."""
+    def anchor(
+        self,
+        who: Incarnation,
+        asked: AnchorRequest,
+        anchor: Anchor,
+        wanted: Callable[[], bool],
+    ) -> None:
+        """Take in an anchor that has arrived at a worker; write it to disk. A worker
+        that has not heard yet who was asked is busy: the island comes again, as long as
+        the anchor is `wanted`.
+        """
         fragment, awaited = asked.fragment, self._awaited.get(asked.fragment)
-        if (
-            self.dead
-            or fragment in self.dead_fragments
-            or awaited is None
-            or (awaited.island, awaited.incarnation, awaited.term) != (*who, asked.term)
+        if self.dead or fragment in self.dead_fragments:
+            return
+        again = functools.partial(self.anchor, who, asked, anchor, wanted)
+        if awaited is None or (awaited.island, awaited.incarnation, awaited.term) != (
+            *who,
+            asked.term,
         ):
+            if fragment in self.lost_fragments:
+                self.clock.after(RETRY_S, lambda: again() if wanted() else None)
             return
         first = anchor._replace(version=Version(asked.term, anchor.version.number))
         if not self._world.disk.begin_fragment(fragment, first):
-            again = functools.partial(self.anchor, who, asked, anchor)
             self.clock.after(WRITE_AGAIN_S, again)
             return
         self._kept[fragment] = first
@@ -271,6 +283,8 @@ class FaultyIsland(VirtualIsland):
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
+        self._anchors: dict[int, Anchor] = {}
+        """The anchor that was sent last, by lost fragment."""
         self._monitor, self._refused, self._postponed = monitor, refused, postponed
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
@@ -290,7 +304,13 @@ class FaultyIsland(VirtualIsland):
         if isinstance(to, VirtualGatherer):
             line.upload(0, lambda: to.anchor(self.who, asked.fragment, anchor))
         elif isinstance(to, FaultyCoordinator):
-            line.upload(0, lambda: to.anchor(self.who, asked, anchor))
+            self._anchors[asked.fragment] = anchor
+
+            def wanted() -> bool:
+                newest = self._anchors[asked.fragment] is anchor
+                return newest and self.line is line and self.ended is None
+
+            line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)
