@@ -36,6 +36,7 @@ from diloco_jax.coordinator.settings import (
     admitted,
     faults_of,
     policy_config,
+    require_cores,
     require_room,
     server_of,
 )
@@ -107,6 +108,7 @@ class Coordinator:
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
+        require_cores(placement)
         require_route(placement.merge_route)
         if init:
             require_source(config.run.model)

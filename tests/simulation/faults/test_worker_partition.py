@@ -18,8 +18,8 @@ def played(*faults: AnyFault, **fields: Any) -> Played:
 
 
 def test_an_anchor_that_comes_before_its_order_is_sent_again() -> None:
-    """The lead asks an island for the anchor of a lost fragment, and the worker hears of
-    that last: it is busy until then, and the island comes again."""
+    """The lead asks an island for the anchor of a lost fragment. The worker hears of it
+    last: it is busy until then, and the island comes again."""
     world, wrong = played(
         DiskFailure(
             at_s=5.75,
