@@ -28,7 +28,7 @@ from diloco_jax.coordinator.anchors import WRITE_AGAIN_S, LostFragments
 from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.kept import Keeper, telling
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.restoring import restore
 from diloco_jax.coordinator.saver import Saver
@@ -40,7 +40,6 @@ from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
-    CycleKept,
     DeltaArrived,
     Drop,
     Forget,
@@ -104,7 +103,7 @@ class StoreHolder:
         inbox: Inbox,
         publishes: Publishes,
         snapshots: FragmentSnapshots,
-        kept: KeptCycles,
+        kept: Keeper,
         *,
         write_within_s: float,
     ) -> None:
@@ -177,7 +176,7 @@ class StoreHolder:
                 self.lost.expect(message)
             case KeepFragment():
                 theta = self.store.arrays(message.fragment)["theta"]
-                self._kept.keep(message, theta, self._cycle_kept)
+                self._kept.keep(message, theta, telling(lambda told: self._tell(told)))
             case Drop():
                 self._inbox.drop(message.delta)
             case Forget():
@@ -297,11 +296,6 @@ class StoreHolder:
             self._inbox.drop(key)
         self._tell(prepared.measured())
         self._submit(lambda: self._follow_up(commit.fragment, prepared.merged))
-
-    def _cycle_kept(self, cycle: int, trouble: str) -> None:
-        if trouble:
-            self._tell(HolderTroubled(text=trouble))
-        self._tell(CycleKept(cycle=cycle))
 
     def _prepare(
         self,

@@ -68,7 +68,9 @@ class Holders:
         )
 
     def _workers(self) -> WorkersHolder:
-        workers = WorkersHolder(self.config, self.workdir, self.run_id, self.plan.sizes)
+        workers = WorkersHolder(
+            self.config, self.workdir, self.run_id, self.plan.sizes, self.kept
+        )
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)
         return workers

@@ -32,6 +32,7 @@ from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
     EndWorker,
+    FragmentKept,
     LeadAlive,
     SaveAll,
     WorkerAlive,
@@ -44,6 +45,9 @@ from diloco_jax.wire import addresses
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
+
+
+Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept
 
 
 class Shown(NamedTuple):
@@ -65,7 +69,7 @@ class Supervised:
         self,
         begin: BeginWorker,
         config: Config,
-        hear: Callable[[FromHolder | WorkerAway | WorkerBack], None],
+        hear: Callable[[Heard], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """failed: called once no restart is left, in place of `WorkerAway`."""

@@ -22,7 +22,7 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.kept import KeptFragments
 from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
@@ -31,13 +31,14 @@ from diloco_jax.faults import worker_name
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.protocol.holding import Forget, RestoreFragments
+from diloco_jax.protocol.holding import Forget, KeepFragment, RestoreFragments
 from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
     EndWorker,
+    FragmentKept,
     LeadAlive,
     SaveAll,
     ToWorker,
@@ -82,13 +83,9 @@ class HoldingWorker:
         whose = checkpoint.whose(config.run, begin.run_id, plan)
         # Arrays come with `RestoreFragments`, for its own fragments alone.
         self._store = make_store(config, plan, None)
+        self._kept = KeptFragments(workdir, whose, self._tell_kept)
         self.holder = make_holder(
-            config,
-            self._store,
-            KeptCycles(workdir, placement.exports_kept, whose, plan.sizes),
-            workdir,
-            whose,
-            begin.fragments,
+            config, self._store, self._kept, workdir, whose, begin.fragments
         )
         name = worker_name(begin.worker)
         self.holder.faults = faults_of(config, name, begin.life)
@@ -134,6 +131,10 @@ class HoldingWorker:
         if self._server is not None:
             self._server.stop(0.0)
         self.holder.close()
+        self._kept.close(self._config.placement.deadlines.stop_s / 2)
+
+    def _tell_kept(self, keep: KeepFragment, trouble: str) -> None:
+        self._line.send(FragmentKept(keep=keep, trouble=trouble))
 
     def _serve(self) -> None:
         self._server = bulk_server_of(self._config, self, self._tls)
@@ -189,8 +190,8 @@ class HoldingWorker:
         return self.holder.fetch(request)
 
     def kept(self, cycle: int, name: str) -> memoryview:
-        """Raise Refused: workers keep no cycles."""
-        raise Refused("cycle", "a worker keeps no cycles; ask the coordinator")
+        """Raise Refused: the coordinator serves kept cycles."""
+        raise Refused("cycle", "a worker serves no cycles; ask the coordinator")
 
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         begin = self._begin

@@ -21,7 +21,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.supervised import Shown, Supervised
+from diloco_jax.coordinator.kept import KeptCycles, telling
+from diloco_jax.coordinator.supervised import Heard, Shown, Supervised
 from diloco_jax.core.fragments import digest_all
 from diloco_jax.protocol import tickets
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -40,10 +41,7 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import (
-    BeginWorker,
-    SaveAll,
-)
+from diloco_jax.protocol.working import BeginWorker, FragmentKept, SaveAll
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy
@@ -58,9 +56,16 @@ class WorkersHolder:
     """The `Holder` of a lead whose fragments are in `placement.workers` processes."""
 
     def __init__(
-        self, config: Config, workdir: Path, run_id: str, sizes: tuple[int, ...]
+        self,
+        config: Config,
+        workdir: Path,
+        run_id: str,
+        sizes: tuple[int, ...],
+        kept: KeptCycles,
     ) -> None:
-        """sizes: parameters by fragment. No process is started before `restore`."""
+        """sizes: parameters by fragment. kept: makes cycles of what workers write. No
+        process is started before `restore`."""
+        self._kept = kept
         count = config.placement.workers
         self._dealt = deal(sizes, count)
         self._digests = [""] * len(sizes)
@@ -247,19 +252,21 @@ class WorkersHolder:
             f"{self._workers[worker].address}; connect to it"
         )
 
-    def _hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
+    def _hear(self, message: Heard) -> None:
         """Pass on what a worker says, on its thread."""
         self._told.wait()
         match message:
+            case FragmentKept(keep=keep, trouble=trouble):
+                return self._kept.written(keep, trouble, telling(self._tell))
             case MergesCompiled():
                 with self._lock:
                     self._uncompiled -= 1
                     if self._uncompiled:  # All at a start; each one that came back.
-                        return
+                        return None
                     self._uncompiled = 1
             case MergeDigested() | AnchorKept():
                 self._digests[message.fragment] = message.digest
-        self._tell(message)
+        return self._tell(message)
 
     def _fail(self, error: BaseException) -> None:
         self._told.wait()

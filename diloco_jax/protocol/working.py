@@ -11,6 +11,7 @@ import msgspec
 from diloco_jax.protocol.holding import (
     FragmentsRestored,
     FromHolder,
+    KeepFragment,
     RestoreFragments,
     ToHolder,
 )
@@ -50,6 +51,13 @@ class AllSaved(Message, frozen=True, kw_only=True):
     text: str = ""
 
 
+class FragmentKept(Message, frozen=True, kw_only=True):
+    """A fragment of a kept cycle is on disk; `trouble` says why not, if it is not."""
+
+    keep: KeepFragment
+    trouble: str = ""
+
+
 class EndWorker(Message, frozen=True, kw_only=True):
     """End: the run is over, or the coordinator is about to end."""
 
@@ -85,6 +93,7 @@ FromWorker = (
     | WorkerServes
     | WorkerAlive
     | AllSaved
+    | FragmentKept
     | WorkerFailed
 )
 

@@ -20,11 +20,14 @@ import pytest
 from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
 
-from diloco_jax import checkpoint, cli
+from diloco_jax import checkpoint, cli, run_files, sealed
+from diloco_jax.coordinator import kept as kept_cycles
+from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -68,9 +71,11 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
 ):
     config = make_config(text, cycles=2)
     alone = run_scripted(config, tmp_path / "alone")
-    spread = run_scripted(placed(config, workers=2), tmp_path / "spread")
+    placement = {"workers": 2, "export_every": 1}
+    spread = run_scripted(placed(config, **placement), tmp_path / "spread")
     assert {fragment for fragment, *_ in digests(alone)} == {0, 1}
     assert digests(alone) == digests(spread)
+    assert_kept(config, tmp_path / "spread", digests(spread))
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         code = cli.main(["replay", str(tmp_path / "spread"), "--json"])
@@ -78,6 +83,20 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
     assert code == 0
     assert found["identical"]
     assert found["merges"] == len(digests(spread))
+
+
+def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
+    """The cycles that the workers wrote have the bits of the merges."""
+    store = make_store(config, build_plan(config.run, build(config.run)), None)
+    folder = workdir / run_files.KEPT
+    assert kept_cycles.numbers(folder)
+    for cycle in kept_cycles.numbers(folder):
+        for fragment in range(2):
+            theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
+            name = kept_cycles.fragment_name(fragment)
+            header, _ = sealed.read(kept_cycles.path_of(folder, cycle) / name, theta)
+            key = (fragment, *header["version"])
+            assert digest_arrays(theta) == merged[key]
 
 
 class Ask:
@@ -178,7 +197,8 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
     holder.close()
     assert wanted[1] != before[0]
 
-    workers = WorkersHolder(config, tmp_path / "spread", "r", plan.sizes)
+    kept = KeptCycles(tmp_path / "spread", 2, whose, plan.sizes)
+    workers = WorkersHolder(config, tmp_path / "spread", "r", plan.sizes, kept)
     try:
         first = tuple(
             Committed(fragment=f, version=FIRST, digests={}) for f in everything
