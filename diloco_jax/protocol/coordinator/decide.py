@@ -20,6 +20,7 @@ from diloco_jax.protocol.coordinator import (
     claims,
     committing,
     cycles,
+    early,
     ending,
     fragments,
     leases,
@@ -265,6 +266,9 @@ def _arrived(
     before = state.fragments[event.fragment]
     if before.away:
         return state, [ignored("fragment", "away", "bytes")]
+    if island.status == "absent" and before.accounts[event.island].take is None:
+        fragment, effects = early.came(before, event)
+        return with_fragment(state, fragment), effects
     fragment, effects = takes.arrived(before, event, now)
     state = with_fragment(state, fragment)
     if fragment is not before:

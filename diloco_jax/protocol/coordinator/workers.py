@@ -107,6 +107,7 @@ def _unheld(fragment: Fragment) -> Fragment:
         asked=(),
         merging=(),
         left_behind=(),
+        early=(),
         away=True,
     )
     for name, account in fragment.accounts.items():
