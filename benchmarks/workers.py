@@ -3,8 +3,8 @@
 Question: two islands train for three cycles of 16 fragments, which two worker processes
 merge. A worker is killed with SIGKILL between prepared and committed, and its successor
 between committed and sent. The next one is killed, and its disk is gone. Then the lead
-is killed at the same two moments. Does an island notice? Is the ledger exact? Does
-one process give the same bits for the same decisions?
+is killed at the same two moments, and its workers outlive it. Does an island notice? Is
+the ledger exact? Does one process give the same bits for the same decisions?
 
 *Replay* repeats the decisions of the tape with one process that holds all fragments, so
 it compares the bits of S = 2 with those of S = 1. It computes the anchors with which
@@ -183,6 +183,16 @@ def bounds(run: support.Run, stall: Stall) -> list[support.Check]:
     kinds = Counter(record["kind"] for record in tape)
     dealt = deal(sizes, WORKERS)
     begun = {r["fragment"] for r in tape if r["kind"] == "term_begun"}
+    merged = Counter(r["fragment"] for r in tape if r["kind"] == "merged")
+    few = [f"{f}: {merged[f]} times" for f in range(FRAGMENTS) if merged[f] < CYCLES]
+    restored = [
+        f"{fragment} at return {number} of the lead"
+        for number, record in enumerate(r for r in tape if r["kind"] == "recovered")
+        for fragment, (snapshot, version) in enumerate(
+            zip(record["snapshot_versions"], record["versions"], strict=True)
+        )
+        if snapshot != version
+    ]
     lacking = [f for f, w in enumerate(dealt) if w == STRUCK and f not in begun]
     wanted = {"recovered": len(LEAD_KILLS), "worker_recovered": len(WORKER_KILLS)}
     struck = [
@@ -193,6 +203,8 @@ def bounds(run: support.Run, stall: Stall) -> list[support.Check]:
     checks = [
         support.none_of("strikes that did not happen", struck),
         support.none_of("fragments not gathered", list(map(str, lacking))),
+        support.none_of(f"fragments merged less than {CYCLES} times", few),
+        support.none_of("fragments whose worker did not outlive the lead", restored),
         support.none_of(
             "ledger", tape_checks.ledger_problems(run.summary, tape, sizes)
         ),

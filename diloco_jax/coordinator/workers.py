@@ -1,5 +1,7 @@
 """Hold fragments in worker processes on the lead's machine: start, watch, start again.
 
+A lead that was killed leaves its workers, and the next one goes on with them.
+
 To the lead this is one holder: each message goes to the worker that has its fragment.
 A worker whose line breaks, or that is silent for a lease, is killed, and the lead is
 told `WorkerAway`. Once it has decided upon that, it says what is committed
@@ -21,6 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
+from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.kept import KeptCycles, telling
 from diloco_jax.coordinator.supervised import Heard, Shown, Supervised
 from diloco_jax.core.fragments import digest_all
@@ -73,15 +76,13 @@ class WorkersHolder:
         # Longer than an island waits for the coordinator, or takes to join.
         deadlines = config.placement.deadlines
         self._ticket_s = config.placement.alone_s + deadlines.join_s(4 * sum(sizes))
-        self._fences: dict[str, Forget] = {}
-        """The last one of each island."""
         self._lost: dict[int, tuple[int, ...]] = {}
         """Fragments that workers had lost at the start."""
         self._told = threading.Event()
         self._uncompiled = count
         self._lock = threading.Lock()
         self._patience_s = config.placement.outage_budget_s
-        fields = dataclasses.asdict(config)
+        fields, lead = dataclasses.asdict(config), rendezvous.next_lead(workdir)
         self._workers = [
             Supervised(
                 BeginWorker(
@@ -92,6 +93,7 @@ class WorkersHolder:
                     fragments=self.of(number),
                     bind=addresses.worker_address(config.placement.bind, number),
                     ticket_key=self._key,
+                    lead=lead,
                 ),
                 config,
                 self._hear,
@@ -142,7 +144,6 @@ class WorkersHolder:
         """
         match message:
             case Forget():
-                self._fences[message.island] = message
                 for worker in self._workers:
                     worker.send(message)
             case Drop():
@@ -150,14 +151,20 @@ class WorkersHolder:
             case _:
                 self._workers[self._dealt[message.fragment]].send(message)
 
-    def bring_back(self, worker: int, versions: Sequence[Version]) -> None:
-        """Start a worker that is away; versions: the committed ones, by fragment."""
+    def bring_back(
+        self,
+        worker: int,
+        versions: Sequence[Version],
+        fences: tuple[Forget, ...] = (),
+    ) -> None:
+        """Start a worker that is away; versions: the committed ones, by fragment.
+        fences: see `RestoreFragments`."""
         committed = tuple(
             Committed(fragment=f, version=versions[f], digests={})
             for f in self.of(worker)
         )
-        fences = tuple(self._fences.values())
-        self._workers[worker].begin(RestoreFragments(fragments=committed), fences)
+        asked = RestoreFragments(fragments=committed, fences=fences)
+        self._workers[worker].begin(asked)
 
     def warm_up(self) -> None:
         """Do nothing: workers compile as soon as they have their fragments."""
@@ -172,7 +179,7 @@ class WorkersHolder:
         ConfigError with the reason of the first worker that cannot."""
         for number, worker in enumerate(self._workers):
             own = tuple(c for c in asked.fragments if self._dealt[c.fragment] == number)
-            worker.begin(RestoreFragments(fragments=own))
+            worker.begin(replace(asked, fragments=own))
         restored = [worker.restored(self._patience_s) for worker in self._workers]
         fragments = sorted(
             (fragment for one in restored for fragment in one.fragments),

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.protocol.holding import (
     FragmentsRestored,
@@ -33,8 +34,18 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     bind: str
     ticket_key: bytes
     """Of this life of the lead; see `tickets`."""
+    lead: int = 1
+    """Counts the lives of the lead in the run: a worker believes the newest alone."""
     life: int = 1
-    """Counts the processes of this worker in a life of the lead."""
+    """Counts the processes of this worker in the run."""
+
+    def is_like(self, other: BeginWorker) -> bool:
+        """Tell whether a worker that was begun so can go on with `other`."""
+        mine = replace(other, **{name: getattr(self, name) for name in _OF_A_LIFE})
+        return mine == self
+
+
+_OF_A_LIFE = ("ticket_key", "lead", "life", "bind")
 
 
 class SaveAll(Message, frozen=True, kw_only=True):

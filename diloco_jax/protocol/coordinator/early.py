@@ -19,6 +19,9 @@ Step = tuple[Fragment, list[Effect]]
 
 def came(fragment: Fragment, event: DeltaArrived) -> Step:
     """Keep a delta, the newest alone of each island."""
+    before = of(fragment, event.island)
+    if before is not None and before.tick == event.tick:
+        return fragment, []
     fragment, effects = forget(fragment, event.island)
     return replace(fragment, early=(*fragment.early, event)), effects
 

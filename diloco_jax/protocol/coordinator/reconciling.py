@@ -53,6 +53,9 @@ def with_take(
         fragment, effects = takes.known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if take is None or take.tick != held.tick:
+        if recorded:
+            fragment, drops = early.forget(fragment, name)
+            effects = effects + drops
         return fragment, effects
     if take.refused:
         return fragment, effects or [

@@ -59,8 +59,9 @@ def took(
         return fragment, [ignored("take", state, "record")]
     fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
-    is_new = not expected and take is not asked and take is not None
-    if is_new and not (take.refused or take.arrived):
+    if expected or take is asked or take is None:
+        return fragment, effects
+    if not (take.refused or take.arrived):
         # The take was asked for before a crash: bytes that came first were not kept,
         # unless by a worker that outlived it.
         effects.append(ask_to_resend(fragment, name, record.tick))

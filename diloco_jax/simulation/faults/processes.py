@@ -78,6 +78,8 @@ class FaultyCoordinator(VirtualCoordinator):
         self._awaited: dict[int, AwaitAnchor] = {}
         self._kept: dict[int, Anchor] = {}
         """Anchors that are on disk and not committed."""
+        self._heir: FaultyCoordinator | None = None
+        """The next lead of the same workers, once this one is dead."""
 
     @property
     def waits(self) -> bool:
@@ -123,11 +125,37 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """See VirtualCoordinator."""
+        if self._heir is not None:
+            self._heir.find(key, encoded)
+            return
         if key.fragment in self.lost_fragments:
             return
         if key.fragment not in self.dead_fragments:
             self._world.monitor.arrived(key)
         super().arrived(key, encoded)
+
+    def leave_deltas_to(self, heir: FaultyCoordinator) -> None:
+        """Let another lead hear of the deltas at the workers of this one, which died,
+        and of those that are on their way to them.
+        """
+        self._heir = heir
+        for key, delta in list(self._deltas.items()):
+            heir.find(key, delta)
+
+    def find(self, key: DeltaKey, encoded: Any) -> None:
+        """Hear of a delta at a worker that has outlived the lead before."""
+        island = self.state.islands.get(key.island)
+        fenced = (
+            island is None
+            or island.incarnation != key.incarnation
+            or island.status == "gone"
+        )
+        if self.dead or fenced or not self.has(key.fragment):
+            return
+        delta, refusal, norm = self.merging.receive(key, encoded)
+        self._deltas[key] = delta
+        self._world.monitor.arrived(key)
+        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
         """See VirtualCoordinator; None also for what is lost, or not committed yet."""
