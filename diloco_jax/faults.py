@@ -1,8 +1,8 @@
 """Faults to inject, written as `WHO@STEP:ACTION`.
 
 WHO is an island (`v5p-a`; `v5p-a#2` for its second incarnation; `v5p-a/1` for its
-host 1), `coordinator`, or a worker of it (`worker-1`; `worker-1#2` for the second
-process of a life of the coordinator).
+host 1), `coordinator`, or a worker of it (`worker-1`; `worker-1#2` for its second
+process in the run).
 STEP counts an incarnation's own inner steps; for the coordinator, its merges; for a
 worker, those of the process. ACTION is `kill` (SIGKILL, like a preempted or crashed
 host), `pauseS` (SIGSTOP for S seconds, like a stalled host), `hang` (its thread never

@@ -26,6 +26,7 @@ from diloco_jax.protocol.coordinator import (
     lost_fragments,
     members,
     quarantine,
+    reconciling,
     recovery,
     schedule,
     steering,
@@ -368,7 +369,9 @@ PLANTS = {
     "a_prepared_merge_is_restored": Plant(
         "restored", Disk, "restore", _counts_what_was_prepared
     ),
-    "takes_are_asked_for_once": Plant("liveness", members, "_ask_again", _asks_once),
+    "takes_are_asked_for_once": Plant(
+        "liveness", reconciling, "without_take", _asks_once
+    ),
     "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 

@@ -269,11 +269,6 @@ def test_a_placement_that_cannot_work_is_refused(field, value, shown):
         assert text in message
 
 
-def test_cycles_cannot_be_kept_by_workers_yet():
-    config = Config(placement=Placement(workers=2, export_every=3))
-    assert "placement.export_every = 3, but cycles" in refusal(config)
-
-
 def test_the_last_host_of_an_island_may_be_struck():
     islands = {"v6e": IslandConfig(mesh_data=2, hosts=2)}
     faults = Placement(faults=("v6e/1@1:kill", "coordinator@1:kill"))

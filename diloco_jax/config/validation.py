@@ -222,12 +222,6 @@ def _check_workers(placement: Placement, fragments: int) -> None:
             f"placement.workers = {placement.workers}, but there are {fragments} "
             f"fragments; give at most as many, or more sync.fragments"
         )
-    if placement.workers > 1 and placement.export_every:
-        raise ConfigError(
-            f"placement.export_every = {placement.export_every}, but cycles are kept "
-            f"with placement.workers = 1 alone, and that is {placement.workers}; leave "
-            f"one of the two out"
-        )
 
 
 def _port(field: str, address: str) -> int:

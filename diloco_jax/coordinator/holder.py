@@ -18,21 +18,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco_jax import machine
-from diloco_jax.coordinator.anchors import WRITE_AGAIN_S, LostFragments
-from diloco_jax.coordinator.disk_wait import given_up
+from diloco_jax.coordinator.anchors import LostFragments
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.kept import Keeper, telling
+from diloco_jax.coordinator.publish_writing import PublishWriting
 from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.restoring import restore
+from diloco_jax.coordinator.restoring import alive, restore
 from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.under_way import MergesUnderWay, PreparedMerge
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.faults import Faults
@@ -40,24 +41,21 @@ from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
-    CycleKept,
     DeltaArrived,
     Drop,
     Forget,
     FragmentsRestored,
     FromHolder,
-    HolderTroubled,
     KeepFragment,
     Merge,
     MergeDigested,
-    MergeMeasured,
     MergePrepared,
     MergesCompiled,
     RestoreFragments,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello
-from diloco_jax.protocol.values import DeltaKey, Prepared
+from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.wire.sources import FetchSource
@@ -72,26 +70,6 @@ CHECKS_AT_ONCE = 2
 """Deltas that are checked at a time; others wait for their turn."""
 
 
-class _PreparedMerge(NamedTuple):
-    merge: Merge
-    merged: MergeResult
-    seconds: float
-
-    def measured(self) -> MergeMeasured:
-        contributions = self.merge.contributions
-        return MergeMeasured(
-            fragment=self.merge.fragment,
-            version=self.merge.version,
-            islands=tuple(c.island for c in contributions),
-            tokens=sum(c.tokens for c in contributions),
-            share=self.merge.share,
-            norm=self.merged.norm,
-            seconds=self.seconds,
-            measures=self.merged.measures._asdict(),
-            directions=self.merged.directions,
-        )
-
-
 class StoreHolder:
     """The `Holder` of the service's engine.
 
@@ -104,20 +82,25 @@ class StoreHolder:
         inbox: Inbox,
         publishes: Publishes,
         snapshots: FragmentSnapshots,
-        kept: KeptCycles,
+        kept: Keeper,
         *,
         write_within_s: float,
     ) -> None:
         self.store, self._inbox = store, inbox
         self._publishes, self._snapshots, self._kept = publishes, snapshots, kept
         self._saver = Saver(store, snapshots, publishes)
-        self._write_within_s = write_within_s
+        self._writing = PublishWriting(
+            publishes, write_within_s, self._wait, lambda told: self._tell(told)
+        )
         self._merger = ThreadPoolExecutor(
             merges_at_once(machine.cores()), "diloco-merge"
         )
         self.faults, self._committed = Faults(), 0
         """Faults are fired with the number of each merge of this process."""
-        self._prepared: dict[int, _PreparedMerge] = {}
+        self._under_way = MergesUnderWay()
+        self._patience_s = write_within_s
+        self.compiled = False
+        """True once everything that merges need is compiled."""
         self._closing = threading.Event()
         self._checks = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self.lost = LostFragments(
@@ -147,6 +130,7 @@ class StoreHolder:
 
         def compile_all() -> None:
             self.store.warm_up(self._closing.is_set, self.fragments)
+            self.compiled = True
             self._tell(MergesCompiled())
 
         self._submit(compile_all)
@@ -177,7 +161,7 @@ class StoreHolder:
                 self.lost.expect(message)
             case KeepFragment():
                 theta = self.store.arrays(message.fragment)["theta"]
-                self._kept.keep(message, theta, self._cycle_kept)
+                self._kept.keep(message, theta, telling(lambda told: self._tell(told)))
             case Drop():
                 self._inbox.drop(message.delta)
             case Forget():
@@ -195,6 +179,28 @@ class StoreHolder:
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
+
+    def take_over(self, asked: RestoreFragments) -> FragmentsRestored:
+        """Go on for another lead, whose log says what the one before had committed.
+
+        What was ordered and is not in that log never was. What is in it, and the lead
+        before did not live to say, becomes visible. Raises DurableError if the log has
+        something else than what is here: another process must restore it then."""
+        versions = {c.fragment: c.version for c in asked.fragments}
+        for fragment in self._under_way.give_up(versions, self._patience_s):
+            self._commit(Commit(fragment=fragment, version=versions[fragment]))
+        lost = self.lost.begin_anew(versions)
+        return FragmentsRestored(
+            fragments=tuple(alive(asked, self.store, self._saver.lost)),
+            lost=lost,
+            discarded=self._publishes.discard(versions),
+            environment=self.store.describe(),
+        )
+
+    def arrived(self) -> list[DeltaArrived]:
+        """Return all deltas that are whole and checked and wait for their merge."""
+        found = self._inbox.all_checked()
+        return [_arrived(key, squares) for key, squares in found.items()]
 
     def keep_house(self, now: float) -> None:
         """Begin to write the snapshot that is due, if any is."""
@@ -251,7 +257,7 @@ class StoreHolder:
             # come again.
             self._inbox.reopen(start)
             raise
-        if not (fit := is_fit(squares)):
+        if not is_fit(squares):
             logger.warning(
                 "the delta of fragment %d, tick %d from %s, incarnation %d, has values "
                 "or a norm that are not finite, but all must be: it is not merged; "
@@ -261,12 +267,7 @@ class StoreHolder:
                 start.island,
                 start.incarnation,
             )
-        arrived = DeltaArrived(
-            **key._asdict(),
-            refusal="" if fit else "non_finite",
-            norm=length(squares) if fit else 0.0,
-        )
-        self._tell(arrived)
+        self._tell(_arrived(key, squares))
         return True
 
     def fetch(self, request: bulk.FetchRequest) -> FetchSource:
@@ -284,15 +285,25 @@ class StoreHolder:
 
     # ---- inside ---------------------------------------------------------------------
 
+    def _is_wanted(self, merge: Merge) -> bool:
+        return self._under_way.is_wanted(merge) and not self._closing.is_set()
+
+    def _wait(self, seconds: float) -> None:
+        self._closing.wait(seconds)
+
     def _merge(self, merge: Merge) -> None:
         payloads = [self._inbox.payload(key) for key in merge.deltas]
         squares = [self._inbox.squares(key) for key in merge.deltas]
-        self._submit(lambda: self._prepare(merge, payloads, squares))
+        self._submit(
+            self._under_way.order(
+                merge, lambda: self._prepare(merge, payloads, squares)
+            )
+        )
 
     def _commit(self, commit: Commit) -> None:
         self._committed += 1
         self.faults.fire(self._committed)
-        prepared = self._prepared.pop(commit.fragment)
+        prepared = self._under_way.pop(commit.fragment)
         merge, merged = prepared.merge, prepared.merged
         self.store.commit(commit.fragment, commit.version, merged)
         for key in merge.deltas:
@@ -300,18 +311,13 @@ class StoreHolder:
         self._tell(prepared.measured())
         self._submit(lambda: self._follow_up(merge, merged))
 
-    def _cycle_kept(self, cycle: int, trouble: str) -> None:
-        if trouble:
-            self._tell(HolderTroubled(text=trouble))
-        self._tell(CycleKept(cycle=cycle))
-
     def _prepare(
         self,
         merge: Merge,
         payloads: Sequence[npt.NDArray[np.uint8]],
         squares: Sequence[Squares],
     ) -> None:
-        if self._closing.is_set():
+        if not self._is_wanted(merge):
             return
         self.store.put_aside(merge.fragment, self._publishes.mapped)
         started = time.monotonic()
@@ -324,51 +330,16 @@ class StoreHolder:
             final=merge.final,
         )
         seconds = time.monotonic() - started
-        prepared = self._written(merge, merged)
+        prepared = self._writing.write(merge, merged, lambda: self._is_wanted(merge))
         if prepared is None:
             return
         self.faults.fire(self._committed + 1, prepared=True)
-        self._prepared[merge.fragment] = _PreparedMerge(merge, merged, seconds)
+        self._under_way.prepared(PreparedMerge(merge, merged, seconds))
         self._tell(
             MergePrepared(
                 fragment=merge.fragment, version=merge.version, prepared=prepared
             )
         )
-
-    def _written(self, merge: Merge, merged: MergeResult) -> Prepared | None:
-        """Write the publish, in as many attempts as it takes; None if this process
-        ends. Raises OSError, naming the fragment and the file, after
-        `write_within_s`."""
-        told, began = False, time.monotonic()
-        while not self._closing.is_set():
-            try:
-                return self._publishes.write(
-                    merge.fragment, merge.version, merged.payload, final=merge.final
-                )
-            except OSError as error:
-                waited_s = time.monotonic() - began
-                if waited_s >= self._write_within_s:
-                    what = f"the publish of fragment {merge.fragment}"
-                    raise given_up(
-                        what, waited_s, self._write_within_s, error
-                    ) from error
-                if not told:
-                    self._tell_unwritten(merge, merged, error)
-                told = True
-                self._closing.wait(WRITE_AGAIN_S)
-        return None
-
-    def _tell_unwritten(
-        self, merge: Merge, merged: MergeResult, error: OSError
-    ) -> None:
-        text = (
-            f"fragment {merge.fragment} is not merged yet: its publish of "
-            f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
-            f"({error.strerror}); free some space there within "
-            f"{self._write_within_s:g} s (4 * placement.outage_budget_s), and it goes "
-            f"on; after that the coordinator ends"
-        )
-        self._tell(HolderTroubled(text=text))
 
     def _follow_up(self, merge: Merge, merged: MergeResult) -> None:
         """Do the rest of a merge, once it is committed and nobody waits for it."""
@@ -391,6 +362,15 @@ class StoreHolder:
                 self._failed(error)
 
         self._merger.submit(attempt)
+
+
+def _arrived(key: DeltaKey, squares: Squares) -> DeltaArrived:
+    fit = is_fit(squares)
+    return DeltaArrived(
+        **key._asdict(),
+        refusal="" if fit else "non_finite",
+        norm=length(squares) if fit else 0.0,
+    )
 
 
 def merges_at_once(cores: int) -> int:

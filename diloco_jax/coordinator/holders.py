@@ -9,6 +9,7 @@ from pathlib import Path
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config
+from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.make_holder import make_holder
@@ -35,8 +36,11 @@ class Holders:
     opened: contextlib.ExitStack
 
     def restoring(self) -> StoreHolder | WorkersHolder:
-        """Return a holder without arrays, for `restore`."""
-        if self.config.placement.workers > 1:
+        """Return a holder without arrays, for `restore`. Workers that an earlier lead
+        has left are ended, unless they can go on."""
+        workers = self.config.placement.workers
+        rendezvous.end_others(self.workdir, workers if workers > 1 else 0)
+        if workers > 1:
             return self._workers()
         return self._in_process(make_store(self.config, self.plan, None))
 
@@ -68,7 +72,9 @@ class Holders:
         )
 
     def _workers(self) -> WorkersHolder:
-        workers = WorkersHolder(self.config, self.workdir, self.run_id, self.plan.sizes)
+        workers = WorkersHolder(
+            self.config, self.workdir, self.run_id, self.plan.sizes, self.kept
+        )
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)
         return workers

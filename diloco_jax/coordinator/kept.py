@@ -2,6 +2,8 @@
 
 `exports/cycle-N` has a sealed file for each fragment, cycle.json, and the small files
 of the weights that the run started from. It gets its name when all of it is on disk.
+Workers write their fragments' files there (`KeptFragments`), and the lead makes a cycle
+of them.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ import mmap
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from diloco_jax import run_files, sealed
 from diloco_jax.coordinator.publishes import require_space
 from diloco_jax.files import write_json
-from diloco_jax.protocol.holding import KeepFragment
+from diloco_jax.protocol.holding import (
+    CycleKept,
+    FromHolder,
+    HolderTroubled,
+    KeepFragment,
+)
 from diloco_jax.wire.threads import DaemonPool
 
 logger = logging.getLogger(__name__)
@@ -37,11 +44,48 @@ class _Cycle:
     """A cycle that is being written."""
 
     number: int
-    waiting: set[int]
-    merges: int = 0
-    tokens: int = 0
-    """Sum over the fragments, each weighted by its size."""
+    fragments: dict[int, KeepFragment] = dataclasses.field(default_factory=dict)
+    """Those that are on disk."""
     given_up: bool = False
+
+
+class Keeper(Protocol):
+    """Writes fragments of kept cycles."""
+
+    def keep(self, keep: KeepFragment, theta: Sequence[Any], done: Done) -> None:
+        """Write a fragment of a cycle, later; its arrays are held until then."""
+
+
+class KeptFragments:
+    """Writes a worker's fragments of kept cycles, on a thread of its own."""
+
+    def __init__(
+        self,
+        workdir: Path,
+        whose: dict[str, Any],
+        told: Callable[[KeepFragment, str], None],
+    ) -> None:
+        """whose: see `KeptCycles`. told: called with each fragment that is on disk, or
+        with the reason why it is not."""
+        self._folder, self._whose, self._told = workdir / run_files.KEPT, whose, told
+        self._writer = DaemonPool(1, "diloco-keep")
+
+    def keep(self, keep: KeepFragment, theta: Sequence[Any], done: Done) -> None:
+        """See `Keeper`. The lead knows when the cycle is done."""
+        self._writer.submit(self._write, keep, list(theta))
+
+    def close(self, patience_s: float) -> None:
+        """See `KeptCycles.close`."""
+        self._writer.close(patience_s)
+
+    def _write(self, keep: KeepFragment, theta: list[Any]) -> None:
+        trouble = ""
+        try:
+            _write_fragment(self._folder, self._whose, keep, theta)
+        except Exception as error:
+            logger.exception("fragment %d is not kept", keep.fragment)
+            trouble = str(error)
+        self._told(keep, trouble)
 
 
 class KeptCycles:
@@ -58,9 +102,8 @@ class KeptCycles:
         self._keep, self._whose, self._sizes = keep, whose, sizes
         # A coordinator that has ended must not stay for a disk that hangs.
         self._writer = DaemonPool(1, "diloco-keep")
-        self._cycle = _Cycle(number=-1, waiting=set())
-        for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
-            shutil.rmtree(torn)
+        self._cycle = _Cycle(number=-1)
+        self._remove_torn()
 
     def keep(self, keep: KeepFragment, theta: Sequence[Any], done: Done) -> None:
         """Write a fragment of a cycle; `done` follows its last one, on the writer's
@@ -89,25 +132,37 @@ class KeptCycles:
         """
         self._writer.close(patience_s)
 
+    def written(self, keep: KeepFragment, trouble: str, done: Done) -> None:
+        """Note that a worker has written a fragment; otherwise `trouble` says why not.
+        `done` follows the last one, as after `keep`."""
+        self._writer.submit(self._written, keep, trouble, done)
+
     def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:
-        if keep.cycle != self._cycle.number:
-            waiting = set(range(len(self._sizes)))
-            self._cycle = _Cycle(number=keep.cycle, waiting=waiting)
-        cycle = self._cycle
-        if cycle.given_up:
+        cycle, trouble = self._begun(keep.cycle), ""
+        if cycle.given_up or keep.cycle < cycle.number:
+            return
+        try:
+            _write_fragment(self._folder, self._whose, keep, theta)
+        except Exception as error:
+            logger.exception("fragment %d is not kept", keep.fragment)
+            trouble = str(error)
+        self._written(keep, trouble, done)
+
+    def _written(self, keep: KeepFragment, trouble: str, done: Done) -> None:
+        cycle = self._begun(keep.cycle)
+        if cycle.given_up or keep.cycle < cycle.number:
             return
         scratch = path_of(self._folder, keep.cycle, TEMPORARY)
         try:
-            self._write_fragment(scratch, keep, theta)
-            cycle.waiting.discard(keep.fragment)
-            cycle.merges += keep.merges
-            cycle.tokens += keep.tokens * self._sizes[keep.fragment]
-            if cycle.waiting:
+            if trouble:
+                raise OSError(trouble)
+            cycle.fragments[keep.fragment] = keep
+            if len(cycle.fragments) < len(self._sizes):
                 return
             self._finish(scratch, cycle)
         except Exception as error:
             # Not the run's business: it goes on, and somebody is told.
-            logger.exception("cycle %d is not kept", keep.cycle)
+            logger.error("cycle %d is not kept: %s", keep.cycle, error)
             cycle.given_up = True
             shutil.rmtree(scratch, ignore_errors=True)
             done(
@@ -119,30 +174,31 @@ class KeptCycles:
         logger.info("cycle %d is kept", keep.cycle)
         done(keep.cycle, "")
 
-    def _write_fragment(
-        self, scratch: Path, keep: KeepFragment, theta: list[Any]
-    ) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
-        arrays = [np.asarray(array) for array in theta]
-        require_space(scratch, sum(array.nbytes for array in arrays))
-        facts = {
-            **self._whose,
-            "cycle": keep.cycle,
-            "fragment": keep.fragment,
-            "version": list(keep.version),
-        }
-        sealed.write(scratch / fragment_name(keep.fragment), facts, arrays)
+    def _begun(self, number: int) -> _Cycle:
+        """Return the cycle that is being written; a new one replaces the last."""
+        if number > self._cycle.number:
+            # Workers may be at the next one already, and are not at an older one.
+            self._remove_torn(path_of(self._folder, number, TEMPORARY))
+            self._cycle = _Cycle(number=number)
+        return self._cycle
+
+    def _remove_torn(self, before: Path | None = None) -> None:
+        for torn in self._folder.glob(f"{NAME}*{TEMPORARY}"):
+            if before is None or torn < before:
+                shutil.rmtree(torn, ignore_errors=True)
 
     def _finish(self, scratch: Path, cycle: _Cycle) -> None:
         if self._source.is_dir():
             (scratch / run_files.SOURCE).mkdir(exist_ok=True)
             for path in self._source.iterdir():
                 shutil.copyfile(path, scratch / run_files.SOURCE / path.name)
+        kept = cycle.fragments.values()
+        tokens = sum(k.tokens * self._sizes[k.fragment] for k in kept)
         facts = {
             **self._whose,
             "cycle": cycle.number,
-            "merges": cycle.merges,
-            "tokens": cycle.tokens // sum(self._sizes),
+            "merges": sum(k.merges for k in kept),
+            "tokens": tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
         sealed.sync_path(scratch)
@@ -153,6 +209,33 @@ class KeptCycles:
         sealed.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
+
+
+def telling(tell: Callable[[FromHolder], None]) -> Done:
+    """Return a function that tells the lead what becomes of a cycle."""
+
+    def done(cycle: int, trouble: str) -> None:
+        if trouble:
+            tell(HolderTroubled(text=trouble))
+        tell(CycleKept(cycle=cycle))
+
+    return done
+
+
+def _write_fragment(
+    folder: Path, whose: dict[str, Any], keep: KeepFragment, theta: list[Any]
+) -> None:
+    scratch = path_of(folder, keep.cycle, TEMPORARY)
+    scratch.mkdir(parents=True, exist_ok=True)
+    arrays = [np.asarray(array) for array in theta]
+    require_space(scratch, sum(array.nbytes for array in arrays))
+    facts = {
+        **whose,
+        "cycle": keep.cycle,
+        "fragment": keep.fragment,
+        "version": list(keep.version),
+    }
+    sealed.write(scratch / fragment_name(keep.fragment), facts, arrays)
 
 
 def numbers(folder: Path) -> list[int]:

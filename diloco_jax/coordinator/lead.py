@@ -23,7 +23,7 @@ from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator import decide, workers
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     Event,
@@ -258,7 +258,7 @@ class Lead(EngineThread[State, Event]):
     def _bring_back(self, worker: int) -> None:
         assert isinstance(self._holder, WorkersHolder)
         versions = [fragment.version for fragment in self.state.fragments]
-        self._holder.bring_back(worker, versions)
+        self._holder.bring_back(worker, versions, workers.fences(self.state))
 
     def _note_recovered(self, back: WorkerBack) -> None:
         if back.restored:

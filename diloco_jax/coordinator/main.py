@@ -20,7 +20,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, summary, term, too_late
+from diloco_jax.coordinator import going_on, origin, rendezvous, summary, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
@@ -36,6 +36,7 @@ from diloco_jax.coordinator.settings import (
     admitted,
     faults_of,
     policy_config,
+    require_cores,
     require_room,
     server_of,
 )
@@ -97,7 +98,9 @@ class Coordinator:
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
-        addresses.require_free(placement.bind, placement.ports)
+        # Workers of an earlier lead have theirs.
+        ports = 2 if rendezvous.are_left(workdir) else placement.ports
+        addresses.require_free(placement.bind, ports)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         if placement.checkpoints:
             storage.require_access(self._folder)
@@ -107,6 +110,7 @@ class Coordinator:
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
+        require_cores(placement)
         require_route(placement.merge_route)
         if init:
             require_source(config.run.model)

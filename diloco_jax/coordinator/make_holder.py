@@ -11,7 +11,7 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import SPARED_BYTES_EACH, Inbox, Rooms
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.kept import Keeper
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import Store
 
@@ -19,7 +19,7 @@ from diloco_jax.coordinator.store import Store
 def make_holder(
     config: Config,
     store: Store,
-    kept: KeptCycles,
+    kept: Keeper,
     workdir: Path,
     whose: dict[str, Any],
     fragments: Sequence[int],

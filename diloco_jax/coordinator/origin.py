@@ -31,7 +31,7 @@ from diloco_jax.memory import give_back
 from diloco_jax.models.model import Model, Params
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator import recovery, workers
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.holding import Committed, FragmentsRestored, RestoreFragments
 from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
@@ -114,7 +114,8 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
         fragments=tuple(
             Committed(fragment=f.index, version=f.version, digests=digests[f.index])
             for f in state.fragments
-        )
+        ),
+        fences=workers.fences(state),
     )
     return FromLog(state, found, lines, restore)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
+
 from diloco_jax import merge_route, sealed
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
@@ -54,6 +56,29 @@ def restore(
         discarded=discarded,
         environment=store.describe(),
     )
+
+
+def alive(
+    asked: RestoreFragments, store: Store, lost: Container[int]
+) -> Iterator[RestoredFragment]:
+    """Yield the fragments of a holder that has outlived its lead, without those that it
+    had lost. Raises DurableError if one is not at its committed version."""
+    for committed in asked.fragments:
+        fragment, version = committed.fragment, committed.version
+        if fragment in lost:
+            continue
+        here, _ = store.current(fragment)
+        if here != version:
+            raise durable.DurableError(
+                f"fragment {fragment} is at version {tuple(here)} at its worker, and "
+                f"the log is at {tuple(version)}"
+            )
+        yield RestoredFragment(
+            fragment=fragment,
+            snapshot=version,
+            moved=False,
+            digest=store.digest_of(fragment),
+        )
 
 
 def _restored(

@@ -167,12 +167,6 @@ class Service:
         until it is complete) and the share that is kept so far (`share`). Raises
         Refused for a cycle that is not kept and can no longer be.
         """
-        if isinstance(self._holder, WorkersHolder):
-            raise Refused(
-                "cycle",
-                "cycles are kept with placement.workers = 1 alone; export the run's "
-                "newest snapshot, without --cycle",
-            )
         now = cycles.present(self._lead.config, self._lead.state)
         if not cycle and now in self._kept.numbers():
             cycle = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from diloco_jax import machine
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
@@ -108,6 +109,17 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
             f"but deltas of the largest fragment have {needed // islands} bytes each "
             f"(sync.codec_up = {config.run.sync.codec_up!r}), and there are {islands} "
             f"islands; give at least {needed}, or more sync.fragments"
+        )
+
+
+def require_cores(placement: Placement) -> None:
+    """Raise ConfigError if there are more workers than cores: each one merges on a core
+    of its own, and `diloco plan` counts on that."""
+    cores = machine.cores()
+    if placement.workers > cores:
+        raise ConfigError(
+            f"placement.workers = {placement.workers}, but this machine has {cores} "
+            f"cores for the coordinator; give at most {cores}, or a machine with more"
         )
 
 

@@ -11,18 +11,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator import rendezvous
+from diloco_jax.coordinator.rendezvous import Reached, Survivor
 from diloco_jax.coordinator.worker_line import WorkerLine, write_frame
 from diloco_jax.island.environment import fit_threads
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
-    Forget,
     FragmentsRestored,
     FromHolder,
     RestoreFragments,
@@ -32,6 +34,7 @@ from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
     EndWorker,
+    FragmentKept,
     LeadAlive,
     SaveAll,
     WorkerAlive,
@@ -44,6 +47,9 @@ from diloco_jax.wire import addresses
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
+
+
+Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept
 
 
 class Shown(NamedTuple):
@@ -65,7 +71,7 @@ class Supervised:
         self,
         begin: BeginWorker,
         config: Config,
-        hear: Callable[[FromHolder | WorkerAway | WorkerBack], None],
+        hear: Callable[[Heard], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """failed: called once no restart is left, in place of `WorkerAway`."""
@@ -75,12 +81,12 @@ class Supervised:
         self._begin, self._config = begin, config
         self._hear, self._failed = hear, failed
         self._deadlines = config.placement.deadlines
-        self._orders: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[RestoreFragments | None] = queue.SimpleQueue()
         """First messages of a process; None: start no other."""
         self._restored: queue.SimpleQueue[FragmentsRestored | str] = queue.SimpleQueue()
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
         self._line: WorkerLine | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Survivor | None = None
         self._ending = threading.Event()
         self._memory_bytes, self._serves, self._failure = 0, False, ""
         self._thread = threading.Thread(
@@ -88,10 +94,10 @@ class Supervised:
         )
         self._thread.start()
 
-    def begin(self, asked: RestoreFragments, fences: Sequence[Forget] = ()) -> None:
-        """Start a process, which restores these fragments. fences: those that it must
-        know of."""
-        self._orders.put((asked, *fences))
+    def begin(self, asked: RestoreFragments) -> None:
+        """Start a process, which restores these fragments; at first go on with that of
+        an earlier lead, if it lives."""
+        self._orders.put(asked)
 
     def restored(self, patience_s: float) -> FragmentsRestored:
         """Wait for the first process, which serves then; return its answer.
@@ -152,11 +158,21 @@ class Supervised:
         first, crashes, placement = True, 0, self._config.placement
         while (asked := self._orders.get()) is not None and not self._ending.is_set():
             began = time.monotonic()
-            line = self._start(asked)
-            self._listen(line, first)
-            self._line, self._serves = None, False
-            line.close()
-            self._kill()
+            workdir, worker = Path(self._begin.workdir), self._begin.worker
+            reached = rendezvous.reach(workdir, worker) if first else None
+            if first:
+                life = rendezvous.last_life(workdir, worker) + (reached is None)
+                self._begin = replace(self._begin, life=life)
+            self._live(asked, first, reached)
+            if reached is not None and not self.address and not self._ending.is_set():
+                logger.warning(
+                    "%s, process %d of an earlier lead, cannot go on: %s",
+                    self.name,
+                    reached.process.pid,
+                    self._failure or "it ended",
+                )
+                self._begin = replace(self._begin, life=self._begin.life + 1)
+                self._live(asked, first, None)
             if self._ending.is_set():
                 return
             if first and not self.address:
@@ -180,8 +196,33 @@ class Supervised:
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)
 
-    def _start(self, asked: Sequence[ToHolder | RestoreFragments]) -> WorkerLine:
-        """Start a process and say what it holds."""
+    def _live(
+        self, asked: RestoreFragments, first: bool, reached: Reached | None
+    ) -> None:
+        """Go through one life of a process, or what is left of it."""
+        line = self._start(asked, reached)
+        self._listen(line, first)
+        self._line, self._serves = None, False
+        line.close()
+        self._kill()
+
+    def _start(self, asked: RestoreFragments, reached: Reached | None) -> WorkerLine:
+        """Start a process, unless one is reached, and say what it holds."""
+        own = self._spawned() if reached is None else reached.end
+        if reached is not None:
+            self._process = reached.process
+        self._failure = ""
+        with contextlib.suppress(OSError):  # It has died already, as is heard next.
+            write_frame(own, self._begin)
+        deadlines = self._deadlines
+        line = WorkerLine(
+            own, from_worker, LeadAlive, deadlines.report_s, 3 * deadlines.lease_s
+        )
+        line.send(asked)
+        self._line = line
+        return line
+
+    def _spawned(self) -> socket.socket:
         own, other = socket.socketpair()
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         fit_threads(environment)
@@ -193,17 +234,7 @@ class Supervised:
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
-        self._failure = ""
-        with contextlib.suppress(OSError):  # It has died already, as is heard next.
-            write_frame(own, self._begin)
-        deadlines = self._deadlines
-        line = WorkerLine(
-            own, from_worker, LeadAlive, deadlines.report_s, 3 * deadlines.lease_s
-        )
-        for message in asked:
-            line.send(message)
-        self._line = line
-        return line
+        return own
 
     def _listen(self, line: WorkerLine, first: bool) -> None:
         """Pass on what the process says, until its line breaks."""

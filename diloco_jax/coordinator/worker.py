@@ -2,7 +2,8 @@
 
 `python -m diloco_jax.coordinator.worker DESCRIPTOR`: the number is that of its end of
 the line (`worker_line.py`). The lead starts it, and starts another when it ends. When
-the line breaks, it ends at once, as by a crash: the lead's log alone says what counts.
+the line breaks, it serves islands on and waits for the next lead (`rendezvous.py`), as
+long as a restart may take. The lead's log alone says what counts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from msgspec.structs import replace
+
 from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.config import Config
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.kept import KeptFragments
 from diloco_jax.coordinator.make_holder import make_holder
+from diloco_jax.coordinator.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
@@ -31,13 +35,23 @@ from diloco_jax.faults import worker_name
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.protocol.holding import Forget, RestoreFragments
+from diloco_jax.protocol.holding import (
+    AnchorKept,
+    DeltaArrived,
+    Forget,
+    KeepFragment,
+    MergePrepared,
+    MergesCompiled,
+    RestoreFragments,
+)
 from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
     EndWorker,
+    FragmentKept,
+    FromWorker,
     LeadAlive,
     SaveAll,
     ToWorker,
@@ -65,7 +79,7 @@ LOCKED_S = 10.0
 
 
 class HoldingWorker:
-    """One life of a worker: restore, then merge and serve until the line breaks."""
+    """One life of a worker: restore, then merge and serve, for one lead or several."""
 
     def __init__(
         self, begin: BeginWorker, config: Config, locks: contextlib.ExitStack
@@ -83,24 +97,42 @@ class HoldingWorker:
         whose = checkpoint.whose(config.run, begin.run_id, plan)
         # Arrays come with `RestoreFragments`, for its own fragments alone.
         self._store = make_store(config, plan, None)
+        self._kept = KeptFragments(workdir, whose, self._tell_kept)
         self.holder = make_holder(
-            config,
-            self._store,
-            KeptCycles(workdir, placement.exports_kept, whose, plan.sizes),
-            workdir,
-            whose,
-            begin.fragments,
+            config, self._store, self._kept, workdir, whose, begin.fragments
         )
         name = worker_name(begin.worker)
         self.holder.faults = faults_of(config, name, begin.life)
         self._tickets = Checker(begin.ticket_key)
         self.closing = threading.Event()
         self._server: BulkServer | None = None
+        self._address = ""
+        self._saying = threading.Lock()
+        self._unsaid: list[FromWorker] | None = None
+        """Messages that wait until a new lead knows what is here."""
+        self.holder.answer(self._say, lambda error: fail(self._line, error))
 
     def answer(self, line: WorkerLine) -> None:
         """Set the line to the lead, to which answers go."""
         self._line = line
-        self.holder.answer(line.send, lambda error: fail(line, error))
+
+    def go_on(self, begin: BeginWorker, line: WorkerLine) -> None:
+        """Answer another lead, which says next what is committed. Raises ConfigError if
+        it wants another worker than this one."""
+        with self._saying:
+            self._unsaid = []
+            self._line = line
+        if not self._begin.is_like(begin):
+            raise ConfigError(
+                f"worker {begin.worker} of the lead before cannot go on: its config or "
+                f"its fragments are not those of this one"
+            )
+        self._begin = replace(begin, life=self._begin.life)
+        self._tickets.renew(begin.ticket_key)
+
+    def part(self) -> None:
+        """Break the line to the present lead: a newer one has come."""
+        self._line.part()
 
     def alive(self) -> WorkerAlive:
         """Return a sign of life."""
@@ -111,10 +143,16 @@ class HoldingWorker:
     def receive(self, message: ToWorker) -> None:
         """Do what the lead says."""
         match message:
-            case RestoreFragments():
-                self._line.send(self.holder.restore(message))
-                self._serve()
-                self.holder.warm_up()
+            case RestoreFragments(fences=fences):
+                for fence in fences:
+                    self._tickets.fence(fence.island, fence.before)
+                    self.holder.hold(fence)
+                if self._server is None:
+                    self._line.send(self.holder.restore(message))
+                    self._serve()
+                    self.holder.warm_up()
+                else:
+                    self._take_over(message)
             case SaveAll(within_s=within_s):
                 self._line.send(self._saved(within_s))
             case BeginWorker() | EndWorker() | LeadAlive():
@@ -135,6 +173,10 @@ class HoldingWorker:
         if self._server is not None:
             self._server.stop(0.0)
         self.holder.close()
+        self._kept.close(self._config.placement.deadlines.stop_s / 2)
+
+    def _tell_kept(self, keep: KeepFragment, trouble: str) -> None:
+        self._say(FragmentKept(keep=keep, trouble=trouble))
 
     def _serve(self) -> None:
         self._server = bulk_server_of(self._config, self, self._tls)
@@ -143,7 +185,30 @@ class HoldingWorker:
         listener = addresses.listen(addresses.resolve(self._begin.bind))
         port = listener.getsockname()[1]
         self._server.start(listener)
-        self._line.send(WorkerServes(address=addresses.format_address(host, port)))
+        self._address = addresses.format_address(host, port)
+        self._line.send(WorkerServes(address=self._address))
+
+    def _take_over(self, asked: RestoreFragments) -> None:
+        """Tell a new lead what is here, and then what was said meanwhile."""
+        self._line.send(self.holder.take_over(asked))
+        self._line.send(WorkerServes(address=self._address))
+        if self.holder.compiled:
+            self._line.send(MergesCompiled())
+        with self._saying:
+            unsaid, self._unsaid = self._unsaid, None
+            for message in unsaid or []:
+                # Merges of the lead before never were, and deltas follow.
+                if not isinstance(message, MergePrepared | AnchorKept | DeltaArrived):
+                    self._line.send(message)
+        for arrived in self.holder.arrived():
+            self._say(arrived)
+
+    def _say(self, message: FromWorker) -> None:
+        with self._saying:
+            if self._unsaid is not None:
+                self._unsaid.append(message)
+            else:
+                self._line.send(message)
 
     def _saved(self, within_s: float | None) -> AllSaved:
         """Write the last snapshots; nothing is merged any more."""
@@ -190,8 +255,8 @@ class HoldingWorker:
         return self.holder.fetch(request)
 
     def kept(self, cycle: int, name: str) -> memoryview:
-        """Raise Refused: workers keep no cycles."""
-        raise Refused("cycle", "a worker keeps no cycles; ask the coordinator")
+        """Raise Refused: the coordinator serves kept cycles."""
+        raise Refused("cycle", "a worker serves no cycles; ask the coordinator")
 
     def _require_own(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         begin = self._begin
@@ -236,7 +301,7 @@ def fail(line: WorkerLine, error: BaseException) -> NoReturn:
 
 
 def main(descriptor: int) -> int:
-    """Serve until the lead says the end; return the exit code."""
+    """Serve until a lead says the end, or no other comes; return the exit code."""
     setup_logging()
     end = socket.socket(fileno=descriptor)
     end.settimeout(FIRST_WORD_S)
@@ -246,29 +311,43 @@ def main(descriptor: int) -> int:
         logger.error("the lead was gone before it said what to hold")
         return 1
     config = from_builtins(begin.config, "the lead's config")
-    deadlines = config.placement.deadlines
     found: list[HoldingWorker] = []
 
     def alive() -> WorkerAlive:
         return found[0].alive() if found else WorkerAlive(alerts=(), memory_bytes=0)
 
-    line = WorkerLine(end, to_worker, alive, deadlines.report_s, 2 * deadlines.lease_s)
+    deadlines = config.placement.deadlines
+    silence_s = 2 * deadlines.lease_s
+    line = WorkerLine(end, to_worker, alive, deadlines.report_s, silence_s)
     with contextlib.ExitStack() as locks:
         try:
             worker = HoldingWorker(begin, config, locks)
             worker.answer(line)
             found.append(worker)
+            place = Rendezvous(begin, worker.part, lambda: os._exit(0))
             house = threading.Thread(target=worker.keep_house, daemon=True)
             house.start()
-            for message in line.messages():
-                if isinstance(message, EndWorker):
-                    worker.close()
-                    line.close()
-                    return 0
-                worker.receive(message)
+            while True:
+                for message in line.messages():
+                    if isinstance(message, EndWorker):
+                        worker.close()
+                        place.close()
+                        line.close()
+                        return 0
+                    worker.receive(message)
+                line.close()
+                can_go_on = HAS_SURVIVORS and not worker.closing.is_set()
+                alone_s = config.placement.outage_budget_s if can_go_on else 0.0
+                logger.warning("the lead is gone: awaiting the next for %g s", alone_s)
+                if (came := place.await_lead(alone_s)) is None:
+                    place.close()
+                    break
+                end, begin = came
+                line = WorkerLine(end, to_worker, alive, deadlines.report_s, silence_s)
+                worker.go_on(begin, line)
         except Exception as error:
             fail(line, error)
-    logger.error("the lead is gone: this worker ends")
+    logger.error("no lead came: this worker ends")
     os._exit(1)
 
 

@@ -1,6 +1,7 @@
-"""The line between the lead's process and a worker's: messages over a socket pair.
+"""The line between the lead's process and a worker's: messages over a local socket.
 
-Nobody else can come to it: it has no address. A message is its length (u32,
+Nobody else can come to it: it is a socket pair, or a connection that a worker took at
+its `Rendezvous`. A message is its length (u32,
 little-endian) and MessagePack. Either process hears at once that the other has died.
 """
 
@@ -62,14 +63,18 @@ class WorkerLine:
         while (frame := read_frame(self._end)) is not None:
             yield self._decode(frame)
 
+    def part(self) -> None:
+        """Break the line at once; both processes notice."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Break the line. Messages that wait are sent first, if the other process reads
         them.
         """
         self._waiting.put(None)
         self._writer.join(1.0)
-        with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
+        self.part()
         self._end.close()
 
     def _write(self) -> None:
@@ -83,9 +88,7 @@ class WorkerLine:
             try:
                 write_frame(self._end, message)
             except OSError:
-                # The reader finds out too.
-                with contextlib.suppress(OSError):
-                    self._end.shutdown(socket.SHUT_RDWR)
+                self.part()  # The reader finds out too.
                 return
 
 

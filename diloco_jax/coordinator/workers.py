@@ -1,5 +1,7 @@
 """Hold fragments in worker processes on the lead's machine: start, watch, start again.
 
+A lead that was killed leaves its workers, and the next one goes on with them.
+
 To the lead this is one holder: each message goes to the worker that has its fragment.
 A worker whose line breaks, or that is silent for a lease, is killed, and the lead is
 told `WorkerAway`. Once it has decided upon that, it says what is committed
@@ -21,7 +23,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.supervised import Shown, Supervised
+from diloco_jax.coordinator import rendezvous
+from diloco_jax.coordinator.kept import KeptCycles, telling
+from diloco_jax.coordinator.supervised import Heard, Shown, Supervised
 from diloco_jax.core.fragments import digest_all
 from diloco_jax.protocol import tickets
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -40,10 +44,7 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import (
-    BeginWorker,
-    SaveAll,
-)
+from diloco_jax.protocol.working import BeginWorker, FragmentKept, SaveAll
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.sources import FetchSource
@@ -58,9 +59,16 @@ class WorkersHolder:
     """The `Holder` of a lead whose fragments are in `placement.workers` processes."""
 
     def __init__(
-        self, config: Config, workdir: Path, run_id: str, sizes: tuple[int, ...]
+        self,
+        config: Config,
+        workdir: Path,
+        run_id: str,
+        sizes: tuple[int, ...],
+        kept: KeptCycles,
     ) -> None:
-        """sizes: parameters by fragment. No process is started before `restore`."""
+        """sizes: parameters by fragment. kept: makes cycles of what workers write. No
+        process is started before `restore`."""
+        self._kept = kept
         count = config.placement.workers
         self._dealt = deal(sizes, count)
         self._digests = [""] * len(sizes)
@@ -68,15 +76,13 @@ class WorkersHolder:
         # Longer than an island waits for the coordinator, or takes to join.
         deadlines = config.placement.deadlines
         self._ticket_s = config.placement.alone_s + deadlines.join_s(4 * sum(sizes))
-        self._fences: dict[str, Forget] = {}
-        """The last one of each island."""
         self._lost: dict[int, tuple[int, ...]] = {}
         """Fragments that workers had lost at the start."""
         self._told = threading.Event()
         self._uncompiled = count
         self._lock = threading.Lock()
         self._patience_s = config.placement.outage_budget_s
-        fields = dataclasses.asdict(config)
+        fields, lead = dataclasses.asdict(config), rendezvous.next_lead(workdir)
         self._workers = [
             Supervised(
                 BeginWorker(
@@ -87,6 +93,7 @@ class WorkersHolder:
                     fragments=self.of(number),
                     bind=addresses.worker_address(config.placement.bind, number),
                     ticket_key=self._key,
+                    lead=lead,
                 ),
                 config,
                 self._hear,
@@ -137,7 +144,6 @@ class WorkersHolder:
         """
         match message:
             case Forget():
-                self._fences[message.island] = message
                 for worker in self._workers:
                     worker.send(message)
             case Drop():
@@ -145,14 +151,20 @@ class WorkersHolder:
             case _:
                 self._workers[self._dealt[message.fragment]].send(message)
 
-    def bring_back(self, worker: int, versions: Sequence[Version]) -> None:
-        """Start a worker that is away; versions: the committed ones, by fragment."""
+    def bring_back(
+        self,
+        worker: int,
+        versions: Sequence[Version],
+        fences: tuple[Forget, ...] = (),
+    ) -> None:
+        """Start a worker that is away; versions: the committed ones, by fragment.
+        fences: see `RestoreFragments`."""
         committed = tuple(
             Committed(fragment=f, version=versions[f], digests={})
             for f in self.of(worker)
         )
-        fences = tuple(self._fences.values())
-        self._workers[worker].begin(RestoreFragments(fragments=committed), fences)
+        asked = RestoreFragments(fragments=committed, fences=fences)
+        self._workers[worker].begin(asked)
 
     def warm_up(self) -> None:
         """Do nothing: workers compile as soon as they have their fragments."""
@@ -167,7 +179,7 @@ class WorkersHolder:
         ConfigError with the reason of the first worker that cannot."""
         for number, worker in enumerate(self._workers):
             own = tuple(c for c in asked.fragments if self._dealt[c.fragment] == number)
-            worker.begin(RestoreFragments(fragments=own))
+            worker.begin(replace(asked, fragments=own))
         restored = [worker.restored(self._patience_s) for worker in self._workers]
         fragments = sorted(
             (fragment for one in restored for fragment in one.fragments),
@@ -247,19 +259,21 @@ class WorkersHolder:
             f"{self._workers[worker].address}; connect to it"
         )
 
-    def _hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
+    def _hear(self, message: Heard) -> None:
         """Pass on what a worker says, on its thread."""
         self._told.wait()
         match message:
+            case FragmentKept(keep=keep, trouble=trouble):
+                return self._kept.written(keep, trouble, telling(self._tell))
             case MergesCompiled():
                 with self._lock:
                     self._uncompiled -= 1
                     if self._uncompiled:  # All at a start; each one that came back.
-                        return
+                        return None
                     self._uncompiled = 1
             case MergeDigested() | AnchorKept():
                 self._digests[message.fragment] = message.digest
-        self._tell(message)
+        return self._tell(message)
 
     def _fail(self, error: BaseException) -> None:
         self._told.wait()

@@ -34,10 +34,12 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreFragments(Message, frozen=True, kw_only=True):
-    """Bring the fragments to these versions, from snapshots and publishes. What was
-    prepared beyond them never was."""
+    """Bring the fragments to these versions, from snapshots and publishes, or as they
+    are at a holder that has outlived the lead. What was prepared beyond them never was.
+    fences: the deltas and tickets of these incarnations do not count."""
 
     fragments: tuple[Committed, ...]
+    fences: tuple[Forget, ...] = ()
 
 
 class RestoredFragment(msgspec.Struct, frozen=True, kw_only=True):

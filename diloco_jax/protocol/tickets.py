@@ -92,8 +92,14 @@ class Checker:
     """A worker's check of tickets."""
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._keys: tuple[bytes, ...] = (key,)
         self._least: dict[str, int] = {}
+
+    def renew(self, key: bytes) -> None:
+        """Count the tickets of the next lead from now on, beside those of this one,
+        which islands still have.
+        """
+        self._keys = (key, self._keys[0])
 
     def fence(self, island: str, before: int) -> None:
         """Refuse the incarnations of an island below `before` from now on."""
@@ -104,7 +110,8 @@ class Checker:
         if len(ticket) != MOMENT_BYTES + MAC_BYTES:
             return "malformed"
         moment, mac = ticket[:MOMENT_BYTES], ticket[MOMENT_BYTES:]
-        if not hmac.compare_digest(_mac(self._key, permit, moment), mac):
+        macs = [_mac(key, permit, moment) for key in self._keys]
+        if not any(hmac.compare_digest(made, mac) for made in macs):
             return "forged"
         if now * 1000 > int.from_bytes(moment, "big"):
             return "expired"

@@ -7,10 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.protocol.holding import (
     FragmentsRestored,
     FromHolder,
+    KeepFragment,
     RestoreFragments,
     ToHolder,
 )
@@ -32,8 +34,18 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     bind: str
     ticket_key: bytes
     """Of this life of the lead; see `tickets`."""
+    lead: int = 1
+    """Counts the lives of the lead in the run: a worker believes the newest alone."""
     life: int = 1
-    """Counts the processes of this worker in a life of the lead."""
+    """Counts the processes of this worker in the run."""
+
+    def is_like(self, other: BeginWorker) -> bool:
+        """Tell whether a worker that was begun so can go on with `other`."""
+        mine = replace(other, **{name: getattr(self, name) for name in _OF_A_LIFE})
+        return mine == self
+
+
+_OF_A_LIFE = ("ticket_key", "lead", "life", "bind")
 
 
 class SaveAll(Message, frozen=True, kw_only=True):
@@ -48,6 +60,13 @@ class AllSaved(Message, frozen=True, kw_only=True):
 
     digests: dict[int, str]
     text: str = ""
+
+
+class FragmentKept(Message, frozen=True, kw_only=True):
+    """A fragment of a kept cycle is on disk; `trouble` says why not, if it is not."""
+
+    keep: KeepFragment
+    trouble: str = ""
 
 
 class EndWorker(Message, frozen=True, kw_only=True):
@@ -85,6 +104,7 @@ FromWorker = (
     | WorkerServes
     | WorkerAlive
     | AllSaved
+    | FragmentKept
     | WorkerFailed
 )
 

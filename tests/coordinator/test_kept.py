@@ -9,7 +9,7 @@ import pytest
 
 from diloco_jax import run_files, sealed
 from diloco_jax.coordinator import kept
-from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.kept import KeptCycles, KeptFragments
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 
@@ -77,6 +77,77 @@ def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
     facts = json.loads((folder / "cycle.json").read_bytes())
     # Weighted by size: (6 * 100 + 2 * 200) / 8.
     assert (facts["merges"], facts["tokens"]) == (6, 125)
+
+
+def written_by_workers(cycles, cycle, told, workers):
+    """Fragment f is of worker f; the lead hears of each that is on disk."""
+    for fragment, worker in enumerate(workers):
+        effect = KeepFragment(
+            cycle=cycle, fragment=fragment, version=Version(1, 1), merges=1, tokens=8
+        )
+        worker.keep(effect, theta(fragment, cycle), told)
+
+
+@pytest.fixture
+def workers(cycles, tmp_path):
+    told = Told()
+    made = [
+        KeptFragments(
+            tmp_path, WHOSE, lambda keep, why: cycles.written(keep, why, told)
+        )
+        for _ in SIZES
+    ]
+    yield made, told
+    for worker in made:
+        worker.close(60.0)
+
+
+def test_workers_write_their_fragments_and_the_lead_makes_the_cycle(
+    cycles, workers, tmp_path
+):
+    made, told = workers
+    for cycle in (2, 3, 4):
+        written_by_workers(cycles, cycle, told, made)
+        told.wait()
+    assert told.said == [(2, ""), (3, ""), (4, "")]
+    assert cycles.numbers() == [3, 4]
+    names = ["00000.fragment", "00001.fragment", "cycle.json"]
+    assert cycles.files(4) == names
+    facts = json.loads(
+        (tmp_path / run_files.KEPT / "cycle-000004/cycle.json").read_bytes()
+    )
+    assert (facts["merges"], facts["tokens"]) == (2, 8)
+
+
+def test_a_cycle_that_lost_a_worker_goes_with_the_next_one(cycles, workers, tmp_path):
+    made, told = workers
+    written_by_workers(cycles, 2, told, made[:1])
+    written_by_workers(cycles, 3, told, made)
+    told.wait()
+    assert told.said == [(3, "")]
+    assert [path.name for path in (tmp_path / run_files.KEPT).iterdir()] == [
+        "cycle-000003"
+    ]
+
+
+def test_a_worker_that_cannot_write_gives_the_cycle_up(
+    cycles, workers, tmp_path, monkeypatch
+):
+    made, told = workers
+    with monkeypatch.context() as patched:
+
+        def full(path, facts, arrays):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        patched.setattr(sealed, "write", full)
+        written_by_workers(cycles, 1, told, made)
+        told.wait()
+    ((cycle, trouble),) = told.said
+    assert cycle == 1
+    assert "No space left" in trouble
+    written_by_workers(cycles, 2, told, made)
+    told.wait()
+    assert cycles.numbers() == [2]
 
 
 def test_few_are_kept_and_the_oldest_goes(cycles, tmp_path):

@@ -2,8 +2,20 @@
 
 import pytest
 
-from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
-from diloco_jax.coordinator.settings import admitted_hosts, policy_config
+from diloco_jax import machine
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+)
+from diloco_jax.coordinator.settings import (
+    admitted_hosts,
+    policy_config,
+    require_cores,
+)
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -50,3 +62,12 @@ def test_places_are_counted_by_host_and_a_guest_is_one():
     hosts = admitted_hosts(Config(islands=islands, placement=placement))
     assert sum(hosts) == 66
     assert max(hosts) == max(island.hosts for island in islands.values())
+
+
+def test_each_worker_has_a_core_of_its_own(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    require_cores(Placement(workers=2))
+    with pytest.raises(ConfigError, match=r"workers = 3.* has 2 cores.*at most 2"):
+        require_cores(Placement(workers=3))
+    monkeypatch.setattr(machine, "cores", lambda: 1)
+    require_cores(Placement(workers=1))

@@ -6,25 +6,31 @@ import contextlib
 import io
 import json
 import os
-import queue
 import shutil
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed, run_scripted
+from worker_support import (
+    FIRST,
+    PATIENCE_S,
+    SECOND,
+    Ask,
+    delta_of,
+    in_process,
+    of_workers,
+    send_here,
+)
 
-from diloco_jax import checkpoint, cli
-from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.make_holder import make_holder
+from diloco_jax import cli, run_files, sealed
+from diloco_jax.coordinator import kept as kept_cycles
+from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -33,15 +39,11 @@ from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
     Committed,
-    DeltaArrived,
     Forget,
-    Merge,
-    MergeDigested,
-    MergePrepared,
     RestoreFragments,
 )
 from diloco_jax.protocol.messages import AnchorRequest, Published, TakeRequest
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.certificates import make_certificates
@@ -49,9 +51,6 @@ from diloco_jax.wire.errors import NO_TICKET, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = pytest.mark.dist
-
-PATIENCE_S = 60.0
-FIRST, SECOND = Version(1, 0), Version(1, 1)
 
 
 def digests(tape: list[dict]) -> dict[tuple, str]:
@@ -68,9 +67,11 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
 ):
     config = make_config(text, cycles=2)
     alone = run_scripted(config, tmp_path / "alone")
-    spread = run_scripted(placed(config, workers=2), tmp_path / "spread")
+    placement = {"workers": 2, "export_every": 1}
+    spread = run_scripted(placed(config, **placement), tmp_path / "spread")
     assert {fragment for fragment, *_ in digests(alone)} == {0, 1}
     assert digests(alone) == digests(spread)
+    assert_kept(config, tmp_path / "spread", digests(spread))
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         code = cli.main(["replay", str(tmp_path / "spread"), "--json"])
@@ -80,47 +81,18 @@ def test_two_workers_merge_to_the_bits_of_one_process_and_replay_repeats_them(
     assert found["merges"] == len(digests(spread))
 
 
-class Ask:
-    """Says things to a holder, and waits for its answers."""
-
-    def __init__(self, holder: Any) -> None:
-        self._holder = holder
-        self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        holder.answer(self._heard.put, self._heard.put)
-
-    def await_(self, kind: type) -> Any:
-        """The next answer of that kind; others are passed over."""
-        while not isinstance(heard := self._heard.get(timeout=PATIENCE_S), kind):
-            assert not isinstance(heard, BaseException), heard
-        return heard
-
-    def merge(self, send: Callable[[UploadStart], object], start: UploadStart) -> str:
-        """Send a delta and have it merged; the digest of the publish."""
-        send(start)
-        assert self.await_(DeltaArrived).refusal == ""
-        contribution = Contribution(
-            island="a",
-            incarnation=1,
-            tick=1,
-            start=0,
-            end=2,
-            tokens=128,
-            base=FIRST,
-        )
-        merge = Merge(
-            fragment=start.fragment,
-            version=SECOND,
-            contributions=(contribution,),
-            share=1.0,
-            final=False,
-        )
-        self._holder.hold(merge)
-        return self.await_(MergePrepared).prepared.digest
-
-    def commit(self, fragment: int) -> str:
-        """Commit the merge; the digest of Theta."""
-        self._holder.hold(Commit(fragment=fragment, version=SECOND))
-        return self.await_(MergeDigested).digest
+def assert_kept(config, workdir: Path, merged: dict[Any, str]) -> None:
+    """The cycles that the workers wrote have the bits of the merges."""
+    store = make_store(config, build_plan(config.run, build(config.run)), None)
+    folder = workdir / run_files.KEPT
+    assert kept_cycles.numbers(folder)
+    for cycle in kept_cycles.numbers(folder):
+        for fragment in range(2):
+            theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
+            name = kept_cycles.fragment_name(fragment)
+            header, _ = sealed.read(kept_cycles.path_of(folder, cycle) / name, theta)
+            if (key := (fragment, *header["version"]))[-1]:
+                assert digest_arrays(theta) == merged[key]
 
 
 def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_path):
@@ -137,48 +109,19 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
         certificates=certificates,
     )
     tls = TlsFiles.load_given(certificates, principal.island("a"))
-    model = build(config.run)
-    plan = build_plan(config.run, model)
-    whose = checkpoint.whose(config.run, "r", plan)
-    everything = range(len(plan.fragments))
-
-    def in_process(workdir: Path):
-        store = make_store(config, plan, jax.device_get(model.init(jax.random.key(0))))
-        kept = KeptCycles(workdir, 2, whose, plan.sizes)
-        holder = make_holder(config, store, kept, workdir, whose, everything)
-        holder.begin()
-        return store, holder
-
     (tmp_path / "alone").mkdir(), (tmp_path / "spread").mkdir()
-    in_process(tmp_path / "spread")[1].close()
-    store, holder = in_process(tmp_path / "alone")
-    layout = store.layouts_up[0]
-    # int8 in blocks: any bytes whose scales are finite make a delta.
-    payload = np.random.default_rng(0).integers(0, 63, layout.total_bytes, np.uint8)
-    start = UploadStart(
-        run_id="r",
-        island="a",
-        incarnation=1,
-        session="s",
-        fragment=0,
-        tick=1,
-        offset=0,
-        length=len(payload),
-        total=len(payload),
-    )
-
-    def send_here(start: UploadStart) -> None:
-        place = holder.upload_begin(start)
-        place[:] = payload.data
-        holder.upload_end(start, place)
+    in_process(config, tmp_path / "spread")[1].close()
+    store, holder = in_process(config, tmp_path / "alone")
+    everything = range(len(store.plan.fragments))
+    start, payload = delta_of(store, 0)
 
     before = [store.digest_of(f) for f in everything]
     alone = Ask(holder)
-    wanted = alone.merge(send_here, start), alone.commit(0)
+    wanted = alone.merge(send_here(holder, payload), start), alone.commit(0)
     holder.close()
     assert wanted[1] != before[0]
 
-    workers = WorkersHolder(config, tmp_path / "spread", "r", plan.sizes)
+    workers = of_workers(config, tmp_path / "spread")
     try:
         first = tuple(
             Committed(fragment=f, version=FIRST, digests={}) for f in everything
@@ -209,14 +152,15 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             refused(replace(start, island="b"), send, "of island a", "identity")
             before_it = replace(start, incarnation=0)
             refused(start, lambda start: there.upload(start, payload.data), "malformed")
-            workers.hold(Forget(island="a", before=1, kept=()))
+            fence = Forget(island="a", before=1, kept=())
+            workers.hold(fence)
             assert ask.merge(send, start) == wanted[0]
             pids = [worker.pid for worker in workers.processes()]
             os.kill(pids[own], signal.SIGKILL)
             assert ask.await_(WorkerAway).worker == own
             publishes = tmp_path / "spread" / "publishes" / "00000"
             assert list(publishes.glob("*.publish"))
-            workers.bring_back(own, [FIRST] * len(everything))
+            workers.bring_back(own, [FIRST] * len(everything), (fence,))
             assert ask.await_(WorkerBack).worker == own
             assert not list(publishes.glob("*.publish"))
             refused(before_it, send, "fenced")

@@ -48,7 +48,7 @@ class Lanes:
             before, self._addresses = self._addresses, addresses
             count = len(addresses)
             self._dealt = deal(self._sizes, count) if count else ()
-        # Those of a lead that was started again: its workers ended with it.
+        # Those of a lead that was started again, if its workers ended with it.
         self.coordinator.leave_others(addresses)
         if addresses != before:
             self.moved(addresses)

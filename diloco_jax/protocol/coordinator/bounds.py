@@ -113,8 +113,12 @@ def _most(
     # A quarantined island is held to every length that there is.
     early = fragment.merges < SETTLED_MERGES and not fleet.is_quarantined(name)
     known = [] if early else [_last(fragment, name)]
-    for other in fragment.accounts:
-        if other != name and fleet.is_live(other) and not fleet.is_quarantined(other):
+    for other, account in fragment.accounts.items():
+        if other == name or fleet.is_quarantined(other):
+            continue
+        # An absent island's delta that is ready is merged with the others.
+        ready = account.take is not None and account.take.ready
+        if ready or fleet.is_live(other):
             known.append(_newest(fragment, other, early=early))
     usual = [length for length in known if length.norm and length.steps]
     if len(usual) < FEWEST:

@@ -20,6 +20,7 @@ from diloco_jax.protocol.coordinator import (
     claims,
     committing,
     cycles,
+    early,
     ending,
     fragments,
     leases,
@@ -114,8 +115,10 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = _anchor_kept(config, state, event, now)
         case WorkerAway():
             state, effects = workers.away(config, state, event)
+            state = _waits_longer(config, state, now)
         case WorkerBack():
             state, effects = workers.back(config, state, event, now)
+            state = _waits_longer(config, state, now)
         case Timer():
             effects = []
     state, expired = members.expire(state, now)
@@ -263,11 +266,15 @@ def _arrived(
     before = state.fragments[event.fragment]
     if before.away:
         return state, [ignored("fragment", "away", "bytes")]
+    if island.status == "absent" and before.accounts[event.island].take is None:
+        fragment, effects = early.came(before, event)
+        return with_fragment(state, fragment), effects
     fragment, effects = takes.arrived(before, event, now)
-    if state.phase == "flushing" and fragment is not before:
+    state = with_fragment(state, fragment)
+    if fragment is not before:
         # Every delta that arrives renews the wait for the next one.
-        state = replace(state, deadline=now + config.flush_s)
-    state, asks = leaving.stopped(config, with_fragment(state, fragment), event.island)
+        state = _waits_longer(config, state, now)
+    state, asks = leaving.stopped(config, state, event.island)
     return state, effects + asks
 
 
@@ -276,10 +283,17 @@ def _anchor_kept(
 ) -> Step:
     before = state.fragments
     state, effects = lost_fragments.kept(config, state, event)
-    if state.phase == "flushing" and state.fragments is not before:
+    if state.fragments is not before:
         # As after a delta: its last takes are yet to come.
-        state = replace(state, deadline=now + config.flush_s)
+        state = _waits_longer(config, state, now)
     return state, effects
+
+
+def _waits_longer(config: PolicyConfig, state: State, now: float) -> State:
+    """Count the wait of a flush that is under way from now."""
+    if state.phase != "flushing":
+        return state
+    return replace(state, deadline=ending.flush_until(config, state, now))
 
 
 def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
@@ -302,7 +316,7 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         state = replace(
             state,
             phase=RUN.move(state.phase, "flush"),
-            deadline=now + config.flush_s,
+            deadline=ending.flush_until(config, state, now),
         )
     moving = list(state.fragments)
     if same_live and state.phase == "running":

@@ -59,6 +59,13 @@ def awaited(state: State) -> tuple[str, ...]:
     )
 
 
+def flush_until(config: PolicyConfig, state: State, now: float) -> float:
+    """Return the end of the flush's wait, counted from now: for deltas, and while a
+    worker is away for its restart too, after which anchors of what it lost may come."""
+    away = any(fragment.away for fragment in state.fragments)
+    return now + config.flush_s + (config.outage_budget_s if away else 0.0)
+
+
 def flush(
     config: PolicyConfig,
     state: State,

@@ -17,10 +17,11 @@ from diloco_jax.protocol.coordinator import (
     admission,
     alerts,
     claims,
-    fragments,
+    early,
     leases,
     ledger,
     lost_fragments,
+    reconciling,
     schedule,
     takes,
 )
@@ -36,7 +37,6 @@ from diloco_jax.protocol.coordinator.events import (
 from diloco_jax.protocol.coordinator.machines import ISLAND, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
-    Fragment,
     Island,
     PolicyConfig,
     State,
@@ -46,7 +46,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import FAILURES, EndReason
-from diloco_jax.protocol.values import DeltaKey, Outstanding, Span
+from diloco_jax.protocol.values import DeltaKey, Span
 
 Step = tuple[State, list[Effect]]
 
@@ -152,11 +152,12 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
     island = state.islands[name]
     settled = tuple(ledger.settled_steps(f, island) for f in state.fragments)
     kept = leases.perhaps_merged(state, island)
-    drops = [
-        takes.drop(fragment, name)
-        for fragment in state.fragments
-        if fragment.accounts[name].take is not None
-    ]
+    drops: list[Effect] = []
+    for fragment in state.fragments:
+        if fragment.accounts[name].take is not None:
+            drops.append(takes.drop(fragment, name))
+        fragment, found = early.forget(fragment, name)
+        state, drops = with_fragment(state, fragment), drops + found
     state = ended(state, name, reason, settled, kept)
     lost = (f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments)
     record = records.Left(
@@ -303,65 +304,15 @@ def _resume(
         effects += lost_fragments.ask_again(fragment, island)
         outstanding = held.get(fragment.index)
         if outstanding is None:
-            fragment, found = _ask_again(fragment, fleet, name)
+            fragment, found = reconciling.without_take(fragment, fleet, name)
         else:
             recorded = outstanding.seq <= island.records_through
-            fragment, found = _reconcile(
+            fragment, found = reconciling.with_take(
                 config, fragment, fleet, name, outstanding, now, recorded=recorded
             )
         state = with_fragment(state, fragment)
         effects += found
     return state, effects
-
-
-def _ask_again(
-    fragment: Fragment, fleet: Fleet, name: str
-) -> tuple[Fragment, list[Effect]]:
-    """Repeat the request to an island that holds no take of the fragment: the first
-    may be lost."""
-    account = fragment.accounts[name]
-    take = account.take
-    if take is None or take.ready:
-        return fragment, []
-    if take.end is not None:
-        # The island gave the refused take up; the record of it is on its way.
-        return fragment, []
-    return fragment, [fragments.request(fragment, fleet, name, take.tick)]
-
-
-def _reconcile(
-    config: PolicyConfig,
-    fragment: Fragment,
-    fleet: Fleet,
-    name: str,
-    held: Outstanding,
-    now: float,
-    *,
-    recorded: bool,
-) -> tuple[Fragment, list[Effect]]:
-    """Reconcile the account with a take whose verdict the island does not know.
-    recorded: the take's record is on the tape; otherwise it comes with the next report,
-    and the take is not merged before it."""
-    told = fragment.accounts[name].told
-    if told is not None and told.tick == held.tick:
-        verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
-        # The next request may be lost together with the verdict.
-        fragment, asks = _ask_again(fragment, fleet, name)
-        return fragment, [verdict, *asks]
-    effects: list[Effect] = []
-    if recorded:
-        fragment, effects = takes.known(config, fragment, name, held, now)
-    take = fragment.accounts[name].take
-    if take is None or take.tick != held.tick:
-        return fragment, effects
-    if take.refused:
-        return fragment, effects or [
-            takes.verdict_on(fragment, name, held.tick, "refused", take.refused)
-        ]
-    effects = effects or takes.pending(fragment, name)
-    if not take.arrived:
-        effects.append(takes.ask_to_resend(fragment, name, held.tick))
-    return fragment, effects
 
 
 def _kept(state: State) -> Iterator[DeltaKey]:

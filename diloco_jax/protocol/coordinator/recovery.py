@@ -67,6 +67,7 @@ def recover(
             asked=(),
             merging=(),
             left_behind=(),
+            early=(),
             away=False,
             lost=None,
             accounts={

@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.granted import Departed, Lease
+from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.reasons import LossReason, Refusal
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
@@ -212,6 +213,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """Share of all tokens per second that is in the merge."""
     left_behind: tuple[Contribution, ...] = ()
     """Deltas of incarnations that said goodbye, for the next merge; one per island."""
+    early: tuple[DeltaArrived, ...] = ()
+    """Deltas at the worker of takes that this lead has not heard of; one per island."""
     accounts: dict[str, Account] = msgspec.field(default_factory=dict)
     lost_in_all: int = 0
     """Tokens lost in all accounts together."""

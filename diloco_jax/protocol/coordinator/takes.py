@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import alerts
+from diloco_jax.protocol.coordinator import alerts, early
 from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.machines import TAKE, ignored, take_state
 from diloco_jax.protocol.coordinator.state import (
@@ -59,8 +59,11 @@ def took(
         return fragment, [ignored("take", state, "record")]
     fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
-    if not expected and take is not asked and take is not None and not take.refused:
-        # The take was asked for before a crash: bytes that came first were not kept.
+    if expected or take is asked or take is None:
+        return fragment, effects
+    if not (take.refused or take.arrived):
+        # The take was asked for before a crash: bytes that came first were not kept,
+        # unless by a worker that outlived it.
         effects.append(ask_to_resend(fragment, name, record.tick))
     return fragment, effects
 
@@ -85,11 +88,30 @@ def known(
     account = replace(account, start=start, take=take)
     fragment = with_account(fragment, name, account)
     if held.start < start:
-        return refuse(fragment, name, OVERLAP)
-    if take.end == take.start:
-        return refuse(fragment, name, "empty")
-    fragment, effects = refuse_if_stale(config, fragment, name)
-    return fragment, effects or pending(fragment, name)
+        fragment, effects = refuse(fragment, name, OVERLAP)
+    elif take.end == take.start:
+        fragment, effects = refuse(fragment, name, "empty")
+    else:
+        fragment, effects = refuse_if_stale(config, fragment, name)
+        effects = effects or pending(fragment, name)
+    fragment, found = _claimed(fragment, name, now)
+    return fragment, effects + found
+
+
+def _claimed(fragment: Fragment, name: str, now: float) -> Step:
+    """Note that the bytes of a take that is known now came before; drop others."""
+    take = fragment.accounts[name].take
+    event = early.of(fragment, name)
+    if event is None or take is None:
+        return fragment, []
+    if event.tick != take.tick or take.refused or take.arrived:
+        return early.forget(fragment, name)
+    fragment = early.without(fragment, name)
+    # Nobody knows how long they were under way.
+    account = fragment.accounts[name]
+    account = replace(account, take=replace(take, taken_at=0.0))
+    fragment = with_account(fragment, name, account)
+    return arrived(fragment, event, now)
 
 
 def _known_as(account: Account, tick: int) -> str:

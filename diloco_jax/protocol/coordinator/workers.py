@@ -26,6 +26,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_account,
     with_fragment,
 )
+from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.reasons import WORKER
 
 Step = tuple[State, list[Effect]]
@@ -40,6 +41,18 @@ def deal(sizes: tuple[int, ...], workers: int) -> tuple[int, ...]:
         held[worker] += sizes[fragment]
         dealt[fragment] = worker
     return tuple(dealt)
+
+
+def fences(state: State) -> tuple[Forget, ...]:
+    """Return which incarnations of each island have ended, for a worker that begins."""
+    return tuple(
+        Forget(
+            island=name,
+            before=island.incarnation + (island.status == "gone"),
+            kept=(),
+        )
+        for name, island in sorted(state.islands.items())
+    )
 
 
 def away(config: PolicyConfig, state: State, event: WorkerAway) -> Step:
@@ -107,6 +120,7 @@ def _unheld(fragment: Fragment) -> Fragment:
         asked=(),
         merging=(),
         left_behind=(),
+        early=(),
         away=True,
     )
     for name, account in fragment.accounts.items():

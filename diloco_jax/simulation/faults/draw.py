@@ -33,6 +33,9 @@ LOST_SHARE = 0.3
 several workers in which they may."""
 PARTED_SHARE = 0.8
 """Share of the schedules with several workers in which the lead does not reach one."""
+OUTLIVED_SHARE = 0.6
+"""Share of the lead's crashes, in schedules with several workers, that these outlive;
+none outlives a power cut, or a lost disk."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
 LOSSES = (kinds.DiskGone, kinds.DiskLost)
@@ -136,6 +139,9 @@ def draw(seed: int) -> Schedule:
         faults = [_with_lost_disk(lost, fault) for fault in faults]
     if schedule.workers > 1 and lost.random() < PARTED_SHARE:
         faults.append(_drawn(WorkerPartition, lost, storm_s, **WORKER_PARTITION))
+    outlived = random.Random(f"outlived {seed}")
+    if schedule.workers > 1:
+        faults = [_perhaps_outlived(outlived, fault) for fault in faults]
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
@@ -169,6 +175,13 @@ def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:
     if not isinstance(fault, CRASHES) or rng.random() < 0.5:
         return fault
     restart = msgspec.structs.replace(fault.restart, power_cut=True)
+    return msgspec.structs.replace(fault, restart=restart)
+
+
+def _perhaps_outlived(rng: random.Random, fault: AnyFault) -> AnyFault:
+    if not isinstance(fault, CRASHES) or rng.random() >= OUTLIVED_SHARE:
+        return fault
+    restart = msgspec.structs.replace(fault.restart, workers_live=True)
     return msgspec.structs.replace(fault, restart=restart)
 
 

@@ -47,9 +47,12 @@ class Restart(
     clock_s: reading of its monotonic clock at that start.
     noticed_s: seconds after which the islands see that their connections are broken.
     power_cut: its newest snapshot cannot be read, if there is one before it.
+    workers_live: its workers, where it has several, go on without it, with the deltas
+    that they have and those that are under way.
     """
 
     down_s: float
     clock_s: float = 0.0
     noticed_s: float = 0.0
     power_cut: bool = False
+    workers_live: bool = False

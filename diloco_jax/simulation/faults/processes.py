@@ -29,6 +29,7 @@ from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.observing import Incarnation
+from diloco_jax.simulation.faults.schedule import RETRY_S
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -77,6 +78,8 @@ class FaultyCoordinator(VirtualCoordinator):
         self._awaited: dict[int, AwaitAnchor] = {}
         self._kept: dict[int, Anchor] = {}
         """Anchors that are on disk and not committed."""
+        self._heir: FaultyCoordinator | None = None
+        """The next lead of the same workers, once this one is dead."""
 
     @property
     def waits(self) -> bool:
@@ -122,11 +125,37 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """See VirtualCoordinator."""
+        if self._heir is not None:
+            self._heir.find(key, encoded)
+            return
         if key.fragment in self.lost_fragments:
             return
         if key.fragment not in self.dead_fragments:
             self._world.monitor.arrived(key)
         super().arrived(key, encoded)
+
+    def leave_deltas_to(self, heir: FaultyCoordinator) -> None:
+        """Let another lead hear of the deltas at the workers of this one, which died,
+        and of those that are on their way to them.
+        """
+        self._heir = heir
+        for key, delta in list(self._deltas.items()):
+            heir.find(key, delta)
+
+    def find(self, key: DeltaKey, encoded: Any) -> None:
+        """Hear of a delta at a worker that has outlived the lead before."""
+        island = self.state.islands.get(key.island)
+        fenced = (
+            island is None
+            or island.incarnation != key.incarnation
+            or island.status == "gone"
+        )
+        if self.dead or fenced or not self.has(key.fragment):
+            return
+        delta, refusal, norm = self.merging.receive(key, encoded)
+        self._deltas[key] = delta
+        self._world.monitor.arrived(key)
+        self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
         """See VirtualCoordinator; None also for what is lost, or not committed yet."""
@@ -183,19 +212,30 @@ class FaultyCoordinator(VirtualCoordinator):
         else:
             super().hold(message)
 
-    def anchor(self, who: Incarnation, asked: AnchorRequest, anchor: Anchor) -> None:
-        """Take in an anchor that has arrived at a worker; write it to disk."""
+    def anchor(
+        self,
+        who: Incarnation,
+        asked: AnchorRequest,
+        anchor: Anchor,
+        wanted: Callable[[], bool],
+    ) -> None:
+        """Take in an anchor that has arrived at a worker; write it to disk. A worker
+        that has not heard yet who was asked is busy: the island comes again, as long as
+        the anchor is `wanted`.
+        """
         fragment, awaited = asked.fragment, self._awaited.get(asked.fragment)
-        if (
-            self.dead
-            or fragment in self.dead_fragments
-            or awaited is None
-            or (awaited.island, awaited.incarnation, awaited.term) != (*who, asked.term)
+        if self.dead or fragment in self.dead_fragments:
+            return
+        again = functools.partial(self.anchor, who, asked, anchor, wanted)
+        if awaited is None or (awaited.island, awaited.incarnation, awaited.term) != (
+            *who,
+            asked.term,
         ):
+            if fragment in self.lost_fragments:
+                self.clock.after(RETRY_S, lambda: again() if wanted() else None)
             return
         first = anchor._replace(version=Version(asked.term, anchor.version.number))
         if not self._world.disk.begin_fragment(fragment, first):
-            again = functools.partial(self.anchor, who, asked, anchor)
             self.clock.after(WRITE_AGAIN_S, again)
             return
         self._kept[fragment] = first
@@ -271,6 +311,8 @@ class FaultyIsland(VirtualIsland):
         )
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
+        self._anchors: dict[int, Anchor] = {}
+        """The anchor that was sent last, by lost fragment."""
         self._monitor, self._refused, self._postponed = monitor, refused, postponed
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
 
@@ -290,7 +332,13 @@ class FaultyIsland(VirtualIsland):
         if isinstance(to, VirtualGatherer):
             line.upload(0, lambda: to.anchor(self.who, asked.fragment, anchor))
         elif isinstance(to, FaultyCoordinator):
-            line.upload(0, lambda: to.anchor(self.who, asked, anchor))
+            self._anchors[asked.fragment] = anchor
+
+            def wanted() -> bool:
+                newest = self._anchors[asked.fragment] is anchor
+                return newest and self.line is line and self.ended is None
+
+            line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
 
     def turned_away(self, reason: str) -> None:
         super().turned_away(reason)

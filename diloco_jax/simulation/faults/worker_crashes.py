@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from diloco_jax.protocol.coordinator import workers
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
-from diloco_jax.simulation.faults.fault import DrawnFault
+from diloco_jax.simulation.faults.fault import DrawnFault, Restart
+from diloco_jax.simulation.faults.network import FaultyLine
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.processes import FaultyCoordinator
@@ -62,6 +63,28 @@ class WorkerCrashes:
         self._world, self._gathered_within_s = world, gathered_within_s
         self._armed: WorkerCrash | None = None
         self._effects_left = 0
+        self._outlived: FaultyCoordinator | None = None
+        """The lead that died last, if its workers live."""
+
+    def lead_dies(self, coordinator: FaultyCoordinator, restart: Restart) -> None:
+        """End a lead. If its workers outlive it, what islands send them arrives."""
+        world = self._world
+        coordinator.die()
+        lives = restart.workers_live and not restart.power_cut
+        self._outlived = coordinator if lives and world.config.workers > 1 else None
+        if self._outlived is not None:
+            for island in world.processes:
+                if isinstance(island.line, FaultyLine):
+                    island.line.linger()
+
+    def lead_is_up(self, coordinator: FaultyCoordinator) -> None:
+        """Tell a lead which has just come up what its workers have lost, and which
+        deltas those have that outlived the lead before."""
+        self._tell_lost(coordinator)
+        before, self._outlived = self._outlived, None
+        # With another term its disk was lost, and theirs with it.
+        if before is not None and before.state.term == coordinator.state.term:
+            before.leave_deltas_to(coordinator)
 
     def arm(self, fault: WorkerCrash) -> bool:
         """Arm a crash after `fault.effects` more effects of the lead."""
@@ -96,6 +119,8 @@ class WorkerCrashes:
         if coordinator is None or coordinator.waits:
             return False
         fragments = self.fragments_of(fault.worker)
+        if not fragments:  # It holds none, and nobody speaks to it.
+            return world.begun(fault, fault.for_s)
         if coordinator.parted or coordinator.dead_fragments.issuperset(fragments):
             return False
         coordinator.parted = set(fragments)
@@ -123,8 +148,7 @@ class WorkerCrashes:
         dealt = workers.deal(config.fragment_sizes, config.workers)
         return [f for f, of in enumerate(dealt) if of == worker % config.workers]
 
-    def tell_lost(self, coordinator: FaultyCoordinator) -> None:
-        """Tell a lead which has just come up what its workers have lost."""
+    def _tell_lost(self, coordinator: FaultyCoordinator) -> None:
         world = self._world
         for worker in range(world.config.workers):
             lost = coordinator.lost_fragments & set(self.fragments_of(worker))

@@ -174,7 +174,7 @@ class FaultyWorld(Links):
         offset_s = clock_s - self.clock.now
         self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
         self.coordinator.lost_fragments = lost
-        self.worker_crashes.tell_lost(self.coordinator)
+        self.worker_crashes.lead_is_up(self.coordinator)
         self.operator.act()  # Before any island comes.
 
     @property
@@ -243,7 +243,7 @@ class FaultyWorld(Links):
     def crash_coordinator(self, restart: Restart) -> None:
         """Kill the coordinator; every connection breaks."""
         assert self.coordinator is not None
-        self.coordinator.die()
+        self.worker_crashes.lead_dies(self.coordinator, restart)
         self.coordinator = None
         self.crashes += 1
         if restart.power_cut:

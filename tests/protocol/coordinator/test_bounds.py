@@ -107,6 +107,18 @@ def test_a_refused_delta_does_not_count_to_the_quorum():
     assert d.fragment(0).phase == "idle"
 
 
+def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
+    d = patient("a", "b", "c")
+    for name in "abc":
+        d.report(name, 4)
+    for name in "ab":
+        d.take(name, 0, 4, norm=1.0)
+    d.report("c", 4)
+    d.disconnect("a")
+    effects = d.take("c", 0, 4, norm=10.0)
+    assert [(r["island"], r["most"]) for r in notes(effects, "refused")] == [("c", 5.0)]
+
+
 def test_a_delta_left_behind_is_judged_too():
     d = patient("a", "b", "c", quorum=2)
     for name in "abc":

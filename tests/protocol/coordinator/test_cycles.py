@@ -10,7 +10,13 @@ from kit import Driver, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import cycles
-from diloco_jax.protocol.coordinator.events import Effect, KeepAsked, Persist
+from diloco_jax.protocol.coordinator.events import (
+    Effect,
+    KeepAsked,
+    Persist,
+    WorkerAway,
+    WorkerBack,
+)
 from diloco_jax.protocol.coordinator.recovery import recover
 from diloco_jax.protocol.holding import Commit, CycleKept, KeepFragment, Merge
 from diloco_jax.protocol.records import Merged
@@ -192,6 +198,15 @@ def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
     state, effects = cycles.advance(d.config, before, replace(before, fragments=done))
     assert kept(effects) == {0: (1, Version()), 1: (1, Version())}
     assert state.unkept == ()
+
+
+def test_a_fragment_whose_worker_is_away_is_kept_once_it_is_back() -> None:
+    d = training(workers=2)
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.feed(WorkerAway(worker=0))
+    assert kept(d.feed(KeepAsked())) == {}
+    assert kept(d.feed(WorkerBack(worker=0))) == {0: (1, Version(1, 1))}
 
 
 def test_a_crash_forgets_the_cycle_under_way() -> None:

@@ -104,6 +104,8 @@ def test_the_flush_ends_at_its_deadline_and_names_what_it_lacks() -> None:
     assert d.state.phase == "flushing"
     d.merge(0, a=2, b=2)
     assert d.state.phase == "flushing", "it waits for the worker"
+    d.wait(d.config.outage_budget_s)
+    assert d.state.phase == "flushing", "its restart may take as long"
     effects = d.wait(d.config.flush_s)
     assert d.state.phase == "done"
     texts = [alert.text for alert in of(effects, Alert)]
@@ -116,6 +118,34 @@ def test_a_worker_that_comes_back_in_time_is_in_the_flush() -> None:
     for name in "ab":
         d.report(name, phase="stopped")
     d.merge(0, a=2, b=2)
+    d.feed(WorkerBack(worker=1))
+    d.merge(1, a=2, b=2)
+    assert d.state.phase == "done"
+    assert d.totals("a").lost == {}
+
+
+def test_a_worker_that_is_back_ends_the_wait_for_its_restart() -> None:
+    d = driver(total_tokens=40)
+    d.feed(WorkerAway(worker=1))
+    for name in "ab":
+        d.report(name, phase="stopped")
+    d.merge(0, a=2, b=2)
+    d.wait(d.config.outage_budget_s - 1)
+    d.feed(WorkerBack(worker=1))
+    d.wait(d.config.flush_s - 1)
+    assert d.state.phase == "flushing"
+    d.wait(1)
+    assert d.state.phase == "done", "no delta came"
+
+
+def test_a_worker_that_goes_away_in_the_flush_may_come_back() -> None:
+    d = driver(total_tokens=40)
+    for name in "ab":
+        d.report(name, phase="stopped")
+    d.merge(0, a=2, b=2)
+    d.wait(d.config.flush_s - 1)
+    d.feed(WorkerAway(worker=1))
+    d.wait(d.config.outage_budget_s)
     d.feed(WorkerBack(worker=1))
     d.merge(1, a=2, b=2)
     assert d.state.phase == "done"

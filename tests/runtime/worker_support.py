@@ -1,0 +1,136 @@
+"""Holders of a run's fragments that a test speaks to: in this process, or workers."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax import checkpoint
+from diloco_jax.config import Config
+from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.make_holder import make_holder
+from diloco_jax.coordinator.restoring import make_store
+from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.holding import (
+    Commit,
+    DeltaArrived,
+    Merge,
+    MergeDigested,
+    MergePrepared,
+)
+from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.wire.bulk import UploadStart
+
+RUN_ID = "r"
+PATIENCE_S = 60.0
+FIRST, SECOND = Version(1, 0), Version(1, 1)
+
+
+def in_process(config: Config, workdir: Path) -> tuple[Store, StoreHolder]:
+    """All fragments of a new run, which are on the disk of its workdir then."""
+    model = build(config.run)
+    plan = build_plan(config.run, model)
+    whose = checkpoint.whose(config.run, RUN_ID, plan)
+    store = make_store(config, plan, jax.device_get(model.init(jax.random.key(0))))
+    kept = KeptCycles(workdir, 2, whose, plan.sizes)
+    fragments = range(len(plan.fragments))
+    holder = make_holder(config, store, kept, workdir, whose, fragments)
+    holder.begin()
+    return store, holder
+
+
+def of_workers(config: Config, workdir: Path) -> WorkersHolder:
+    """The holder of a lead whose workers have not begun yet."""
+    plan = build_plan(config.run, build(config.run))
+    whose = checkpoint.whose(config.run, RUN_ID, plan)
+    kept = KeptCycles(workdir, 2, whose, plan.sizes)
+    return WorkersHolder(config, workdir, RUN_ID, plan.sizes, kept)
+
+
+def delta_of(store: Store, fragment: int) -> tuple[UploadStart, np.ndarray]:
+    """The first delta of island a, and how it is sent whole."""
+    size = store.layouts_up[fragment].total_bytes
+    # int8 in blocks: any bytes whose scales are finite make a delta.
+    payload = np.random.default_rng(0).integers(0, 63, size, np.uint8)
+    start = UploadStart(
+        run_id=RUN_ID,
+        island="a",
+        incarnation=1,
+        session="s",
+        fragment=fragment,
+        tick=1,
+        offset=0,
+        length=len(payload),
+        total=len(payload),
+    )
+    return start, payload
+
+
+def send_here(holder: StoreHolder, payload: np.ndarray) -> Callable[..., None]:
+    """A function that gives a holder in this process a delta."""
+
+    def send(start: UploadStart) -> None:
+        place = holder.upload_begin(start)
+        place[:] = payload.data
+        holder.upload_end(start, place)
+
+    return send
+
+
+def merge_of(fragment: int) -> Merge:
+    """The order of a merge of that delta alone."""
+    contribution = Contribution(
+        island="a", incarnation=1, tick=1, start=0, end=2, tokens=128, base=FIRST
+    )
+    return Merge(
+        fragment=fragment,
+        version=SECOND,
+        contributions=(contribution,),
+        share=1.0,
+        final=False,
+    )
+
+
+class Ask:
+    """Says things to a holder, and waits for its answers."""
+
+    def __init__(self, holder: Any) -> None:
+        self._holder = holder
+        self._heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        holder.answer(self._heard.put, self._heard.put)
+
+    def await_(self, kind: type) -> Any:
+        """The next answer of that kind; others are passed over."""
+        while not isinstance(heard := self._heard.get(timeout=PATIENCE_S), kind):
+            assert not isinstance(heard, BaseException), heard
+        return heard
+
+    def heard(self, kind: type) -> list[Any]:
+        """All answers of that kind so far that nobody waited for."""
+        found = [self._heard.get() for _ in range(self._heard.qsize())]
+        return [message for message in found if isinstance(message, kind)]
+
+    def merge(self, send: Callable[[UploadStart], object], start: UploadStart) -> str:
+        """Send a delta and have it merged; the digest of the publish."""
+        send(start)
+        assert self.await_(DeltaArrived).refusal == ""
+        return self.prepare(start.fragment)
+
+    def prepare(self, fragment: int) -> str:
+        """Have a delta merged that has arrived; the digest of the publish."""
+        self._holder.hold(merge_of(fragment))
+        return self.await_(MergePrepared).prepared.digest
+
+    def commit(self, fragment: int) -> str:
+        """Commit the merge; the digest of Theta."""
+        self._holder.hold(Commit(fragment=fragment, version=SECOND))
+        return self.await_(MergeDigested).digest
