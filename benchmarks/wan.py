@@ -277,12 +277,12 @@ def format_row(row: dict[str, Any]) -> dict[str, str]:
         return f"{measured:.2f} s ({formula:.2f}), {times:.1f} x"
 
     return told | {
-        "scaled link, kbit/s": f"{row['bits_per_s'] / 1e3:.0f}" if limited else "",
+        "kbit/s": f"{row['bits_per_s'] / 1e3:.0f}" if limited else "",
         "used up / down": kbit,
         "decoupled step": f"{row['step_s']:.3f} s",
         "of no limit": f"{row['free_s'] / row['step_s']:.3f}" if limited else "",
         "longest gap": f"{row['longest_gap_s']:.2f} s",
-        "data-parallel step (formula), times": against("parallel"),
+        "data-parallel (formula)": against("parallel"),
         "synchronous DiLoCo": against("synchronous"),
         "merged": f"{row['merged']:.3f}",
     }
