@@ -17,17 +17,26 @@ var Scorer = {
     [/^docs\/results\/|^notebooks\/|^launch\//, -1],
   ],
 
+  words: [],
+
   // A page is better by each of the words that its headings have, and by its place.
   score: ([page, title, anchor, descr, score]) => {
     const file = Search._index.docnames.indexOf(page);
-    const typed = new URLSearchParams(window.location.search).get("q") ?? "";
-    const words = [...Search._parseQuery(typed)[1]];
-    const inHeadings = words.filter((word) =>
+    const inHeadings = Scorer.words.filter((word) =>
       [Search._index.titleterms[word] ?? []].flat().includes(file),
     );
     const ownTitle = Search._index.titles[file].toLowerCase();
-    const inTitle = words.filter((word) => ownTitle.includes(word));
+    const inTitle = Scorer.words.filter((word) => ownTitle.includes(word));
     const place = Scorer.places.find(([name]) => name.test(page));
     return score + 4 * (inHeadings.length + inTitle.length) + (place ? place[1] : 0);
   },
 };
+
+{
+  const parse = Search._parseQuery;
+  Search._parseQuery = (typed) => {
+    const parsed = parse(typed);
+    Scorer.words = [...parsed[1]];
+    return parsed;
+  };
+}

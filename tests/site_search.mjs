@@ -12,8 +12,6 @@ const page = {
   _ready: nothing,
   SPHINX_HIGHLIGHT_ENABLED: false,
   document: { getElementById: () => null },
-  location: { search: "" },
-  URLSearchParams,
 };
 page.window = page;
 const context = vm.createContext(page);
@@ -21,7 +19,6 @@ for (const script of ["_static/searchtools.js", "_static/language_data.js", "sea
   vm.runInContext(readFileSync(join(site, script), "utf-8"), context, { filename: script });
 
 const found = JSON.parse(readFileSync(0, "utf-8")).map((query) => {
-  page.location.search = "?" + new URLSearchParams({ q: query });
   page.query = query;
   // The page shows the last one first.
   const results = vm.runInContext(
