@@ -13,13 +13,16 @@ var Scorer = {
 
   places: [
     [/^docs\/\w+$/, 4], // guides
+    [/^docs\/design\/words$/, 10], // defines every word
     [/^docs\/results\/quality_appendix$|^CHANGELOG$|^README$/, -12], // have every word
     [/^docs\/results\/|^notebooks\/|^launch\//, -1],
   ],
 
   words: [],
+  isName: false,
 
-  // A page is better by each of the words that its headings have, and by its place.
+  // A page is better by each of the words that its headings have, and by its place. What
+  // is written like a name of the code is looked for in the reference first.
   score: ([page, title, anchor, descr, score]) => {
     const file = Search._index.docnames.indexOf(page);
     const inHeadings = Scorer.words.filter((word) =>
@@ -28,7 +31,9 @@ var Scorer = {
     const ownTitle = Search._index.titles[file].toLowerCase();
     const inTitle = Scorer.words.filter((word) => ownTitle.includes(word));
     const place = Scorer.places.find(([name]) => name.test(page));
-    return score + 4 * (inHeadings.length + inTitle.length) + (place ? place[1] : 0);
+    const extra = Scorer.isName && page.startsWith("reference/") ? 15 : 0;
+    const ofWords = 4 * (inHeadings.length + inTitle.length);
+    return score + ofWords + extra + (place ? place[1] : 0);
   },
 };
 
@@ -37,6 +42,7 @@ var Scorer = {
   Search._parseQuery = (typed) => {
     const parsed = parse(typed);
     Scorer.words = [...parsed[1]];
+    Scorer.isName = /\w[._]\w/.test(typed);
     return parsed;
   };
 }

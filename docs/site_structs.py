@@ -71,7 +71,7 @@ EVERYWHERE = {
     "phase": "what the island does",
     "piece": "number of the piece in the fragment",
     "plan": "digest of the fragment plan",
-    "reason": "[why](../docs/metrics.md#summaryjson)",
+    "reason": "[why](../docs/metrics.md#why-tokens-are-lost)",
     "record": "what happened on the island",
     "records": "what happened on the island since the last report",
     "records_through": "number of the newest record that need not be resent",
