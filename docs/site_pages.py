@@ -63,7 +63,7 @@ def write_reference(folder: Path) -> None:
 
 def commands() -> str:
     """Return a page with the help of every command."""
-    parts = ["# Commands\n"]
+    parts = ["# Commands\n\nLook up every command and option.\n"]
     for name, (_, usage, does) in cli.COMMANDS.items():
         parts.append(f"## diloco {name}\n\n{does[0].upper()}{does[1:]}.\n")
         if name == "simulate":
@@ -96,6 +96,8 @@ def configuration() -> str:
     """Return a page with a table of each section's fields."""
     parts = [
         "# Configuration\n",
+        "Look up every field of a config, its type, default and bounds, and what it "
+        "does.\n",
         "A config is a `diloco_jax.config.Config`: a `RunConfig`, which all islands "
         "share, an `IslandConfig` for each island, a `Placement`, and what "
         "`diloco launch` needs. Each field is an option of the command line by the "
@@ -129,6 +131,8 @@ def api() -> str:
     """Return a page with the public names of the package."""
     lines = [
         "# Python",
+        "",
+        "Look up every public name, with its arguments, errors and an example.",
         "",
         "What is promised of these names, and longer examples: "
         "[from Python](../docs/python.md). The fields of a config are in the "

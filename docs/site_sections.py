@@ -65,7 +65,7 @@ def divide_index(app: Any, page: str, source: list[str]) -> None:
         return
     head, found = sections(source[0])
     names = [f"../guide/{slug(title)}.md" for title in found]
-    table = ["| | |", "|---|---|"]
+    table = ["| section | what is in it |", "|---|---|"]
     for name, (title, text) in zip(names, found.items(), strict=True):
         table.append(f"| [{title}]({name}) | {' '.join(text.split('|')[0].split())} |")
     source[0] = head + "\n".join([*table, "", _contents(names)])
