@@ -38,6 +38,7 @@ from diloco_jax.coordinator.settings import (
     faults_of,
     policy_config,
     require_cores,
+    require_ports,
     require_room,
     server_of,
 )
@@ -100,11 +101,7 @@ class Coordinator:
         addresses.require_tls(
             placement.bind, tls=self._tls is not None, insecure=placement.insecure
         )
-        # Workers of an earlier lead have theirs.
-        ports = 2 if rendezvous.are_left(workdir) else placement.ports
-        addresses.require_free(placement.bind, ports)
-        if placement.metrics_bind:
-            addresses.require_free(placement.metrics_bind, 1)
+        require_ports(placement, workers_left=rendezvous.are_left(workdir))
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         sinks.require(placement.sinks)
         if placement.checkpoints:
@@ -224,6 +221,7 @@ class Coordinator:
             kept=self._kept,
             profiles=Profiles.of_run(placement, workdir, sessions.tell),
             status=self._announcer.shown,
+            sources=run.data.sources,
         )
         if gathered is not None or given is not None:
             self._server.hand_over(service)

@@ -14,6 +14,7 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
+from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
@@ -153,3 +154,12 @@ def outer_settings(run: RunConfig) -> OuterSettings:
         warmup_merges=chosen.warmup_merges,
         norm_guard=chosen.norm_guard,
     )
+
+
+def require_ports(placement: Placement, *, workers_left: bool) -> None:
+    """Raise ConfigError if a port that is to be served cannot be bound. workers_left:
+    those of an earlier lead go on, with ports of their own."""
+    ports = 2 if workers_left else placement.ports
+    addresses.require_free(placement.bind, ports)
+    if placement.metrics_bind:
+        addresses.require_free(placement.metrics_bind, 1)

@@ -25,7 +25,7 @@ MOST_WAITING = 100_000
 """Lines that may wait for space on a full disk; beyond it, the oldest are left out."""
 CURVES = {
     "island": (
-        *("loss", "eval_loss", "learning_rate"),
+        *("loss", "loss_by_source", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
     "merged_model": ("eval_loss",),
@@ -103,9 +103,13 @@ class Metrics:
         else:
             name, step = f"fragment-{record['fragment']}", record["version"]
         for field in CURVES[kind]:
-            value = record[field]
-            if value is not None:
-                point = Point(f"{kind}/{field}/{name}", value, step, record["time"])
+            value, curve = record[field], f"{kind}/{field}/{name}"
+            of_parts = value if isinstance(value, dict) else {"": value}
+            for part, number in of_parts.items():
+                if number is None:
+                    continue
+                at = f"{curve}/{part}" if part else curve
+                point = Point(at, number, step, record["time"])
                 for curves in self._curves:
                     curves.add(point)
 

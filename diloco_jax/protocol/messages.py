@@ -30,6 +30,8 @@ MAX_TEXT = 1000
 """Most characters of a text for people."""
 MOST_STEPS = 100
 """Most steps that an operator may have traced at once."""
+MAX_SOURCES = 1000
+"""Most sources of a mixture."""
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**56
 MAX_TOKENS = 2**56
@@ -57,6 +59,10 @@ Fact = (
 )
 Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
 Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
+
+
+OWN_DATA = "own_data"
+"""Fact of an island's environment: true if its steps use other data than is leased."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -122,6 +128,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     compile_seconds: Seconds = 0.0
     loss: float = float("nan")
     """Training loss, mean over the last few steps, nats per token."""
+    losses_by_source: Annotated[tuple[float, ...], Meta(max_length=MAX_SOURCES)] = ()
+    """The same of each source of a mixture, over the last few steps that had rows of
+    it; NaN if none had."""
     eval_loss: float = float("nan")
     watched_cycle: Count = 0
     """Cycle of the merged model that was evaluated last; 0: none yet."""
