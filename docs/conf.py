@@ -46,6 +46,7 @@ myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 default_role = "code"
+highlight_language = "bash"  # Blocks without a language are commands.
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
