@@ -100,6 +100,13 @@ def test_tests_that_a_page_names_exist(page):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_has_one_title(page):
+    """The site names a page after it."""
+    text = re.sub(r"^(`{3,}).*?^\1$", "", page.read_text(), flags=re.M | re.S)
+    assert len(re.findall(r"^# ", text, re.M)) == 1
+
+
 GUIDES = sorted(set(DOCS.glob("*.md")) - {DOCS / "index.md"})
 WITHOUT_A_NEXT = {"dependencies.md"}
 
