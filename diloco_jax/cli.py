@@ -133,6 +133,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "NAME --coordinator HOST:PORT [--remove]",
         "lets an island into a run that goes on, though its config does not name it",
     ),
+    "profile": (
+        _of("diloco_jax.cluster.profile_command", "profile_command"),
+        "NAME --coordinator HOST:PORT [--steps N] [--target DIR]",
+        "traces the next steps of an island that trains, with jax.profiler",
+    ),
     "release": (
         _of("diloco_jax.cluster.steer_commands", "release_command"),
         "NAME --coordinator HOST:PORT",

@@ -23,6 +23,7 @@ MODULES = {
     "google-cloud-storage": "google",
     "gcp-storage-emulator": "gcp_storage_emulator",
     "lm-eval": "lm_eval",
+    "prometheus-client": "prometheus_client",
     "jax[tpu]": "jax",
     "kubernetes-validate": "kubernetes_validate",
     "kubeflow-trainer-api": "kubeflow_trainer_api",
@@ -149,7 +150,7 @@ def declared(extra: str | None = None) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("diloco_jax", ("gcs", "text", "eval")),
+        ("diloco_jax", ("gcs", "text", "eval", "wandb")),
         ("tests", ("test", "fixtures")),
         ("benchmarks", ("test", "fixtures")),
     ],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.fields import positional, setting
@@ -13,10 +15,14 @@ from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.options import parse
 from diloco_jax.protocol.messages import Steer
 
+if TYPE_CHECKING:
+    from diloco_jax.wire.client import Client
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReleaseOptions:
-    """The options of `diloco release`."""
+class IslandOptions:
+    """The options of a command by which an operator asks a coordinator for something
+    about one island."""
 
     name: str = positional(metavar="NAME", help="Name of the island.")
     coordinator: str = setting(
@@ -33,7 +39,7 @@ class ReleaseOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdmitOptions(ReleaseOptions):
+class AdmitOptions(IslandOptions):
     """The options of `diloco admit`."""
 
     remove: bool = setting(False, help="Put the island out, and let it in no longer.")
@@ -62,7 +68,7 @@ def admit_command(arguments: Sequence[str]) -> int:
 def release_command(arguments: Sequence[str]) -> int:
     """End an island's quarantine."""
     (options,) = parse(
-        [ReleaseOptions],
+        [IslandOptions],
         arguments,
         "diloco release",
         "Let the deltas of a quarantined island be merged again at once.",
@@ -76,8 +82,15 @@ def release_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _steer(options: ReleaseOptions, order: Steer) -> dict[str, list[str]]:
+def _steer(options: IslandOptions, order: Steer) -> dict[str, list[str]]:
     """Have the coordinator do it; return its answer."""
+    with operator_of(options) as (client, patience_s):
+        return client.steer(order, patience_s)
+
+
+@contextlib.contextmanager
+def operator_of(options: IslandOptions) -> Iterator[tuple[Client, float]]:
+    """Yield a connection with an operator's key, and the longest wait for an answer."""
     from diloco_jax.cluster.status import reached
     from diloco_jax.wire.client import Client
     from diloco_jax.wire.principal import OPERATOR
@@ -98,6 +111,6 @@ def _steer(options: ReleaseOptions, order: Steer) -> dict[str, list[str]]:
         insecure=placement.insecure,
     )
     try:
-        return client.steer(order, 2 * placement.deadlines.budget_s)
+        yield client, 2 * placement.deadlines.budget_s
     finally:
         client.close()

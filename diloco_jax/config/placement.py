@@ -21,6 +21,7 @@ DEADLINES = "deadline"
 CHECKPOINTS = "checkpoint"
 EVALUATION = "evaluation"
 ALERTS = "alert"
+METRICS = "metric"
 PROCESSES = "process"
 """Groups of options that few runs set."""
 
@@ -232,6 +233,21 @@ class Placement:
         group=ALERTS,
         help="URL to which the coordinator posts new alerts as JSON, at most once a "
         "minute; its text is in the field that chats read.",
+    )
+    sinks: tuple[str, ...] = setting(
+        ("tensorboard",),
+        group=METRICS,
+        help='Where curves go besides metrics.jsonl: "tensorboard" = the folder '
+        'tensorboard of the workdir, "wandb" = Weights & Biases, which the extra '
+        "wandb installs.",
+    )
+    metrics_bind: str = setting(
+        "",
+        group=METRICS,
+        metavar="HOST:PORT",
+        help="Where Prometheus collects the run's numbers from the coordinator, at "
+        "/metrics: 127.0.0.1:9464; empty = nowhere. On any but a loopback address it "
+        "asks by TLS, with a reader's certificate.",
     )
     restarts: int = setting(
         5,

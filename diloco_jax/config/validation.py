@@ -18,6 +18,7 @@ from diloco_jax.config.island import IslandConfig
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.observability.sinks import check_names as check_sinks
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import parse_address
 
@@ -189,6 +190,9 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
             f"placement.advertise = {placement.advertise!r} has port 0, which no "
             f"island can dial; give the port at which islands reach the coordinator"
         )
+    check_sinks(placement.sinks)
+    if placement.metrics_bind:
+        _port("metrics_bind", placement.metrics_bind)
     if placement.alert_url and not placement.alert_url.startswith(URLS):
         raise ConfigError(
             f"placement.alert_url = {placement.alert_url!r} begins with none of "

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.config import Placement
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.alarm import Alarm
 from diloco_jax.coordinator.disk_wait import DiskWait
+from diloco_jax.coordinator.exporter import Exporter
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import SnapshotWriter
 from diloco_jax.coordinator.watchdog import Watchdog
 from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.files import write_text
+from diloco_jax.observability.exported import Snapshot
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.paths import is_bucket
+from diloco_jax.wire.tls import TlsFiles
 
 REFRESH_S = 0.5
 """Greatest age of what `diloco status` shows, in seconds."""
@@ -37,28 +43,48 @@ class Announcer:
         holder: StoreHolder | WorkersHolder,
         snapshots: SnapshotWriter,
         disk: DiskWait,
+        tls: TlsFiles | None,
         begun_unix: float,
     ) -> None:
         """begun_unix: start of the run in unix seconds."""
         self._roster, self._metrics, self._holder = roster, metrics, holder
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
-        folders = [workdir]
+        self._alerts_raised = self._events_waiting = 0
+        folders = {"workdir": workdir}
         if placement.checkpoints and not is_bucket(placement.checkpoints):
-            folders.append(Path(placement.checkpoints))
+            folders["checkpoints"] = Path(placement.checkpoints)
         began = time.monotonic()
         self._watchdog = Watchdog(folders, placement.time_budget_s, began)
-        self._placement = placement
-        self.stop: Callable[[float], None] = lambda within_s: None
-        """Deliver the last alerts, within these seconds."""
+        self._placement, self._tls = placement, tls
+        self._told_at = workdir / run_files.METRICS_ADDRESS
+        self._alarm: Alarm | None = None
+        self._open = contextlib.ExitStack()
 
     def begin(self, lead: Lead) -> None:
-        """Make the first status, and deliver alerts from now on."""
+        """Make the first status; deliver alerts, and let Prometheus collect numbers,
+        from now on. Raises ConfigError if the port for that cannot be bound."""
         self.refresh(lead)
         run_id = lead.config.run_id
-        alarm = Alarm(self._placement, run_id, lambda: self.shown()["alerts"])
-        alarm.start()
-        self.stop = alarm.close
+        if self._placement.metrics_bind:
+            exporter = Exporter(
+                self._placement.metrics_bind,
+                self.snapshot,
+                tls=self._tls,
+                insecure=self._placement.insecure,
+            )
+            exporter.start()
+            self._open.callback(exporter.close)
+            write_text(exporter.url, self._told_at)
+            self._open.callback(self._told_at.unlink, missing_ok=True)
+        self._alarm = Alarm(self._placement, run_id, lambda: self.shown()["alerts"])
+        self._alarm.start()
+
+    def stop(self, within_s: float) -> None:
+        """Deliver the last alerts, within these seconds, and close the port."""
+        if self._alarm is not None:
+            self._alarm.close(within_s)
+        self._open.close()
 
     def due(self, now: float) -> bool:
         """Tell if it is time for another status."""
@@ -80,9 +106,22 @@ class Announcer:
         )
         for wrong in self._watchdog.look(self._status, clock):
             lead.journal.alert(wrong)
+        self._alerts_raised = lead.journal.alerts_raised
+        self._events_waiting = lead.waiting
 
     def shown(self) -> dict[str, Any]:
         """Return the status, with what holds up the next one: a full disk."""
         shown = self._status
         alerts = [*self._disk.alerts, *shown["alerts"]]
         return {**shown, **self._holder.shown(), "alerts": alerts}
+
+    def snapshot(self) -> Snapshot:
+        """Return what Prometheus collects."""
+        return Snapshot(
+            version=metadata.version("diloco-jax"),
+            status=self.shown(),
+            machine=self._watchdog.machine,
+            alerts_raised=self._alerts_raised,
+            events_waiting=self._events_waiting,
+            merge=self._metrics.last_merge,
+        )

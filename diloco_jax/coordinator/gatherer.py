@@ -40,6 +40,7 @@ from diloco_jax.protocol.new_term.events import (
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.sources import FetchSource
 
@@ -56,7 +57,7 @@ class Gathered(NamedTuple):
     """Anchors as a nested dict."""
 
 
-class Gatherer:
+class Gatherer(NoProfiles):
     """`Handlers` of the wire's server until `gather` returns."""
 
     def __init__(

@@ -37,6 +37,8 @@ class Journal:
         and after. merges: merges of the run so far. slow_s: a record that takes longer
         to write raises an alert, since no decision is made meanwhile."""
         self.alerts: list[str] = []
+        """The last ones, oldest first."""
+        self.alerts_raised = 0
         self.ignored_messages: Counter[str] = Counter()
         """Messages that made no move, counted by the state that they met; machines and
         states are few."""
@@ -79,6 +81,7 @@ class Journal:
         """See engine.Log."""
         logger.warning("%s", text)
         self.alerts = [*self.alerts, text][-ALERTS_KEPT:]
+        self.alerts_raised += 1
         self.note(notes.Alert(text=text))
 
     def _watch(self, seconds: float) -> None:

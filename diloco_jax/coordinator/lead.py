@@ -92,6 +92,11 @@ class EngineThread(Generic[S, E]):
         """State after the last step; one immutable value, which any thread may read."""
         return self.engine.state
 
+    @property
+    def waiting(self) -> int:
+        """Number of events that wait."""
+        return self._queue.qsize()
+
     def post(
         self,
         event: E | None,

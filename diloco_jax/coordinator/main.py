@@ -29,6 +29,7 @@ from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.holders import Holders
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
@@ -48,6 +49,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Params
 from diloco_jax.models.plan import build_plan
+from diloco_jax.observability import sinks
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
@@ -101,7 +103,10 @@ class Coordinator:
         # Workers of an earlier lead have theirs.
         ports = 2 if rendezvous.are_left(workdir) else placement.ports
         addresses.require_free(placement.bind, ports)
+        if placement.metrics_bind:
+            addresses.require_free(placement.metrics_bind, 1)
         self._folder = checkpoint.snapshots_folder(placement, workdir)
+        sinks.require(placement.sinks)
         if placement.checkpoints:
             storage.require_access(self._folder)
         self._model = build(config.run)
@@ -167,7 +172,7 @@ class Coordinator:
         )
         state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
-        self._metrics = Metrics(workdir)
+        self._metrics = Metrics.of_run(config, workdir, run_id)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         # Unix time; 0 if the run was not over before this life.
@@ -204,10 +209,11 @@ class Coordinator:
             holder=self.holder,
             snapshots=self._states.writer,
             disk=self._disk,
+            tls=self._tls,
             begun_unix=self._facts.begun_unix,
         )
-        self._announcer.begin(self.lead)
         self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
+        self._announcer.begin(self.lead)
         service = Service(
             Likeness(run, self._plan),
             lead=self.lead,
@@ -216,6 +222,7 @@ class Coordinator:
             roster=self._roster,
             metrics=self._metrics,
             kept=self._kept,
+            profiles=Profiles.of_run(placement, workdir, sessions.tell),
             status=self._announcer.shown,
         )
         if gathered is not None or given is not None:

@@ -18,6 +18,7 @@ from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
 from diloco_jax.coordinator.workers import WorkersHolder
@@ -52,12 +53,13 @@ class Service:
         roster: Roster,
         metrics: Metrics,
         kept: KeptCycles,
+        profiles: Profiles,
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._likeness = likeness
         self._lead, self._holder = lead, holder
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
-        self._status, self._kept = status, kept
+        self._status, self._kept, self._profiles = status, kept, profiles
         self._written: dict[str, float] = {}
         """Time of the last line of metrics, by admitted island."""
 
@@ -203,6 +205,23 @@ class Service:
             "quarantined": [island.name for island in islands if island.quarantined],
         }
 
+    def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
+        """Have an island trace some steps; see `Client.profile`."""
+        return self._profiles.order(order, self._lead.state)
+
+    def profile_begin(self, part: bulk.ProfilePart) -> memoryview:
+        """Return the memory for a block of a trace that was asked for."""
+        self._require_current(part)
+        return self._profiles.begin(part)
+
+    def profile_end(self, part: bulk.ProfilePart, place: memoryview) -> bool:
+        """Accept a block; the last one stores the trace."""
+        return self._profiles.end(part, place)
+
+    def trace(self, number: int) -> memoryview:
+        """Return the bytes of a trace that is stored."""
+        return self._profiles.stored(number)
+
     def _decide(self, event: KeepAsked | messages.Steer) -> None:
         """Have an event decided, and its effects carried out."""
         decided = threading.Event()
@@ -223,7 +242,7 @@ class Service:
         return mapped(path)
 
     def _check(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
-        config, state = self._lead.config, self._lead.state
+        config = self._lead.config
         if call.run_id != config.run_id:
             raise Refused(
                 "run_id",
@@ -237,6 +256,13 @@ class Service:
                 f"{config.fragments}; island and coordinator disagree on "
                 f"sync.fragments",
             )
+        self._require_current(call)
+
+    def _require_current(
+        self, call: bulk.UploadStart | bulk.FetchRequest | bulk.ProfilePart
+    ) -> None:
+        """Raise Refused unless the island's current process calls."""
+        state = self._lead.state
         island, term = state.islands.get(call.island), state.term
         if term > 1 and (island is None or island.incarnation < call.incarnation):
             # The island was in the run before this term, and its hello is on its way.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,21 @@ def status(
     began. tally: what the status before this one added up."""
     sums = (tally or Tally()).of(config, state)
     phase = "flushing" if state.phase in ("stopping", "flushing") else state.phase
-    islands = {
-        name: _island_status(state, roster, name, sums[name])
+    totals = {
+        name: sums[name].totals(config, state.islands[name].computed_tokens)
         for name in sorted(state.islands)
         if name in roster.members
     }
+    islands = {
+        name: {
+            **_island_status(state, roster, name, sums[name], now),
+            "tokens_merged": of.merged,
+        }
+        for name, of in totals.items()
+    }
+    lost: Counter[str] = Counter()
+    for of in totals.values():
+        lost.update(of.lost)
     up, down = "bytes_up_per_second", "bytes_down_per_second"
     return {
         "run_id": config.run_id,
@@ -50,6 +61,8 @@ def status(
             config, state, [*alerts, *_awaited(config, state), *_skipping(roster)]
         ),
         "seconds": seconds,
+        "tokens_merged": sum(of.merged for of in totals.values()),
+        "tokens_lost": dict(lost),
         "goodput": measures.goodput(_measures(config, state, roster, sums, now)),
         "merged_model": roster.watched(),
         up: sum(island[up] for island in islands.values()),
@@ -210,13 +223,15 @@ def _measures(
 
 
 def _island_status(
-    state: State, roster: Roster, name: str, accounts: Sums
+    state: State, roster: Roster, name: str, accounts: Sums, now: float
 ) -> dict[str, Any]:
     island, member = state.islands[name], roster.members[name]
     sums = roster.measures(name)
     # An island without a version of some fragment has not adopted it yet.
-    adopted = member.adopted.values()
+    adopted = member.adopted
     everything = len(adopted) == len(state.fragments)
+    newest = state.fragments
+    lags = [newest[f].version.number - version for f, version in adopted.items()]
     if island.status == "live":
         shown: str = "quarantined" if island.quarantined else island.phase
     else:
@@ -241,7 +256,9 @@ def _island_status(
         "eval_loss": json_number(sums.eval_loss),
         "learning_rate": sums.learning_rate,
         "participation": _participation(accounts),
-        "version": min(adopted) if everything else 0,
+        "version": min(adopted.values()) if everything else 0,
+        "lag": max(0, *lags) if lags else None,
+        "silent_seconds": now - member.last_sign if member.last_sign else None,
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,
         "bytes_up_per_second": up,

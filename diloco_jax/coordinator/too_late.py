@@ -17,6 +17,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.sources import FetchSource
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 
 
-class TooLate:
+class TooLate(NoProfiles):
     """`Handlers` of the wire's server once the run is over."""
 
     def __init__(self, lead: Lead, status: dict[str, Any]) -> None:

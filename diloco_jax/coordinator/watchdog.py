@@ -11,11 +11,12 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax import memory
+from diloco_jax.observability.exported import Machine
 
 HANGING_STEPS = 20
 """Median steps without a step after which an island hangs, at least three time
@@ -71,13 +72,13 @@ class Watchdog:
 
     def __init__(
         self,
-        folders: Sequence[Path],
+        folders: Mapping[str, Path],
         budget_s: float,
         now: float,
         machine: Gauges = Gauges(),  # noqa: B008
     ) -> None:
-        """folders: those that the coordinator writes to. budget_s: the time budget.
-        now: seconds of the clock of later times."""
+        """folders: those that the coordinator writes to, by name. budget_s: the time
+        budget. now: seconds of the clock of later times."""
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
         self._began, self._looked = now, -math.inf
@@ -88,6 +89,8 @@ class Watchdog:
         self._since: dict[str, float] = {}
         """When what is wrong began, by its name."""
         self._told: set[str] = set()
+        self.machine = Machine()
+        """What the machine said at the last look at it."""
 
     def look(self, status: Mapping[str, Any], now: float) -> list[str]:
         """Return what is newly wrong, for people. status: see `summary.status`."""
@@ -221,8 +224,10 @@ class Watchdog:
                 f"coordinator's machine; end what else runs there, or lower "
                 f"placement.merge_buffer_bytes",
             )
-        for folder in self._folders:
-            free = machine.free(folder)
+        free_bytes = {name: machine.free(path) for name, path in self._folders.items()}
+        self.machine = Machine(resident, left, whole, free_bytes)
+        for name, free in free_bytes.items():
+            folder = self._folders[name]
             if free < DISK_BYTES:
                 yield (
                     f"disk {folder}",

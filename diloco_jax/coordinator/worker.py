@@ -65,6 +65,7 @@ from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
 from diloco_jax.wire.places import allow_connections
+from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.tls import TlsFiles
 
@@ -78,7 +79,7 @@ LOCKED_S = 10.0
 """Longest wait for the worker before this one to let go of its folders, in seconds."""
 
 
-class HoldingWorker:
+class HoldingWorker(NoProfiles):
     """One life of a worker: restore, then merge and serve, for one lead or several."""
 
     def __init__(

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.replica import Replica
@@ -54,7 +56,8 @@ class Loop(Stepping):
     def _train_step(self, batch: Any) -> None:
         last = self._last_metrics
         busy = last is not None and not last["loss"].is_ready()  # type: ignore[attr-defined]
-        with self.timing.step(busy):
+        traced = jax.profiler.StepTraceAnnotation("train", step_num=self.done)
+        with self.timing.step(busy), traced:
             began = self.clock()
             metrics = self.replica.step(batch, self.learning_rate())
             # One step late: the device has the next one to do by now.

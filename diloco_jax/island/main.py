@@ -50,6 +50,7 @@ from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.signals import ended_by_signals
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
@@ -245,15 +246,13 @@ class LeadingHost(Generic[L]):
         gives the first parameters sends them from its loop, when it is asked."""
         host, mailbox = self._host, self.mailbox
         first = (FIRST_VERSION,) * len(host.plan.fragments)
-        host.build(
-            Identity(
-                run_id=welcome.run_id,
-                island=self._name,
-                incarnation=self._incarnation,
-                session=self._session,
-            ),
-            self._hosts,
+        identity = Identity(
+            run_id=welcome.run_id,
+            island=self._name,
+            incarnation=self._incarnation,
+            session=self._session,
         )
+        host.build(identity, self._hosts)
         self._receiver = receiver = Receiver(
             host.fetcher,
             mailbox,
@@ -266,7 +265,15 @@ class LeadingHost(Generic[L]):
         for fragment, ticket in enumerate(welcome.tickets):
             receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
-        self._link.start(Targets(want=receiver.want, resend=self._resend))
+        profiler = Profiler(
+            mailbox,
+            identity,
+            host.lanes.coordinator.transfers.send_block,
+            host.deadlines,
+        )
+        self._link.start(
+            Targets(want=receiver.want, resend=self._resend, profile=profiler.ask)
+        )
         host.compile()
         if host.gives:
             logger.info("this island gives the run's first parameters")

@@ -1,4 +1,4 @@
-"""Points of curves for TensorBoard, written by a thread that no caller waits for."""
+"""Points of curves on their way to a sink, by a thread that no caller waits for."""
 
 from __future__ import annotations
 
@@ -8,45 +8,31 @@ import logging
 import queue
 import threading
 import time
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
 
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
+from diloco_jax.observability.sinks import Point, Sink
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
-"""Seconds until a point is in the file; flushing waits for the disk."""
+"""Seconds until a point is handed on; flushing waits for the disk or the network."""
 CLOSE_S = 10.0
 """Seconds for the last points; a thread that still hangs then is left behind."""
 RETRY_S = 60.0
-"""Seconds between two files; otherwise a full disk would lead to endless new files."""
+"""Seconds between two sinks; otherwise a full disk would lead to endless new files."""
 MOST_WAITING = 100_000
-"""Points that may wait for a slow disk; later ones are left out."""
-
-
-class Point(NamedTuple):
-    """One value of one curve."""
-
-    curve: str
-    value: float
-    step: int
-    time: float
+"""Points that may wait for a slow sink; later ones are left out."""
 
 
 class Curves:
-    """Event files in one folder. `add` never waits and never raises.
+    """The curves of a run for one sink. `add` never waits and never raises."""
 
-    tensorboardX's own `SummaryWriter` does not do: its thread ends at the first error
-    of the disk, and the next caller that adds a point waits forever.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, name: str, begin: Callable[[int], Sink]) -> None:
+        """name: of the sink, for people. begin: makes a sink; given the number of those
+        it has made before."""
+        self._name, self._begin = name, begin
         self._points: queue.Queue[Point | None] = queue.Queue(MOST_WAITING)
-        self._files = itertools.count()
+        self._attempts = itertools.count()
         self._left_out = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="curves", daemon=True)
@@ -60,14 +46,14 @@ class Curves:
             if not self._left_out:
                 self._left_out = True
                 logger.warning(
-                    "%s: %d points wait for the disk; curves leave out what comes now, "
+                    "%d points wait for %s; curves leave out what comes now, "
                     "metrics.jsonl has it",
-                    self._folder,
                     MOST_WAITING,
+                    self._name,
                 )
 
     def close(self) -> None:
-        """Write the queued points, if the disk allows it."""
+        """Hand on the queued points, if the sink allows it."""
         self._closing.set()
         try:
             self._points.put(None, timeout=CLOSE_S)
@@ -78,57 +64,49 @@ class Curves:
     # ---- the thread -------------------------------------------------------------
 
     def _run(self) -> None:
-        """Write files, a new one after each error: the old one may end in half a point,
-        at which its readers stop."""
+        """Feed one sink, and another one after each error."""
         told = False
         while True:
             last = self._closing.is_set()
             try:
-                self._write_file()
+                self._feed()
                 return
-            except OSError as error:
+            except Exception as error:
+                # A sink is somebody else's code: whatever it raises ends no run.
                 if not told:
                     told = True
                     logger.warning(
-                        "curves in %s are not complete (%s); metrics.jsonl has all",
-                        self._folder,
+                        "curves in %s are not complete (%s: %s); metrics.jsonl has all",
+                        self._name,
+                        type(error).__name__,
                         error,
                     )
             if last or (self._closing.wait(RETRY_S) and self._points.empty()):
                 return
 
-    def _write_file(self) -> None:
-        """Write one file until `close` is called."""
+    def _feed(self) -> None:
+        """Feed one sink until `close` is called."""
         point = self._points.get()
         if point is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # The name only has seconds; an existing file would be overwritten.
-        suffix = f".{next(self._files)}"
-        file = EventsWriter(str(self._folder / "events"), suffix)
+        sink = self._begin(next(self._attempts))
         try:
-            self._write_points(file, point)
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.close()
+            self._feed_points(sink, point)
+        except Exception:
+            with contextlib.suppress(Exception):
+                sink.close()
             raise
-        file.close()
+        sink.close()
 
-    def _write_points(self, file: EventsWriter, first: Point) -> None:
-        """Write points until `close` is called."""
+    def _feed_points(self, sink: Sink, first: Point) -> None:
+        """Hand points on until `close` is called."""
         point: Point | None = first
         flush_at = time.monotonic() + FLUSH_S
         while point is not None:
-            file.write_event(
-                Event(
-                    step=point.step,
-                    wall_time=point.time,
-                    summary=summary.scalar(point.curve, point.value),
-                )
-            )
+            sink.write(point)
             try:
                 point = self._points.get(timeout=max(0.0, flush_at - time.monotonic()))
             except queue.Empty:
-                file.flush()
+                sink.flush()
                 point = self._points.get()
                 flush_at = time.monotonic() + FLUSH_S

@@ -1,18 +1,22 @@
-"""`metrics.jsonl`, in files of bounded size, and the same numbers as curves in
-`tensorboard/`."""
+"""`metrics.jsonl`, in files of bounded size, and the same numbers as curves in sinks:
+`tensorboard/`, Weights & Biases."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.config import Config
 from diloco_jax.errors import FULL
-from diloco_jax.observability.curves import Curves, Point
+from diloco_jax.observability.curves import Curves
 from diloco_jax.observability.segments import SEGMENT_BYTES
+from diloco_jax.observability.sinks import Point, RunOf, find
 from diloco_jax.observability.tape import JsonLines, read_lines
 
 logger = logging.getLogger(__name__)
@@ -38,11 +42,35 @@ class Metrics:
 
     While the disk is full, lines wait in memory, and nobody waits for them."""
 
-    def __init__(self, workdir: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        workdir: Path,
+        segment_bytes: int = SEGMENT_BYTES,
+        *,
+        sinks: Sequence[str] = ("tensorboard",),
+        run_id: str = "",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise ConfigError if there is no such sink. run_id, config: the run's, for
+        sinks that show them."""
+        run = RunOf(workdir, run_id, config or {})
+        makers = {name: functools.partial(find(name), run) for name in sinks}
         self._lines = JsonLines(workdir / run_files.METRICS, segment_bytes)
-        self._curves = Curves(workdir / run_files.CURVES)
+        self._curves = [Curves(name, make) for name, make in makers.items()]
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._left_out = 0
+        self.last_merge: Mapping[str, Any] | None = None
+        """The last line of a merge that this process wrote."""
+
+    @classmethod
+    def of_run(cls, config: Config, workdir: Path, run_id: str) -> Metrics:
+        """Make those of a run, with the sinks that its config names."""
+        return cls(
+            workdir,
+            sinks=config.placement.sinks,
+            run_id=run_id,
+            config=dataclasses.asdict(config),
+        )
 
     @property
     def alerts(self) -> list[str]:
@@ -66,6 +94,8 @@ class Metrics:
         self._waiting.append(record)
         self._write()
         kind = record["kind"]
+        if kind == "merge":
+            self.last_merge = record
         if kind == "island":
             name, step = record["island"], record["step"]
         elif kind == "merged_model":
@@ -75,8 +105,9 @@ class Metrics:
         for field in CURVES[kind]:
             value = record[field]
             if value is not None:
-                curve = f"{kind}/{field}/{name}"
-                self._curves.add(Point(curve, value, step, record["time"]))
+                point = Point(f"{kind}/{field}/{name}", value, step, record["time"])
+                for curves in self._curves:
+                    curves.add(point)
 
     def close(self) -> None:
         """Close the files."""
@@ -86,7 +117,8 @@ class Metrics:
                 "%s lacks %d lines: its disk is full or was", self._lines.path, lost
             )
         self._lines.close()
-        self._curves.close()
+        for curves in self._curves:
+            curves.close()
 
     def _write(self) -> None:
         """Write the lines that wait, as far as there is space."""

@@ -25,6 +25,7 @@ from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.sources import FetchSource
@@ -121,7 +122,7 @@ def serve(certificates: Path, size: int, *, tls: bool) -> tuple[Server, str]:
     return server, server.start()
 
 
-class _Places:
+class _Places(NoProfiles):
     """Handlers with one buffer, for uploads and for fetches."""
 
     def __init__(self, size: int) -> None:

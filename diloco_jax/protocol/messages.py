@@ -28,6 +28,8 @@ MAX_RECORDS = 1000
 """Most records in one report."""
 MAX_TEXT = 1000
 """Most characters of a text for people."""
+MOST_STEPS = 100
+"""Most steps that an operator may have traced at once."""
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**56
 MAX_TOKENS = 2**56
@@ -166,6 +168,16 @@ class Steer(Message, frozen=True, kw_only=True, tag=True):
     island: Name
 
 
+class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
+    """Have an island trace its next steps with jax.profiler; or, with the number of an
+    earlier order, ask how that is."""
+
+    island: Name
+    steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
+    number: Count = 0
+    """0: a new order."""
+
+
 # ---- from the coordinator -------------------------------------------------------
 
 
@@ -275,6 +287,16 @@ class Watch(Message, frozen=True, kw_only=True, tag=True):
     version: Version
 
 
+class ProfileRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Trace so many steps of host 0, within `within_s`, and send at most `max_bytes`
+    of trace as bulk. It concerns no step."""
+
+    number: int
+    steps: int
+    within_s: float
+    max_bytes: int
+
+
 class Stop(Message, frozen=True, kw_only=True, tag=True):
     """The run has its tokens: make no more steps, but answer take requests."""
 
@@ -299,6 +321,7 @@ FromCoordinator = (
     | Progress
     | AnchorRequest
     | Watch
+    | ProfileRequest
     | Stop
     | MayLeave
     | Finished

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from diloco_jax.core.payload import Part
-from diloco_jax.protocol.messages import Identifier, Message, Name
+from diloco_jax.protocol.messages import Identifier, Message, Name, Text
 from diloco_jax.protocol.values import Count, Version
 from diloco_jax.wire.errors import Failure
 
@@ -30,7 +30,7 @@ class Identity:
     session: str
 
     def fields(self) -> dict[str, Any]:
-        """Return keyword arguments of `UploadStart` and `FetchRequest`."""
+        """Return keyword arguments of `UploadStart` and others."""
         return dataclasses.asdict(self)
 
 
@@ -54,6 +54,36 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     """None: a delta. Otherwise the f32 anchor of the island at this version."""
     ticket: Ticket = b""
     """For a worker: of the take request."""
+
+    @property
+    def what(self) -> str:
+        """The name of the payload, for people."""
+        return f"fragment {self.fragment}"
+
+
+class ProfilePart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Announce the next block of a trace; or, with `failed`, that there will be
+    none."""
+
+    run_id: Identifier
+    island: Name
+    incarnation: Count
+    session: Identifier
+    number: Count
+    """That of the request."""
+    step: Count = 0
+    """The first step in the trace."""
+    offset: Count = 0
+    length: Count = 0
+    total: Count = 0
+    """Bytes of the whole trace."""
+    failed: Text = ""
+    """Why there is no trace, for people."""
+
+    @property
+    def what(self) -> str:
+        """The name of the payload, for people."""
+        return f"a trace of island {self.island}"
 
 
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -115,18 +145,34 @@ class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
     name: Identifier = ""
 
 
+class TraceRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Ask for the bytes of a trace that is done."""
+
+    number: Count
+
+
 class UploadDone(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to an upload: the stripe is stored; `complete` if it was the delta's last
-    one."""
+    """Answer to an upload: the stripe is stored; `complete` if it was the last one of
+    its delta or trace."""
 
     complete: bool
 
 
 class KeptStart(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to a request for a file: its bytes follow."""
+    """Answer to a request for a file or a trace: its bytes follow."""
 
     total: int
 
 
-Request = UploadStart | FetchRequest | HoldingsRequest | CycleRequest
+PROFILE_BLOCK_BYTES = 4 << 20
+"""Most bytes of a trace at once: stripes of deltas go between its blocks."""
+
+Request = (
+    UploadStart
+    | FetchRequest
+    | HoldingsRequest
+    | CycleRequest
+    | ProfilePart
+    | TraceRequest
+)
 Reply = UploadDone | FetchStart | Holdings | KeptStart | Failure

@@ -9,7 +9,9 @@ from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
     KeptStart,
+    ProfilePart,
     Request,
+    TraceRequest,
     UploadDone,
     UploadStart,
 )
@@ -17,12 +19,13 @@ from diloco_jax.wire.bulk_port import BulkPort
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.wire.principal import Principal, require_island, require_operator
+from diloco_jax.wire.profiling import ProfileHandlers
 from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.threads import Guard
 from diloco_jax.wire.tls import TlsFiles
 
 
-class BulkHandlers(Protocol):
+class BulkHandlers(ProfileHandlers, Protocol):
     """Answer the requests of the bulk port. Many threads call the methods at once."""
 
     def upload_begin(self, start: UploadStart) -> memoryview:
@@ -81,7 +84,7 @@ class BulkServer(BulkPort):
     ) -> None:
         """Carry out a request of `who`, None without TLS."""
         match request:
-            case UploadStart():
+            case UploadStart() | ProfilePart():
                 require_island(who, request.island)
                 self._upload(connection, request, guard)
             case FetchRequest():
@@ -89,9 +92,13 @@ class BulkServer(BulkPort):
                 self.send_fetched(
                     connection, request, self.handlers.fetch(request), guard
                 )
-            case CycleRequest():
+            case CycleRequest() | TraceRequest():
                 require_operator(who)
-                view = self.handlers.kept(request.cycle, request.name)
+                view = (
+                    self.handlers.kept(request.cycle, request.name)
+                    if isinstance(request, CycleRequest)
+                    else self.handlers.trace(request.number)
+                )
                 connection.send(KeptStart(total=view.nbytes))
                 self.send_payload(connection, [view], 0, view.nbytes, guard)
             case _:
@@ -101,7 +108,10 @@ class BulkServer(BulkPort):
                 )
 
     def _upload(
-        self, connection: BulkConnection, start: UploadStart, guard: Guard
+        self,
+        connection: BulkConnection,
+        start: UploadStart | ProfilePart,
+        guard: Guard,
     ) -> None:
         if not 0 <= start.offset <= start.offset + start.length <= start.total:
             raise RemoteProtocolError(
@@ -109,15 +119,27 @@ class BulkServer(BulkPort):
                 f"{start.offset + start.length} of a payload of {start.total}"
             )
         handlers = self.handlers
-        with handlers.upload_begin(start) as place:
+        begun = (
+            handlers.profile_begin(start)
+            if isinstance(start, ProfilePart)
+            else handlers.upload_begin(start)
+        )
+        with begun as place:
             with place.cast("B") as view:
                 _receive(connection, view, start, guard)
-            complete = handlers.upload_end(start, place)
+            complete = (
+                handlers.profile_end(start, place)
+                if isinstance(start, ProfilePart)
+                else handlers.upload_end(start, place)
+            )
         connection.send(UploadDone(complete=complete))
 
 
 def _receive(
-    connection: BulkConnection, view: memoryview, start: UploadStart, guard: Guard
+    connection: BulkConnection,
+    view: memoryview,
+    start: UploadStart | ProfilePart,
+    guard: Guard,
 ) -> None:
     """Receive a stripe into its place, or chunk by chunk into the same shorter one."""
     stored, wanted = 0, len(view) == start.length

@@ -6,13 +6,15 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent import futures
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.dialing import Connections
-from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError
 from diloco_jax.wire.threads import Guard, IdleWatch
 
+Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
 
@@ -80,3 +82,22 @@ class CallGroup:
             futures.wait(running)
             raise
         return [done.result() for done in running]
+
+
+def asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answer:
+    """Ask for something; return what comes before its bytes."""
+    connection.send(request)
+    return answer(connection, kind)
+
+
+def answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
+    """Receive an answer of this kind; raise the error that comes instead."""
+    reply = connection.receive(encoding.bulk_reply)
+    if isinstance(reply, errors.Failure):
+        raise errors.from_failure(reply, connection.peer)
+    if not isinstance(reply, kind):
+        raise RemoteProtocolError(
+            f"{connection.peer} answered with {type(reply).__name__}, expected "
+            f"{kind.__name__}; both ends must run the same version of diloco"
+        )
+    return reply

@@ -10,7 +10,12 @@ from typing import TypeVar
 
 import msgspec
 
-from diloco_jax.protocol.messages import FromCoordinator, FromIsland, Steer
+from diloco_jax.protocol.messages import (
+    FromCoordinator,
+    FromIsland,
+    ProfileOrder,
+    Steer,
+)
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
 
@@ -30,6 +35,7 @@ encode = msgspec.msgpack.Encoder().encode
 from_island = msgspec.msgpack.Decoder(FromIsland).decode
 from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
 steer = msgspec.msgpack.Decoder(Steer).decode
+profile_order = msgspec.msgpack.Decoder(ProfileOrder).decode
 cycle_request = msgspec.msgpack.Decoder(bulk.CycleRequest).decode
 bulk_request = msgspec.msgpack.Decoder(bulk.Request).decode
 bulk_reply = msgspec.msgpack.Decoder(bulk.Reply).decode

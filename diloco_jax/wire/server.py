@@ -166,6 +166,7 @@ class Server:
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
+            "Profile": grpc.unary_unary_rpc_method_handler(self._profile),
             "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
@@ -201,6 +202,12 @@ class Server:
             require_operator(self._identify(context))
             order = decoded(encoding.steer, request, context.peer())
             return json.dumps(self._handlers.steer(order)).encode()
+
+    def _profile(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            require_operator(self._identify(context))
+            order = decoded(encoding.profile_order, request, context.peer())
+            return json.dumps(self._handlers.profile(order)).encode()
 
     def _give_config(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):

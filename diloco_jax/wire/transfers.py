@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import encoding, errors, frames
+from diloco_jax.wire import frames
 from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
@@ -23,11 +23,12 @@ from diloco_jax.wire.bulk import (
     Holdings,
     HoldingsRequest,
     KeptStart,
+    ProfilePart,
+    TraceRequest,
     UploadDone,
     UploadStart,
 )
-from diloco_jax.wire.calls import CallGroup
-from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire.calls import CallGroup, answer, asked
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import (
     Busy,
@@ -38,8 +39,6 @@ from diloco_jax.wire.errors import (
 )
 from diloco_jax.wire.spare import SpareMemory
 from diloco_jax.wire.threads import DaemonPool, IdleWatch
-
-Answer = TypeVar("Answer")
 
 MIN_STRIPE_BYTES = 1 << 20
 FIRST_STRIPE_BYTES = 2 << 20
@@ -93,7 +92,7 @@ class Transfers:
         view = memoryview(payload).cast("B")
         if len(view) != start.length:
             raise LocalProtocolError(
-                f"upload of fragment {start.fragment} announces {start.length} bytes "
+                f"upload of {start.what} announces {start.length} bytes "
                 f"and has {len(view)}"
             )
         with self._group() as calls:
@@ -115,9 +114,16 @@ class Transfers:
         """Return what a host of another island has of a fragment. Raises Refused,
         ConnectionLost, or RemoteProtocolError."""
         with self._group() as calls, calls.call() as (connection, _):
-            found = _asked(connection, request, Holdings)
+            found = asked(connection, request, Holdings)
             connection.between = True
             return found
+
+    def send_block(self, part: ProfilePart, block: memoryview) -> int:
+        """Send one block of a trace; as `upload`. It takes its turn among the stripes
+        of deltas."""
+        with self._group() as calls:
+            sending = self._submit(self._upload_pool, self._send, calls, part, block)
+            return sum(calls.results([sending]))
 
     def fetch(
         self, request: FetchRequest, *, max_bytes: int, within_s: float | None = None
@@ -175,12 +181,13 @@ class Transfers:
         for pool in (self._upload_pool, self._fetch_pool):
             pool.close(max(0.0, deadline - time.monotonic()))
 
-    def kept(self, request: CycleRequest) -> Iterator[memoryview]:
-        """Yield the checked bytes of a file of a kept cycle, in their order; each is
-        valid until the next. Raises Refused, ConnectionLost, or RemoteProtocolError."""
+    def kept(self, request: CycleRequest | TraceRequest) -> Iterator[memoryview]:
+        """Yield the checked bytes of a file of a kept cycle, or of a trace, in their
+        order; each is valid until the next. Raises Refused, ConnectionLost, or
+        RemoteProtocolError."""
         place = memoryview(bytearray(frames.CHUNK_BYTES))
         with self._group() as calls, calls.call() as (connection, guard):
-            start = _asked(connection, request, KeptStart)
+            start = asked(connection, request, KeptStart)
             position = 0
             while position < start.total:
                 room = place[: start.total - position]
@@ -190,7 +197,9 @@ class Transfers:
                 yield place[:length]
             connection.between = True
 
-    def _send(self, calls: CallGroup, start: UploadStart, view: memoryview) -> int:
+    def _send(
+        self, calls: CallGroup, start: UploadStart | ProfilePart, view: memoryview
+    ) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
         backoff = Backoff(self._deadlines)
@@ -203,14 +212,14 @@ class Transfers:
                     connection.send(start)
                     connection.send_payload((view,), 0, len(view), guard, start.offset)
                     sent += connection.sent_bytes - before
-                    _answer(connection, UploadDone)
+                    answer(connection, UploadDone)
                     connection.between = True
                     return sent
             except Busy as error:
                 pause_s = backoff.next_s()
                 if time.monotonic() + pause_s > deadline:
                     raise Busy(
-                        f"upload of fragment {start.fragment} given up at byte "
+                        f"upload of {start.what} given up at byte "
                         f"{start.offset}, {self._deadlines.budget_s:g} s after it "
                         f"began: {error}"
                     ) from error
@@ -319,7 +328,7 @@ class _Fetch:
         with self._calls.call() as (connection, guard):
             before = connection.received_bytes
             try:
-                start = _asked(connection, request, FetchStart)
+                start = asked(connection, request, FetchStart)
                 if self._start is None:
                     self._begin(start, stripe)
                     if on_first_answer is not None:
@@ -371,22 +380,3 @@ def stripes(total: int, most: int) -> list[tuple[int, int]]:
     number = max(1, min(most, total // MIN_STRIPE_BYTES))
     edges = [total * i // number for i in range(number + 1)]
     return [(low, high - low) for low, high in itertools.pairwise(edges)]
-
-
-def _asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answer:
-    """Ask for something; return what comes before its bytes."""
-    connection.send(request)
-    return _answer(connection, kind)
-
-
-def _answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
-    """Receive an answer of this kind; raise the error that comes instead."""
-    reply = connection.receive(encoding.bulk_reply)
-    if isinstance(reply, errors.Failure):
-        raise errors.from_failure(reply, connection.peer)
-    if not isinstance(reply, kind):
-        raise RemoteProtocolError(
-            f"{connection.peer} answered with {type(reply).__name__}, expected "
-            f"{kind.__name__}; both ends must run the same version of diloco"
-        )
-    return reply

@@ -27,6 +27,7 @@ from diloco_jax.coordinator.gatherer import Gatherer
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
@@ -171,6 +172,7 @@ class Coordinator:
             roster=self.roster,
             metrics=cast(Metrics, metrics),
             kept=cast(Any, None),
+            profiles=Profiles(folder, self.sessions.tell, budget_s=1.0, patience_s=1.0),
             status=dict,
         )
 

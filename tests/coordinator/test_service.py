@@ -39,6 +39,7 @@ def serve(posted: list[Any]) -> Service:
         roster=nothing,
         metrics=nothing,
         kept=nothing,
+        profiles=nothing,
         status=nothing,
     )
 

@@ -11,9 +11,11 @@ from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.observability.exported import Machine, Snapshot, families
 from diloco_jax.protocol.coordinator import decide, state
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.messages import Hello, Measures, Report
+from diloco_jax.protocol.values import Record, Version
 
 SIZES = (7, 3)
 AT = 1000.0
@@ -52,6 +54,27 @@ def told(run, phase="running"):
     return summary.summary(
         config, now, roster, wall_seconds=8.0, alerts=["alone"], now=AT + 8
     )
+
+
+def test_the_status_has_all_that_prometheus_collects(run):
+    config, now, roster = run
+    adopted = Record(kind="adopted", seq=1, step=2, fragment=1, version=Version(1, 0))
+    roster.report("a", Measures(steps=3), (adopted,), AT + 8)
+    newer = replace(now.fragments[1], version=Version(1, 3))
+    now = replace(now, fragments=(now.fragments[0], newer))
+    status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 10)
+    (island,) = status["islands"].values()
+    assert island["lag"] == 3
+    assert island["silent_seconds"] == 2.0
+    assert (status["tokens_merged"], status["tokens_lost"]) == (0, {})
+    found = {
+        sample.name: sample.value
+        for family in families(Snapshot("1", status, Machine(), 0, 0, None))
+        for sample in family.samples
+    }
+    assert found["diloco_island_tokens"] == 30
+    assert found["diloco_island_lag_versions"] == 3
+    assert found["diloco_island_steps_total"] == 3
 
 
 @pytest.mark.parametrize("apart", [False, True])

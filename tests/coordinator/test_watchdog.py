@@ -35,7 +35,7 @@ class World:
             free=lambda folder: self.free,
             give_back=self.give_back,
         )
-        self.dog = Watchdog([Path("/run")], BUDGET_S, self.now, machine)
+        self.dog = Watchdog({"workdir": Path("/run")}, BUDGET_S, self.now, machine)
 
     def island(self, **changes: Any) -> dict[str, Any]:
         return {

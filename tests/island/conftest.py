@@ -48,8 +48,15 @@ def wanted():
 def link(stack, client, mailbox, wanted):
     link = Link(client, hello, mailbox, DEADLINES)
     link.resent = queue.Queue()
+    link.traced = queue.Queue()
     link.connect(WAIT_S)
-    link.start(Targets(want=lambda *a: wanted.put(a), resend=link.resent.put))
+    link.start(
+        Targets(
+            want=lambda *a: wanted.put(a),
+            resend=link.resent.put,
+            profile=link.traced.put,
+        )
+    )
     stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)
     return link
 

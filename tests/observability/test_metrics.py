@@ -167,7 +167,7 @@ def test_a_disk_that_hangs_holds_up_nobody(tmp_path, monkeypatch, caplog):
             metrics.append(ISLAND)
         metrics.close()
         assert not hang.is_set()
-        assert "10 points wait for the disk" in caplog.text
+        assert "10 points wait for tensorboard" in caplog.text
     finally:
         hang.set()
 

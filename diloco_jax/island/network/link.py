@@ -25,6 +25,7 @@ from diloco_jax.protocol.messages import (
     MAX_TEXT,
     Goodbye,
     Hello,
+    ProfileRequest,
     ResendRequest,
     Welcome,
 )
@@ -67,6 +68,7 @@ class Targets:
 
     want: Callable[[int, Version, bytes], None]
     resend: Callable[[ResendRequest], None]
+    profile: Callable[[ProfileRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,6 +264,8 @@ class Link:
                     self._targets.want(*errand)
                 case ResendRequest():
                     self._targets.resend(errand)
+                case ProfileRequest():
+                    self._targets.profile(errand)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))

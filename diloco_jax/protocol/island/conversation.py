@@ -20,6 +20,7 @@ from diloco_jax.protocol.messages import (
     FromCoordinator,
     Granted,
     MayLeave,
+    ProfileRequest,
     Progress,
     Published,
     ResendRequest,
@@ -44,7 +45,7 @@ class Wanted(NamedTuple):
     """For a worker; see `protocol/tickets.py`."""
 
 
-Errand = Wanted | ResendRequest
+Errand = Wanted | ResendRequest | ProfileRequest
 """Bulk work that a message asks the shell to do."""
 
 
@@ -94,7 +95,7 @@ class Conversation:
                 return self._welcome(message)
             case TakeRequest():
                 self._request(message)
-            case ResendRequest():
+            case ResendRequest() | ProfileRequest():
                 return (message,)
             case Published(fragment=fragment, version=version):
                 # The verdict comes first: a refusal resets the base before an adoption.

@@ -1,0 +1,200 @@
+"""The port for Prometheus: who gets an answer, and what that costs."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import threading
+import time
+
+import pytest
+
+from diloco_jax.coordinator import exporter as exporter_module
+from diloco_jax.coordinator.exporter import Exporter
+from diloco_jax.errors import ConfigError
+from diloco_jax.observability.exported import Machine, Snapshot
+from diloco_jax.wire import principal
+from diloco_jax.wire.certificates import make_certificates, revoke
+from diloco_jax.wire.tls import TlsFiles
+
+PATIENCE_S = 20.0
+NO_ANSWER = (OSError, http.client.HTTPException)
+ISLAND = {
+    "state": "training",
+    "incarnation": 1,
+    "steps": 10_000,
+    "tokens": 10**9,
+    "tokens_merged": 10**9,
+    "skipped_steps": 0,
+    "tokens_per_second": 1.5e6,
+    "median_step_seconds": 1.25,
+    "stalled_seconds": 12.5,
+    "silent_seconds": 0.5,
+    "loss": 2.125,
+    "eval_loss": 2.25,
+    "learning_rate": 3e-4,
+    "participation": 0.98,
+    "lag": 1,
+    "bytes_up": 10**12,
+    "bytes_down": 10**12,
+}
+STATUS = {
+    "run_id": "r1",
+    "phase": "running",
+    "term": 1,
+    "seconds": 60.0,
+    "tokens": 8000,
+    "total_tokens": 10_000,
+    "tokens_merged": 6000,
+    "tokens_lost": {},
+    "goodput": 0.9,
+    "merges": 12,
+    "merged_model": None,
+    "islands": {},
+}
+
+
+def snapshot() -> Snapshot:
+    return Snapshot(
+        version="1.0",
+        status=STATUS,
+        machine=Machine(),
+        alerts_raised=0,
+        events_waiting=0,
+        merge=None,
+    )
+
+
+@pytest.fixture
+def serve():
+    """Start an exporter; return it and its port."""
+    started: list[Exporter] = []
+
+    def serve(bind="127.0.0.1:0", *, tls=None, insecure=False, of=snapshot):
+        exporter = Exporter(bind, of, tls=tls, insecure=insecure)
+        exporter.start()
+        started.append(exporter)
+        return exporter, int(exporter.url.split(":")[2].split("/")[0])
+
+    yield serve
+    for exporter in started:
+        exporter.close()
+
+
+def get(port, path="/metrics", host=None, context=None):
+    """Status and text of an answer."""
+    make = http.client.HTTPSConnection if context else http.client.HTTPConnection
+    extra = {"context": context} if context else {}
+    connection = make("localhost", port, timeout=PATIENCE_S, **extra)
+    try:
+        connection.request("GET", path, headers={"Host": host} if host else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_numbers_and_this_process_are_told(serve):
+    exporter, port = serve()
+    assert exporter.url == f"http://127.0.0.1:{port}/metrics"
+    status, text = get(port)
+    assert status == 200
+    assert "diloco_run_merges_total 12.0" in text
+    assert 'diloco_run_info{run_id="r1",version="1.0"} 1.0' in text
+    assert "process_cpu_seconds_total" in text
+    assert get(port, "/")[0] == 404
+
+
+def assert_answers(port):
+    """A place is free a moment after its connection is closed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            assert get(port)[0] == 200
+            return
+        except NO_ANSWER:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("127.0.0.1:9464", 200),
+        ("[::1]:9464", 200),
+        ("evil.example", 403),
+        ("evil.example:9464", 403),
+    ],
+)
+def test_a_page_of_elsewhere_reads_nothing(serve, host, status):
+    _, port = serve()
+    assert get(port, host=host)[0] == status
+
+
+def test_another_address_needs_certificates():
+    with pytest.raises(ConfigError, match="not loopback and no certificates"):
+        Exporter("0.0.0.0:0", snapshot, tls=None, insecure=False)
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            Exporter(f"127.0.0.1:{port}", snapshot, tls=None, insecure=False)
+
+
+def test_beyond_loopback_only_the_runs_own_get_an_answer(serve, tmp_path):
+    folder = tmp_path / "certificates"
+    make_certificates(folder, ["localhost"], 1, islands=["a"])
+    tls = TlsFiles.load(folder, principal.COORDINATOR)
+    exporter, port = serve("0.0.0.0:0", tls=tls)
+    assert exporter.url.startswith("https://")
+    reader = TlsFiles.load(folder, principal.READER).client_context()
+    assert get(port, context=reader)[0] == 200
+    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger.load_verify_locations(folder / "ca.pem")
+    stranger.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    for context in (stranger, None):
+        with pytest.raises(NO_ANSWER):
+            get(port, context=context)
+    assert get(port, context=reader)[0] == 200, "strangers hold up nobody"
+    revoke(folder, principal.READER)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            get(port, context=reader)
+        except NO_ANSWER:
+            return
+    pytest.fail("a revoked certificate still gets an answer")
+
+
+def test_connections_that_say_nothing_are_bounded_and_given_up(serve, monkeypatch):
+    monkeypatch.setattr(exporter_module, "REQUEST_S", 0.2)
+    _, port = serve()
+    silent = [
+        socket.create_connection(("127.0.0.1", port), PATIENCE_S) for _ in range(20)
+    ]
+    try:
+        names = [t.name for t in threading.enumerate() if "process_request" in t.name]
+        assert len(names) <= exporter_module.REQUESTS_AT_ONCE
+        for connection in silent:
+            assert connection.recv(1) == b"", "it is closed"
+        assert_answers(port)
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.timing
+def test_a_scrape_of_64_islands_costs_milliseconds(serve):
+    islands = {f"island-{n:02}": ISLAND for n in range(64)}
+    crowded = snapshot()._replace(status={**STATUS, "islands": islands})
+    _, port = serve(of=lambda: crowded)
+    get(port)
+    began, scrapes = time.process_time(), 20
+    for _ in range(scrapes):
+        get(port)
+    assert (time.process_time() - began) / scrapes < 0.1, "CPU seconds, client and all"

@@ -1,0 +1,66 @@
+"""`diloco profile` of a live run: the trace is there, and the run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+from runtime_support import make_config, placed, with_run
+
+from diloco_jax import LocalCluster, cli, run_files
+from diloco_jax.config import IslandConfig
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 120.0
+
+
+def test_an_operator_gets_a_trace_of_steps_and_the_run_goes_on(text, tmp_path, capsys):
+    config = with_run(make_config(text, quorum=1), total_tokens=10**9)
+    islands = {
+        name: IslandConfig(batch_size=2, step_seconds=0.05) for name in ("a", "b")
+    }
+    config = placed(dataclasses.replace(config, islands=islands), workers=2)
+    with LocalCluster(config) as cluster:
+        where = ("--coordinator", str(cluster.workdir))
+
+        def steps(status, name):
+            return status["islands"].get(name, {}).get("steps", 0)
+
+        cluster.until(lambda s: steps(s, "a") > 5 and steps(s, "b") > 5, TIMEOUT_S)
+        here = tmp_path / "here"
+        assert cli.main(["profile", "a", "--steps", "3", *where]) == 0
+        told = capsys.readouterr().err
+        (folder,) = (cluster.workdir / run_files.PROFILES).iterdir()
+        assert folder.name.startswith("a-")
+        assert str(folder) in told
+        assert f"3 steps of island a from step {folder.name[2:]} on" in told
+        (file,) = folder.rglob("*.xplane.pb")
+        traced = jax.profiler.ProfileData.from_file(str(file))
+        numbers = {
+            int(dict(event.stats)["step_num"])
+            for plane in traced.planes
+            for line in plane.lines
+            for event in line.events
+            if event.name == "train"
+        }
+        first = int(folder.name[2:])
+        assert {first, first + 1, first + 2} <= numbers
+        copy = ("--target", str(here))
+        assert cli.main(["profile", "a", "--steps", "1", *copy, *where]) == 0
+        assert f"{here}: 1 steps of island a" in capsys.readouterr().err
+        (copied,) = here.rglob("*.xplane.pb")
+        own = folder.parent / copied.parent.name / copied.relative_to(here)
+        assert copied.read_bytes() == own.read_bytes()
+        assert cli.main(["profile", "a", *copy, *where]) == 2
+        assert "exists; name a folder" in capsys.readouterr().err
+        assert cli.main(["profile", "c", *where]) == 3
+        assert "no island 'c' was ever in the run" in capsys.readouterr().err
+        cluster.islands["b"].pause()
+        cluster.until(lambda s: s["islands"]["b"]["state"] == "absent", TIMEOUT_S)
+        assert cli.main(["profile", "b", *where]) == 3
+        assert "'b' is absent" in capsys.readouterr().err
+        cluster.islands["b"].resume()
+        before = steps(cluster.status(), "a")
+        cluster.until(lambda s: steps(s, "a") > before + 5, TIMEOUT_S)
