@@ -163,7 +163,7 @@ def test_every_query_of_the_dashboard_finds_something(text, tmp_path):
         def is_going(status: dict[str, Any]) -> bool:
             a = status["islands"].get("a", {})
             again = a.get("incarnation") == 2 and a["state"] == "training"
-            told = status["merged_model"] and status["tokens_lost"]
+            told = status.get("merged_model") and status["tokens_lost"]
             return bool(again and told and len(status["islands"]) == 2)
 
         cluster.until(is_going, TIMEOUT_S)
