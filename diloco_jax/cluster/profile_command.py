@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from diloco_jax.cluster.steer_commands import IslandOptions, operator_of
+from diloco_jax.cluster.steer_commands import OneIslandOptions, operator_of
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import Bound, setting
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
@@ -27,7 +27,7 @@ POLL_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileOptions(IslandOptions):
+class ProfileOptions(OneIslandOptions):
     """The options of `diloco profile`."""
 
     steps: int = setting(5, Bound(1, MOST_STEPS), help="Whole steps in the trace.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IslandOptions:
+class OneIslandOptions:
     """The options of a command by which an operator asks a coordinator for something
     about one island."""
 
@@ -39,7 +39,7 @@ class IslandOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdmitOptions(IslandOptions):
+class AdmitOptions(OneIslandOptions):
     """The options of `diloco admit`."""
 
     remove: bool = setting(False, help="Put the island out, and let it in no longer.")
@@ -68,7 +68,7 @@ def admit_command(arguments: Sequence[str]) -> int:
 def release_command(arguments: Sequence[str]) -> int:
     """End an island's quarantine."""
     (options,) = parse(
-        [IslandOptions],
+        [OneIslandOptions],
         arguments,
         "diloco release",
         "Let the deltas of a quarantined island be merged again at once.",
@@ -82,14 +82,14 @@ def release_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _steer(options: IslandOptions, order: Steer) -> dict[str, list[str]]:
+def _steer(options: OneIslandOptions, order: Steer) -> dict[str, list[str]]:
     """Have the coordinator do it; return its answer."""
     with operator_of(options) as (client, patience_s):
         return client.steer(order, patience_s)
 
 
 @contextlib.contextmanager
-def operator_of(options: IslandOptions) -> Iterator[tuple[Client, float]]:
+def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
     """Yield a connection with an operator's key, and the longest wait for an answer."""
     from diloco_jax.cluster.status import reached
     from diloco_jax.wire.client import Client

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco_jax import memory
-from diloco_jax.observability.exported import Machine
+from diloco_jax.observability.exported import Readings
 
 HANGING_STEPS = 20
 """Median steps without a step after which an island hangs, at least three time
@@ -89,7 +89,7 @@ class Watchdog:
         self._since: dict[str, float] = {}
         """When what is wrong began, by its name."""
         self._told: set[str] = set()
-        self.machine = Machine()
+        self.machine = Readings()
         """What the machine said at the last look at it."""
 
     def look(self, status: Mapping[str, Any], now: float) -> list[str]:
@@ -225,7 +225,7 @@ class Watchdog:
                 f"placement.merge_buffer_bytes",
             )
         free_bytes = {name: machine.free(path) for name, path in self._folders.items()}
-        self.machine = Machine(resident, left, whole, free_bytes)
+        self.machine = Readings(resident, left, whole, free_bytes)
         for name, free in free_bytes.items():
             folder = self._folders[name]
             if free < DISK_BYTES:

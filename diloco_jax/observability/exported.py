@@ -22,7 +22,7 @@ Value = tuple[tuple[str, ...], float | None]
 """Values of the labels, and the number; None: there is none at present."""
 
 
-class Machine(NamedTuple):
+class Readings(NamedTuple):
     """What the coordinator's machine said of itself last, in bytes; 0 or nothing where
     the system does not tell."""
 
@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
     """Of this package."""
     status: Mapping[str, Any]
     """See `coordinator/summary.py: status`, with the workers."""
-    machine: Machine
+    machine: Readings
     alerts_raised: int
     """Since the coordinator's start."""
     events_waiting: int

@@ -13,7 +13,7 @@ import pytest
 from diloco_jax.coordinator import exporter as exporter_module
 from diloco_jax.coordinator.exporter import Exporter
 from diloco_jax.errors import ConfigError
-from diloco_jax.observability.exported import Machine, Snapshot
+from diloco_jax.observability.exported import Readings, Snapshot
 from diloco_jax.wire import principal
 from diloco_jax.wire.certificates import make_certificates, revoke
 from diloco_jax.wire.tls import TlsFiles
@@ -59,7 +59,7 @@ def snapshot() -> Snapshot:
     return Snapshot(
         version="1.0",
         status=STATUS,
-        machine=Machine(),
+        machine=Readings(),
         alerts_raised=0,
         events_waiting=0,
         merge=None,

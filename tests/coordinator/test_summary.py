@@ -11,7 +11,7 @@ from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.observability.exported import Machine, Snapshot, families
+from diloco_jax.observability.exported import Readings, Snapshot, families
 from diloco_jax.protocol.coordinator import decide, state
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.messages import Hello, Measures, Report
@@ -69,7 +69,7 @@ def test_the_status_has_all_that_prometheus_collects(run):
     assert (status["tokens_merged"], status["tokens_lost"]) == (0, {})
     found = {
         sample.name: sample.value
-        for family in families(Snapshot("1", status, Machine(), 0, 0, None))
+        for family in families(Snapshot("1", status, Readings(), 0, 0, None))
         for sample in family.samples
     }
     assert found["diloco_island_tokens"] == 30

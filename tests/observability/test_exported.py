@@ -17,7 +17,7 @@ from diloco_jax.observability.exported import (
     GROUPS,
     METRICS,
     MOST_ISLANDS,
-    Machine,
+    Readings,
     Snapshot,
     families,
     table,
@@ -71,7 +71,7 @@ def snapshot(islands: dict[str, dict[str, Any]], **changes: Any) -> Snapshot:
     return Snapshot(
         version="1.0",
         status=status,
-        machine=Machine(100, 200, 300, {"workdir": 400}),
+        machine=Readings(100, 200, 300, {"workdir": 400}),
         alerts_raised=3,
         events_waiting=0,
         merge={**MERGE, "pairwise_cosine": 0.5},

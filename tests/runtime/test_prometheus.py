@@ -26,7 +26,7 @@ from runtime_support import make_config, placed, with_run
 from diloco_jax import LocalCluster, run_files
 from diloco_jax.config import IslandConfig
 from diloco_jax.coordinator.exporter import Exporter
-from diloco_jax.observability.exported import Machine, Snapshot
+from diloco_jax.observability.exported import Readings, Snapshot
 from diloco_jax.wire import principal
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.tls import TlsFiles
@@ -105,7 +105,7 @@ def secured(folder: Path) -> Iterator[dict[str, Any]]:
     make_certificates(folder, ["localhost"], 1)
     exporter = Exporter(
         "0.0.0.0:0",
-        lambda: Snapshot("1", STATUS, Machine(), 0, 0, None),
+        lambda: Snapshot("1", STATUS, Readings(), 0, 0, None),
         tls=TlsFiles.load(folder, principal.COORDINATOR),
         insecure=False,
     )
