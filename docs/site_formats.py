@@ -31,6 +31,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "Status": ("nothing", "the status as JSON", "any certificate"),
     "Config": ("nothing", "the run's config as JSON", "any certificate"),
     "Steer": ("Steer", "what changed, as JSON", "an operator"),
+    "Profile": ("ProfileOrder", "how the trace is, as JSON", "an operator"),
     "Keep": ("CycleRequest", "the cycle that is kept, as JSON", "an operator"),
 }
 """Methods of the gRPC service: what is asked, the answer, and who may ask."""
@@ -64,7 +65,11 @@ WIRE_GROUPS: tuple[tuple[str, str, Any], ...] = (
         messages.FromIsland,
     ),
     ("From the coordinator", "On the same stream.", messages.FromCoordinator),
-    ("From an operator", "The request of the method Steer.", messages.Steer),
+    (
+        "From an operator",
+        "The requests of the methods Steer and Profile.",
+        messages.Steer | messages.ProfileOrder,
+    ),
     (
         "Requests for bulk",
         "One opens each transfer on the bulk port. The bytes of an upload follow its "
@@ -141,6 +146,9 @@ def wire() -> str:
         {rows("frame", "magic", "header", "holds", of=_frames())}
 
         - **Upload**: UploadStart, chunks; answered by UploadDone or Failure.
+        - **Trace**: ProfilePart for each block of one, chunks; answered by UploadDone
+          or Failure. An operator fetches it: TraceRequest, answered by KeptStart and
+          chunks.
         - **Fetch**: FetchRequest; answered by FetchStart and chunks, or Failure.
         - **Kept file**: CycleRequest; answered by KeptStart and chunks, or Failure.
         - An end that sends anything in the middle of a transfer ends it.

@@ -174,8 +174,9 @@ class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
 
     island: Name
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
+    """Whole steps to trace."""
     number: Count = 0
-    """0: a new order."""
+    """Of an earlier order; 0: this is a new one."""
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -288,13 +289,16 @@ class Watch(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProfileRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Trace so many steps of host 0, within `within_s`, and send at most `max_bytes`
-    of trace as bulk. It concerns no step."""
+    """Trace the next steps of host 0 with jax.profiler, and send the trace as bulk."""
 
     number: int
+    """Of the trace."""
     steps: int
+    """Whole steps to trace."""
     within_s: float
+    """Longest time for them, in seconds."""
     max_bytes: int
+    """Most bytes of the trace."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):

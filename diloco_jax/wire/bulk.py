@@ -74,7 +74,9 @@ class ProfilePart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     step: Count = 0
     """The first step in the trace."""
     offset: Count = 0
+    """First byte of this block in the trace."""
     length: Count = 0
+    """Bytes of this block."""
     total: Count = 0
     """Bytes of the whole trace."""
     failed: Text = ""
@@ -149,6 +151,7 @@ class TraceRequest(Message, frozen=True, kw_only=True, tag=True):
     """Ask for the bytes of a trace that is done."""
 
     number: Count
+    """Of the trace."""
 
 
 class UploadDone(Message, frozen=True, kw_only=True, tag=True):
