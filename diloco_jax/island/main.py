@@ -50,7 +50,6 @@ from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
-from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.signals import ended_by_signals
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
@@ -265,15 +264,8 @@ class LeadingHost(Generic[L]):
         for fragment, ticket in enumerate(welcome.tickets):
             receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
-        profiler = Profiler(
-            mailbox,
-            identity,
-            host.lanes.coordinator.transfers.send_block,
-            host.deadlines,
-        )
-        self._link.start(
-            Targets(want=receiver.want, resend=self._resend, profile=profiler.ask)
-        )
+        targets = Targets(want=receiver.want, resend=self._resend, profile=host.profile)
+        self._link.start(targets)
         host.compile()
         if host.gives:
             logger.info("this island gives the run's first parameters")

@@ -19,6 +19,7 @@ from diloco_jax.island.network.offering import offer
 from diloco_jax.island.network.peer_anchors import PeerAnchors
 from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
@@ -139,6 +140,12 @@ class Parts(abc.ABC, Generic[L]):
             self.deadlines,
             self.lanes.dealt,
         )
+        self.profile = Profiler(
+            self.mailbox,
+            identity,
+            self.lanes.coordinator.transfers.send_block,
+            self.deadlines,
+        ).ask
 
     def _anchors(self, versions: list[Version]) -> dict[int, tuple[jax.Array, ...]]:
         """Return the anchors of these versions, which have arrived in full."""
