@@ -22,7 +22,8 @@ class DataConfig:
         (),
         local=True,
         help="Text files or folders; or .npy files of tokens; or folders that `diloco "
-        "data prepare` made; empty = the sources of the Python standard library.",
+        "data prepare` made, also gs://BUCKET/FOLDER; empty = the sources of the "
+        "Python standard library.",
     )
     weights: tuple[float, ...] = setting(
         (),
@@ -53,5 +54,12 @@ class DataConfig:
     arrays: tuple[str, ...] = setting(
         ("tokens",),
         help="Arrays that each row of the data has: tokens; segments where rows are "
-        "packed; weights. Found together with the digest, and needed before to plan.",
+        "packed; weights; source_number in a mixture. Found together with the digest, "
+        "and needed before to plan.",
     )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Folders of a mixture, in order; none if it is none, or not resolved yet."""
+        mixed = len(self.weights) > 1 and len(self.weights) == len(self.paths)
+        return self.paths if mixed else ()

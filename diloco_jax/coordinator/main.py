@@ -217,6 +217,7 @@ class Coordinator:
             metrics=self._metrics,
             kept=self._kept,
             status=self._announcer.shown,
+            sources=run.data.sources,
         )
         if gathered is not None or given is not None:
             self._server.hand_over(service)

@@ -58,6 +58,8 @@ class MeasuredIsland(msgspec.Struct, kw_only=True):
     last_sign: float = 0.0
     waiting_since: float = 0.0
     first_compile_seconds: float = 0.0
+    own_data: bool = False
+    """True if the newest incarnation's steps use other data than is leased to it."""
     steps_before: int | None = None
     """Steps before the first hello here of an incarnation that was in the run when the
     coordinator lost its state; None if it began here."""
@@ -129,10 +131,16 @@ class Roster:
             return cls(path)
 
     def hello(
-        self, hello: Incarnation, now: float, *, steps_before: int | None = None
+        self,
+        hello: Incarnation,
+        now: float,
+        *,
+        steps_before: int | None = None,
+        own_data: bool = False,
     ) -> None:
         """Note that an incarnation was let in. steps_before: steps that it had made, if
-        it was in the run when the coordinator lost its state."""
+        it was in the run when the coordinator lost its state. own_data: as its hello
+        says."""
         member = self.members.get(hello.island)
         if member is None:
             member = self.members[hello.island] = MeasuredIsland(
@@ -150,7 +158,7 @@ class Roster:
             self._fold(member)
             member.waiting_since = member.last_sign
         member.incarnation = hello.incarnation
-        member.tokens_per_step = hello.tokens_per_step
+        member.tokens_per_step, member.own_data = hello.tokens_per_step, own_data
         member.ended = False
         member.last_seen = now
 
@@ -340,6 +348,7 @@ def _sum(past: Measures, current: Measures) -> Measures:
         eval_seconds=seconds("eval_seconds"),
         compile_seconds=seconds("compile_seconds"),
         loss=newest.loss,
+        losses_by_source=newest.losses_by_source,
         eval_loss=newest.eval_loss,
         watched_cycle=watched.watched_cycle,
         watched_loss=watched.watched_loss,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.coordinator import door, notes
@@ -53,11 +53,13 @@ class Service:
         metrics: Metrics,
         kept: KeptCycles,
         status: Callable[[], dict[str, Any]],
+        sources: Sequence[str] = (),
     ) -> None:
+        """sources: names of a mixture's sources."""
         self._likeness = likeness
         self._lead, self._holder = lead, holder
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
-        self._status, self._kept = status, kept
+        self._status, self._kept, self._sources = status, kept, sources
         self._written: dict[str, float] = {}
         """Time of the last line of metrics, by admitted island."""
 
@@ -261,7 +263,12 @@ class Service:
     def _let_in(self, hello: messages.Hello, session: Session) -> None:
         if self._sessions.serves(session):
             before = hello.steps if hello.term > 0 else None
-            self._roster.hello(hello, time.time(), steps_before=before)
+            self._roster.hello(
+                hello,
+                time.time(),
+                steps_before=before,
+                own_data=hello.environment.get(messages.OWN_DATA) is True,
+            )
 
     def _measured(self, island: str, message: messages.Report) -> None:
         now, before = time.time(), self._roster.watched_by(island)
@@ -280,6 +287,7 @@ class Service:
                 "phase": message.phase,
                 "step": message.steps,
                 "loss": json_number(measures.loss),
+                "loss_by_source": self._by_source(measures),
                 "eval_loss": json_number(measures.eval_loss),
                 "learning_rate": measures.learning_rate,
                 "median_step_seconds": measures.median_step_seconds,
@@ -290,3 +298,10 @@ class Service:
                 "bytes_down": measures.bytes_down,
             }
         )
+
+    def _by_source(self, measures: messages.Measures) -> dict[str, Any] | None:
+        """Return the loss of each source of a mixture; None if it is none."""
+        losses = measures.losses_by_source
+        if not losses or len(losses) != len(self._sources):
+            return None
+        return dict(zip(self._sources, map(json_number, losses), strict=True))

@@ -89,7 +89,8 @@ def write(
         now=now,
     )
     result["parameters_digest"] = digest
-    result |= rows_by_source(config.run.data, lead.state)
+    if not any(member.own_data for member in roster.members.values()):
+        result |= rows_by_source(config.run.data, lead.state)
     result["ignored_messages"] = dict(lead.journal.ignored_messages)
     write_json(result, workdir / run_files.SUMMARY)
 
@@ -137,12 +138,12 @@ def summary(
 def rows_by_source(data: DataConfig, state: State) -> dict[str, Any]:
     """Return the field of `summary.json` with the rows of each folder of a mixture that
     the run has trained on; nothing if there is no mixture."""
-    if len(data.weights) < 2 or len(data.weights) != len(data.paths):
+    if not data.sources:
         return {}
     shares = Shares(data.weights)
     counts = [shares.drawn(*span) for span in leases.trained(state)]
-    totals = map(sum, zip(*counts, strict=True)) if counts else [0] * len(data.paths)
-    return {"rows_by_source": dict(zip(data.paths, totals, strict=True))}
+    totals = map(sum, zip(*counts, strict=True)) if counts else [0] * len(data.sources)
+    return {"rows_by_source": dict(zip(data.sources, totals, strict=True))}
 
 
 def missing(config: Config, roster: Roster) -> list[str]:
@@ -275,6 +276,7 @@ def _island_summary(
         "joins": state.islands[name].joins,
         "resumed": roster.members[name].resumed,
         "incarnation": state.islands[name].incarnation,
+        "data": "own" if roster.members[name].own_data else "leased",
         "participation": _participation(accounts),
         "contributions": accounts.merges_in,
         "loss": json_number(sums.loss),

@@ -16,7 +16,7 @@ from diloco_jax.data.index import GlobalIndex, Mixture
 from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.shares import Shares
-from diloco_jax.data.source import RowRange, Rows, Source, Together, cut
+from diloco_jax.data.source import Numbered, RowRange, Rows, Source, Together, cut
 from diloco_jax.data.tokenizers.opening import require_tokenizer
 from diloco_jax.data.windows import ValidationWindows, Windows
 
@@ -96,14 +96,19 @@ def _corpus(run: RunConfig, copied: bool) -> Data:
 def _prepared(run: RunConfig) -> Data:
     """Return the rows of prepared folders."""
     found = open_folders(run)
+    train: Sequence[Source] = found.train
+    validation: Sequence[Source] = found.validation
+    if found.weights:
+        train = [Numbered(source, n) for n, source in enumerate(train)]
+        validation = [Numbered(source, n) for n, source in enumerate(validation)]
     return Data(
-        train=Together(found.train),
-        validation=Together(found.validation),
+        train=Together(train),
+        validation=Together(validation),
         digest=found.digest,
         largest=found.vocab_size - 1,
         bytes_per_token=found.bytes_per_token,
-        mixed=found.train if found.weights else (),
-        held_out=dict(zip(run.data.paths, found.validation, strict=True))
+        mixed=tuple(train) if found.weights else (),
+        held_out=dict(zip(run.data.paths, validation, strict=True))
         if found.weights
         else {},
         weights=found.weights,

@@ -56,6 +56,8 @@ SEGMENTS = Field("int32", 1)
 segments is packed: nothing crosses from one document to another."""
 WEIGHTS = Field("float32", 0)
 """Weight of each prediction, [T]; 0 where it does not count."""
+SOURCE = Field("int32", None)
+"""Number of the row's source in a mixture, [], from 0."""
 DERIVED = {"segments": SEGMENTS, "weights": WEIGHTS}
 """Arrays that are ones where the data lacks them, which is exact: a row is one
 document, and all of its predictions count."""
@@ -67,8 +69,8 @@ class Rows(Protocol):
     @property
     def fields(self) -> Fields:
         """Arrays of every row by name: "tokens" (`TOKENS`); "segments" (`SEGMENTS`) if
-        rows are packed; "weights" (`WEIGHTS`) if some predictions do not count; any
-        others that a model asks for."""
+        rows are packed; "weights" (`WEIGHTS`) if some predictions do not count;
+        "source_number" (`SOURCE`) in a mixture; any others that a model asks for."""
         ...
 
     def __getitem__(self, row: int) -> Row:
@@ -102,6 +104,21 @@ class RowRange:
 
     def __getitem__(self, row: int) -> Row:
         return self._source[self._start + row]
+
+
+class Numbered:
+    """The rows of one source of a mixture, which tell its number."""
+
+    def __init__(self, source: Source, number: int) -> None:
+        self._source = source
+        self._number = np.array(number, np.int32)
+        self.fields: Fields = {**source.fields, "source_number": SOURCE}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, row: int) -> Row:
+        return {**self._source[row], "source_number": self._number}
 
 
 class Together:
@@ -164,4 +181,6 @@ def fields_of_batch(asked: Fields, arrays: Collection[str]) -> dict[str, Field]:
             )
     if "weights" in arrays:
         found["weights"] = WEIGHTS  # Every loss takes them, as in validation.
+    if "source_number" in arrays:
+        found.setdefault("source_number", SOURCE)  # The step adds up losses by it.
     return found

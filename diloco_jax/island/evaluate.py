@@ -9,7 +9,7 @@ from typing import NamedTuple
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.device.watched import WatchedModel
-from diloco_jax.island.timing import Timing
+from diloco_jax.island.timing import Timing, mean
 from diloco_jax.models.model import Params
 from diloco_jax.protocol.island.watching import Watching
 
@@ -63,7 +63,7 @@ class Evaluator:
         if len(self._done) < len(self._batches):
             return None
         sums, self._done = self._done, []
-        return _mean(sums)
+        return mean(sums)
 
 
 class Watcher:
@@ -121,7 +121,7 @@ def evaluate_parts(
         found[name] = _sums(trainer, params, part, report_part)
     (per_token,) = {part.bytes_per_token for part in parts.values()}
     whole = _evaluation([pair for sums in found.values() for pair in sums], per_token)
-    return whole._replace(by_source={name: _mean(sums) for name, sums in found.items()})
+    return whole._replace(by_source={name: mean(sums) for name, sums in found.items()})
 
 
 def _sums(
@@ -142,11 +142,6 @@ def _sums(
 def _evaluation(
     sums: list[tuple[float, float]], bytes_per_token: float | None
 ) -> Evaluation:
-    loss = _mean(sums)
+    loss = mean(sums)
     per_byte = loss / math.log(2) / bytes_per_token if bytes_per_token else None
     return Evaluation(loss, per_byte)
-
-
-def _mean(sums: list[tuple[float, float]]) -> float:
-    totals, weights = zip(*sums, strict=True)
-    return math.fsum(totals) / math.fsum(weights)

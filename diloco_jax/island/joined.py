@@ -47,6 +47,7 @@ def join(
     every: int = 1,
     insecure: bool = False,
     state: Mapping[str, Any] | None = None,
+    own_data: bool = False,
 ) -> JoinedIsland:
     """Make this process, or its whole `jax.distributed` world, an island of the run
     that a coordinator serves.
@@ -77,6 +78,8 @@ def join(
       insecure: allow a connection to other machines without TLS.
       state: what `state` of an earlier attempt returned, from the loop's checkpoint;
         the loop then goes on with that checkpoint's moments.
+      own_data: the loop does not read at `positions`, but data of its own; tape and
+        summary then say so.
 
     Raises:
       ConfigError: something does not fit the run; names the field, both values and the
@@ -94,7 +97,7 @@ def join(
         config, name, tokens_per_step * every, hosts.count if hosts else 1
     )
     config = dataclasses.replace(config, islands={**config.islands, name: island})
-    host = JoinedHost(config, name, address, like, axes, state)
+    host = JoinedHost(config, name, address, like, axes, state, own_data=own_data)
     fresh = incarnation > 1 and state is None
     return JoinedIsland(host, incarnation, every, hosts, restarted=fresh)
 

@@ -53,10 +53,14 @@ class JoinedHost(Parts["JoinedLoop"]):
         like: Any,
         axes: Axes | None,
         state: Mapping[str, Any] | None = None,
+        *,
+        own_data: bool = False,
     ) -> None:
-        """like, axes, state: as for `join`. Raise ConfigError if the parameters are not
-        f32, or cannot be cut as the run cuts them; SecurityError."""
+        """like, axes, state, own_data: as for `join`. Raise ConfigError if the
+        parameters are not f32, or cannot be cut as the run cuts them; SecurityError.
+        """
         self.leaves, self._like = LikeLeaves(like), like
+        self.own_data = own_data
         shapes, self._state = self.leaves.like, state
         model = Model(
             lambda key: shapes,

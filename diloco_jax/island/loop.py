@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.replica import Replica
@@ -70,10 +72,12 @@ class Loop(Stepping):
 
     def _read_metrics(self) -> None:
         if self._last_metrics is not None:
-            metrics = {name: float(value) for name, value in self._last_metrics.items()}
-            self.timing.loss(metrics["loss"], metrics["tokens"])
+            metrics = {name: np.asarray(v) for name, v in self._last_metrics.items()}
+            self.timing.loss(float(metrics["loss"]), float(metrics["tokens"]))
             if metrics["skipped"]:
                 self._tell_skipped(self.timing.skipped())
+            elif "by_source" in metrics:
+                self.timing.by_source(metrics["by_source"].tolist())
             self._last_metrics = None
 
     def _tell_skipped(self, count: int) -> None:

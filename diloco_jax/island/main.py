@@ -53,7 +53,7 @@ from diloco_jax.island.preemption import Preemption
 from diloco_jax.island.signals import ended_by_signals
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
-from diloco_jax.protocol.messages import Hello, ResendRequest, Welcome
+from diloco_jax.protocol.messages import OWN_DATA, Hello, ResendRequest, Welcome
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
@@ -299,7 +299,10 @@ class LeadingHost(Generic[L]):
                 run=shared_fields(run),
                 plan=self._host.plan.digest(),
                 island_config=dataclasses.asdict(island),
-                environment={**environment.describe()},
+                environment={
+                    **environment.describe(),
+                    OWN_DATA: self._host.own_data,
+                },
                 tokens_per_step=island.batch_size * run.sequence_length,
                 sequences_per_step=island.batch_size,
                 lead=lead_of(island.hosts),

@@ -38,6 +38,8 @@ class Parts(abc.ABC, Generic[L]):
     """True if it begins with parameters of its own, which become the run's first."""
     awaits_last = False
     """True if it is to have the run's result, as for `Conversation`."""
+    own_data = False
+    """True if its steps use other data than the rows that are leased to it."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan

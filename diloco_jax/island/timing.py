@@ -14,7 +14,7 @@ import collections
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from diloco_jax.protocol.messages import Measures
@@ -38,6 +38,10 @@ class Timing:
         """The gaps, sorted: every boundary asks for their median."""
         self._losses: collections.deque[float] = collections.deque(maxlen=LOSS_STEPS)
         self._max_gap = self._stalled = self._evaluated = self._stepped = 0.0
+        self._by_source: list[collections.deque[tuple[float, float]]] = []
+        """Sums of losses and of weights of each source's last steps."""
+        self._losses_by_source: list[float] = []
+        """Their means: every boundary asks for them."""
         self._predicted = 0.0
         self._steps = self._skipped = 0
         self._first_unix = self._last_unix = 0.0
@@ -91,6 +95,17 @@ class Timing:
         self._losses.append(value)
         self._predicted += predicted
 
+    def by_source(self, sums: Sequence[tuple[float, float]]) -> None:
+        """Note the sums of losses and of weights of each source's rows in a step."""
+        if not self._by_source:
+            self._by_source = [collections.deque(maxlen=LOSS_STEPS) for _ in sums]
+            self._losses_by_source = [math.nan] * len(sums)
+        for number, (loss, weight) in enumerate(sums):
+            if weight > 0:
+                kept = self._by_source[number]
+                kept.append((loss, weight))
+                self._losses_by_source[number] = mean(kept)
+
     def skipped(self) -> int:
         """Note a step that changed nothing; return how many have by now."""
         self._skipped += 1
@@ -109,6 +124,7 @@ class Timing:
             eval_seconds=self._evaluated,
             compile_seconds=self._compile_seconds,
             loss=statistics.fmean(self._losses) if self._losses else math.nan,
+            losses_by_source=tuple(self._losses_by_source),
             eval_loss=self.eval_loss,
             watched_cycle=self.watched[0],
             watched_loss=self.watched[1],
@@ -123,3 +139,9 @@ class Timing:
             return 0.0
         low, high = self._sorted[half + odd - 1], self._sorted[half]
         return (low + high) / 2
+
+
+def mean(sums: Collection[tuple[float, float]]) -> float:
+    """Return the mean over sums of losses and of weights; NaN if there are none."""
+    totals, weights = math.fsum(s for s, _ in sums), math.fsum(w for _, w in sums)
+    return totals / weights if weights else math.nan

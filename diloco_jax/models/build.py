@@ -15,7 +15,7 @@ from diloco_jax.core.members import load, said
 from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
 from diloco_jax.models.layout import Layout
-from diloco_jax.models.model import Model, abstract_batch
+from diloco_jax.models.model import ROWS, Model, abstract_batch
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""
@@ -122,10 +122,10 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
         batch = abstract_batch(taken, rows, length)
         with jax.set_mesh(layout.mesh):
             result: Any = jax.eval_shape(model.require_loss(), shapes, batch, frozen)
-        _check_loss(result)
+        _check_loss(result, rows)
 
 
-def _check_loss(result: Any) -> None:
+def _check_loss(result: Any, rows: int) -> None:
     try:
         loss, metrics = result
         found = {"the loss": loss}
@@ -142,3 +142,15 @@ def _check_loss(result: Any) -> None:
             f"loss returned {name} of shape {value.shape} and dtype {value.dtype}; it "
             f"must be a float32 scalar, the mean over all weights of the batch"
         )
+    told = {name: metrics[name] for name in ROWS if name in metrics}
+    if told and len(told) < len(ROWS):
+        raise ConfigError(
+            f"loss returned metrics[{next(iter(told))!r}] without the other one of "
+            f"{', '.join(ROWS)}; give both or none"
+        )
+    for name, value in told.items():
+        if value.shape != (rows,) or value.dtype != np.float32:
+            raise ConfigError(
+                f"loss returned metrics[{name!r}] of shape {value.shape} and dtype "
+                f"{value.dtype}; it must have one float32 for each of the {rows} rows"
+            )

@@ -16,6 +16,10 @@ import jax.numpy as jnp
 from diloco_jax.data.source import TOKENS, Field, Fields, fields_of_batch
 from diloco_jax.errors import ConfigError
 
+ROWS = ("row_losses", "row_tokens")
+"""Metrics that a loss may give, f32 [B]: the weighted sum of a row's losses, and the
+sum of its weights. They make a mixture's losses by source."""
+
 Params = dict[str, Any]
 Axes = dict[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -49,9 +53,10 @@ class Model(NamedTuple):
     `init(key) -> params`: nested dict of f32 arrays.
     `loss(params, batch) -> (loss, metrics)`: mean cross entropy of the next token in
     nats, f32 scalar; metrics has "loss" and "tokens", the sum of the weights that the
-    mean was taken over. A batch has the arrays of `batch`, each with an axis [B] in
-    front, and in validation always "weights", f32 [B, T], 0 where a prediction does not
-    count (`split_batch`).
+    mean was taken over. With `ROWS` it tells of each row, too. A batch has the arrays
+    of `batch`, each with an axis [B] in front, and in validation always "weights", f32
+    [B, T], 0 where a prediction does not count (`split_batch`); in a mixture also
+    "source_number", that of each row's source, int32 [B].
     `axes`: the structure of params with a tuple of logical names for each array:
     "layers" (leading, of stacked tensors), "vocab", "embed", "heads", "kv_heads",
     "head_dim", "mlp".
@@ -174,4 +179,5 @@ def weighted_loss(losses: jax.Array, weights: jax.Array) -> tuple[jax.Array, Met
     """Return the weighted mean of losses, f32 [B, T]; 0 if all weights are 0."""
     tokens = jnp.sum(weights)
     loss = jnp.sum(losses * weights) / jnp.maximum(tokens, 1.0)
-    return loss, {"loss": loss, "tokens": tokens}
+    rows = jnp.sum(losses * weights, axis=1), jnp.sum(weights, axis=1)
+    return loss, {"loss": loss, "tokens": tokens, **dict(zip(ROWS, rows, strict=True))}

@@ -21,7 +21,7 @@ MOST_WAITING = 100_000
 """Lines that may wait for space on a full disk; beyond it, the oldest are left out."""
 CURVES = {
     "island": (
-        *("loss", "eval_loss", "learning_rate"),
+        *("loss", "loss_by_source", "eval_loss", "learning_rate"),
         *("median_step_seconds", "stalled_seconds", "bytes_up", "bytes_down"),
     ),
     "merged_model": ("eval_loss",),
@@ -73,10 +73,12 @@ class Metrics:
         else:
             name, step = f"fragment-{record['fragment']}", record["version"]
         for field in CURVES[kind]:
-            value = record[field]
-            if value is not None:
-                curve = f"{kind}/{field}/{name}"
-                self._curves.add(Point(curve, value, step, record["time"]))
+            value, curve = record[field], f"{kind}/{field}/{name}"
+            curves = value if isinstance(value, dict) else {"": value}
+            for part, number in curves.items():
+                if number is not None:
+                    at = f"{curve}/{part}" if part else curve
+                    self._curves.add(Point(at, number, step, record["time"]))
 
     def close(self) -> None:
         """Close the files."""

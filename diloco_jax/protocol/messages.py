@@ -28,6 +28,8 @@ MAX_RECORDS = 1000
 """Most records in one report."""
 MAX_TEXT = 1000
 """Most characters of a text for people."""
+MAX_SOURCES = 1000
+"""Most sources of a mixture."""
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**56
 MAX_TOKENS = 2**56
@@ -55,6 +57,10 @@ Fact = (
 )
 Facts = Annotated[dict[Identifier, Fact], Meta(max_length=64)]
 Fields = dict[Identifier, Fact | list[Fact | list[Fact]]]
+
+
+OWN_DATA = "own_data"
+"""Fact of an island's environment: true if its steps use other data than is leased."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,6 +126,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     compile_seconds: Seconds = 0.0
     loss: float = float("nan")
     """Training loss, mean over the last few steps, nats per token."""
+    losses_by_source: Annotated[tuple[float, ...], Meta(max_length=MAX_SOURCES)] = ()
+    """The same of each source of a mixture, over the last few steps that had rows of
+    it; NaN if none had."""
     eval_loss: float = float("nan")
     watched_cycle: Count = 0
     """Cycle of the merged model that was evaluated last; 0: none yet."""

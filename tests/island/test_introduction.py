@@ -20,13 +20,14 @@ def test_it_says_what_the_island_is() -> None:
         _name="a",
         _incarnation=3,
         _session="s",
-        _host=SimpleNamespace(island=config.island("a"), plan=PLAN),
+        _host=SimpleNamespace(island=config.island("a"), plan=PLAN, own_data=False),
     )
     hello = LeadingHost._hello(cast(Any, island), Status(run_id="r", steps=7))
     assert (hello.run_id, hello.island, hello.incarnation) == ("r", "a", 3)
     assert (hello.session, hello.steps) == ("s", 7)
     assert hello.fingerprint == config.run.fingerprint()
     assert hello.plan == PLAN.digest()
+    assert hello.environment["own_data"] is False
     batch_size = config.island("a").batch_size
     assert hello.sequences_per_step == batch_size
     assert hello.tokens_per_step == batch_size * config.run.sequence_length

@@ -21,10 +21,11 @@ from diloco_jax.island.device.mesh import (
     make_mesh,
     param_shardings,
     replicated,
+    shardings_like_params,
 )
-from diloco_jax.island.device.step import Trainer, TrainState, _like_params
+from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.models import transformer
-from diloco_jax.models.model import Model, split_batch
+from diloco_jax.models.model import Model, split_batch, weighted_loss
 from diloco_jax.models.presets import preset
 
 
@@ -109,6 +110,49 @@ def test_rounds_count_by_their_weights(accumulation):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), *results
     )
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_mixtures_step_tells_the_loss_of_each_source(accumulation):
+    """As sums over its rows; the step is as it is without them, and compiled once."""
+    sources, arrays = 4, ("tokens", "source_number", "weights")
+    config = IslandConfig(batch_size=8, accumulation=accumulation)
+    weights = np.random.default_rng(1).random((8, 16)).astype(np.float32)
+    number = np.array([3, 0, 0, 3, 1, 0, 3, 0], np.int32)
+    batch = {**rows(), "weights": weights, "source_number": number}
+    plain = linear_model()
+
+    def losses(params, batch):
+        inputs, targets, weights = split_batch(batch)
+        logits = params["table"][inputs]
+        found = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return found, weights
+
+    told = plain._replace(loss=lambda p, batch: weighted_loss(*losses(p, batch)))
+    results = []
+    for model in (plain, told):
+        mesh = make_mesh(config)
+        trainer = Trainer(model, optax.sgd(1.0), config, mesh, arrays, "", sources)
+        state = start(trainer)
+        found, counted = losses(host(state.params), batch)
+        by_row = np.stack(((found * counted).sum(1), counted.sum(1)), axis=1)
+        state, metrics = trainer.step(state, trainer.put_batch(batch), 1.0)
+        results.append(host((state.params, metrics)))
+        state, _ = trainer.step(state, trainer.put_batch(batch), 1.0)
+        assert trainer.compilations() == 1
+    (params, none), (same, metrics) = results
+    np.testing.assert_allclose(params["table"], same["table"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(none["by_source"], np.zeros((sources, 2)))
+    by_hand = [by_row[number == source].sum(0) for source in range(sources)]
+    np.testing.assert_allclose(metrics["by_source"], by_hand, rtol=1e-5)
+    loss, weight = metrics["by_source"].sum(0)
+    np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-5)
+
+
+def test_a_step_without_a_mixture_tells_nothing_by_source():
+    trainer = make_trainer()
+    _, metrics = trainer.step(start(trainer), trainer.put_batch(rows()), 1.0)
+    assert metrics.keys() == {"loss", "tokens", "grad_norm", "skipped"}
 
 
 def test_a_model_trains_on_arrays_of_its_own():
@@ -205,7 +249,7 @@ def test_the_state_of_any_optimizer_is_cut_as_its_parameters(name):
     shardings = param_shardings(mesh, model.axes, shapes)
     whole = replicated(mesh)
     state = jax.eval_shape(inner.init, shapes)
-    lies = _like_params(state, shapes, shardings, whole)
+    lies = shardings_like_params(state, shapes, shardings, whole)
     expected = jax.tree.map(lambda s, lie: (s.shape, lie), shapes, shardings)
     cut = [of for of in jax.tree.leaves(expected, is_leaf=is_pair) if of[1] != whole]
     found = jax.tree.map(lambda s, lie: (s.shape, lie), state, lies)

@@ -1,8 +1,9 @@
 """Time that counts as a step, as validation, and as neither."""
 
+import math
 import statistics
 
-from diloco_jax.island.timing import MEDIAN_STEPS, Timing
+from diloco_jax.island.timing import LOSS_STEPS, MEDIAN_STEPS, Timing
 
 
 def test_validation_is_neither_a_stall_nor_part_of_a_gap():
@@ -44,3 +45,21 @@ def test_the_median_is_that_of_the_last_gaps():
         if number % 37 == 0:
             expected = statistics.median(gaps[-MEDIAN_STEPS:])
             assert timing.measures().median_step_seconds == expected
+
+
+def test_a_sources_loss_is_over_its_own_last_steps():
+    timing = Timing(0.0)
+    assert timing.measures().losses_by_source == ()
+    timing.by_source([(6.0, 2.0), (0.0, 0.0), (8.0, 4.0)])
+    often, never, rare = timing.measures().losses_by_source
+    assert (often, rare) == (3.0, 2.0)
+    assert math.isnan(never)
+    for _ in range(LOSS_STEPS):
+        timing.by_source([(5.0, 1.0), (0.0, 0.0), (0.0, 0.0)])
+    often, never, rare = timing.measures().losses_by_source
+    assert (often, rare) == (5.0, 2.0)  # A source without rows keeps what it had.
+    assert math.isnan(never)
+    timing.by_source([(1.0, 8.0), (3.0, 1.0), (0.0, 0.0)])
+    often, never, rare = timing.measures().losses_by_source
+    assert often == (5.0 * (LOSS_STEPS - 1) + 1.0) / (LOSS_STEPS - 1 + 8.0)
+    assert (never, rare) == (3.0, 2.0)

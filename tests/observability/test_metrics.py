@@ -19,6 +19,7 @@ ISLAND = {
     "phase": "training",
     "step": 3,
     "loss": 2.5,
+    "loss_by_source": {"/rows/code": 2.0, "/rows/prose": None},
     "eval_loss": None,
     "learning_rate": 1e-3,
     "median_step_seconds": 0.5,
@@ -62,6 +63,8 @@ def test_lines_and_curves(tmp_path):
     (file,) = (tmp_path / "tensorboard").iterdir()
     drawn = points(file)
     assert drawn["island/loss/a"] == (3, 5.0, 2.5)
+    assert drawn["island/loss_by_source/a//rows/code"] == (3, 5.0, 2.0)
+    assert "island/loss_by_source/a//rows/prose" not in drawn, "there was none"
     assert drawn["merged_model/eval_loss/by-cycle"] == (12, 7.0, 2.25)
     assert drawn["merge/norm/fragment-1"] == (4, 6.0, 0.25)
     assert drawn["merge/pairwise_cosine/fragment-1"] == (4, 6.0, 0.1)

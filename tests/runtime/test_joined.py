@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import time
 
 import jax
@@ -125,6 +126,16 @@ def test_the_example_of_the_page_survives_kills_of_a_loop_and_of_the_coordinator
     restored = [r for r in told if r["record"]["kind"] == "restored"]
     of = {(r["island"], r["incarnation"], r["record"]["start"]) for r in restored}
     assert of == {("slow", 2, 1)}, "its moments are those of its checkpoint"
+    replayed = subprocess.run(
+        [*support.DILOCO, "replay", str(example.workdir), "--trust-code"],
+        env=example.environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert replayed.returncode == 2
+    assert "gives no loss" in replayed.stderr, "only the loops know their steps"
 
 
 # ---- a line that is cut --------------------------------------------------------------
@@ -315,6 +326,18 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
                 island.boundary(grown)
             with pytest.raises(ValueError, match="give it the parameters alone"):
                 island.boundary((island.params, 1))
+
+
+def test_a_loop_with_data_of_its_own_is_told_apart(alone, tmp_path):
+    with coordinator(alone, tmp_path) as service:
+        with joined(alone, service, own_data=True) as island:
+            island.boundary(island.params)
+        await_state(service, lambda s: s.islands["b"].status == "gone")
+    summary = json.loads((tmp_path / "summary.json").read_bytes())
+    assert summary["islands"]["b"]["data"] == "own"
+    tape = list(read_tape(tmp_path / "tape.jsonl"))
+    (hello,) = (record for record in tape if record["kind"] == "hello")
+    assert hello["environment"]["own_data"] is True
 
 
 def test_every_counts_steps_together(alone, tmp_path):

@@ -34,7 +34,13 @@ def build_trainer(
     model = build(run, island, layout(mesh))
     inner = build_inner(run, model)
     return model, Trainer(
-        model, inner, island, mesh, run.data.arrays, run.model.frozen_digest
+        model,
+        inner,
+        island,
+        mesh,
+        run.data.arrays,
+        run.model.frozen_digest,
+        len(run.data.sources),
     )
 
 

@@ -157,3 +157,30 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def _partition(*axes: str | tuple[str, ...] | None) -> PartitionSpec:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]
+
+
+def shardings_like_params(
+    state: Any, shapes: Any, shardings: Any, whole: NamedSharding
+) -> Any:
+    """Return the shardings of an optimizer's state: moments lie as their parameter
+    does.
+
+    A leaf belongs to the parameter whose path its own path ends with, if both have the
+    same shape. Every other leaf lies whole on every device.
+    """
+    flat_shapes = jax.tree_util.tree_leaves_with_path(shapes)
+    known: dict[tuple[Any, ...], tuple[tuple[int, ...], NamedSharding]] = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            flat_shapes, jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def choose(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        for start in range(len(path)):
+            found = known.get(path[start:])
+            if found and found[0] == leaf.shape:
+                return found[1]
+        return whole
+
+    return jax.tree_util.tree_map_with_path(choose, state)

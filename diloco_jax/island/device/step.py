@@ -16,12 +16,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.config.validation import check_batch
+from diloco_jax.core.sources import by_source
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.data.stream import Batch, OwnRows
-from diloco_jax.island.device.mesh import batch_sharding, param_shardings, replicated
+from diloco_jax.island.device.mesh import (
+    batch_sharding,
+    param_shardings,
+    replicated,
+    shardings_like_params,
+)
 from diloco_jax.island.device.placing import abstract, place, zeros
 from diloco_jax.island.device.unless import unless
 from diloco_jax.models.model import (
+    ROWS,
     Frozen,
     Metrics,
     Model,
@@ -52,10 +59,12 @@ class Trainer:
         mesh: Mesh,
         arrays: Collection[str] = ("tokens",),
         frozen_digest: str = "",
+        sources: int = 0,
     ):
         """inner: its updates at learning rate 1. arrays: names of those that the data
         has (`data.arrays`). frozen_digest: that of the run's frozen parameters; empty:
-        they are not compared.
+        they are not compared. sources: number of a mixture's sources, if the step is to
+        tell their losses.
 
         Raises ConfigError if the batch does not divide over the mesh and accumulation
         rounds, if the model has no loss, or if it does not take such data.
@@ -72,11 +81,12 @@ class Trainer:
         self._frozen_placed: Params | None = None
         self._inner = inner
         self._accumulation = island.accumulation
+        self._sources = sources if "source_number" in self.fields else 0
         shapes = model.shapes()
         whole = replicated(mesh)
         self.shardings = param_shardings(mesh, model.axes, shapes)
         opt_shapes = jax.eval_shape(inner.init, shapes)
-        opt_shardings = _like_params(opt_shapes, shapes, self.shardings, whole)
+        opt_shardings = shardings_like_params(opt_shapes, shapes, self.shardings, whole)
         self._shapes = TrainState(shapes, opt_shapes)
         self._lies = TrainState(self.shardings, opt_shardings)
         self._init_inner = jax.jit(inner.init, out_shardings=opt_shardings)
@@ -99,7 +109,8 @@ class Trainer:
           The new state and metrics, f32 scalars: "loss" (nats per token, mean over
           the batch), "tokens" (the sum of the weights of that mean), "grad_norm",
           "skipped". Where loss or gradient is not finite, skipped is 1 and the state
-          is as it was.
+          is as it was. In a mixture also "by_source", f32 [S, 2], sums of losses and
+          of weights; zeros if the model does not tell them by row (`model.ROWS`).
         """
         with jax.set_mesh(self.mesh):
             rate = np.float32(learning_rate)
@@ -276,7 +287,7 @@ class Trainer:
         learning_rate: jax.Array,
         frozen: Params,
     ) -> tuple[TrainState, Metrics]:
-        loss, tokens, grads = self._loss_and_grads(state.params, batch, frozen)
+        loss, counted, grads = self._loss_and_grads(state.params, batch, frozen)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
@@ -288,19 +299,19 @@ class Trainer:
 
         new = unless(~finite, applied, state, self.mesh.devices.flat[0].platform)
         skipped = 1.0 - finite.astype(jnp.float32)
-        metrics = {"loss": loss, "tokens": tokens, "grad_norm": grad_norm}
+        metrics = {"loss": loss, **counted, "grad_norm": grad_norm}
         return new, {**metrics, "skipped": skipped}
 
     def _loss_and_grads(
         self, params: Params, batch: Placed, frozen: Params
-    ) -> tuple[jax.Array, jax.Array, Params]:
-        """Return the mean over the batch, the sum of the weights that it was taken
-        over, and the mean's gradient, in A rounds."""
+    ) -> tuple[jax.Array, Metrics, Params]:
+        """Return the mean over the batch, sums over it, and the mean's gradient, in A
+        rounds."""
         differentiate = jax.value_and_grad(self._loss, has_aux=True)
         rounds = self._accumulation
         if rounds == 1:
             (loss, metrics), grads = differentiate(params, batch, frozen)
-            return loss, metrics["tokens"], grads
+            return loss, self._counted(metrics, batch), grads
         # Rounds of plain rows count alike, and are added as they are.
         alike = batch.keys().isdisjoint(DERIVED)
 
@@ -313,14 +324,28 @@ class Trainer:
                 parts = jax.tree.map(
                     lambda x: jnp.where(tokens > 0, x * tokens, 0.0), parts
                 )
-            return jax.tree.map(jnp.add, total, (parts, tokens)), None
+            found = parts, self._counted(metrics, part)
+            return jax.tree.map(jnp.add, total, found), None
 
         zero = jnp.zeros(())
-        zeros = ((zero, jax.tree.map(jnp.zeros_like, params)), zero)
-        (sums, tokens), _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
-        counted = rounds if alike else jnp.where(tokens > 0, tokens, 1.0)
-        loss, grads = jax.tree.map(lambda x: x / counted, sums)
-        return loss, tokens, grads
+        zeros = ((zero, jax.tree.map(jnp.zeros_like, params)), self._counted({}, {}))
+        (sums, counted), _ = jax.lax.scan(add, zeros, self._in_rounds(batch))
+        tokens = counted["tokens"]
+        divisor = rounds if alike else jnp.where(tokens > 0, tokens, 1.0)
+        loss, grads = jax.tree.map(lambda x: x / divisor, sums)
+        return loss, counted, grads
+
+    def _counted(self, metrics: Metrics, batch: Placed) -> Metrics:
+        """Return what is summed over the rounds of a step; zeros where the model does
+        not tell it."""
+        found = {"tokens": metrics.get("tokens", jnp.zeros(()))}
+        if self._sources and metrics.keys() >= set(ROWS):
+            losses, tokens = (metrics[name] for name in ROWS)
+            sources, count = batch["source_number"], self._sources
+            found["by_source"] = by_source(sources, losses, tokens, count)
+        elif self._sources:
+            found["by_source"] = jnp.zeros((self._sources, 2))
+        return found
 
     def _evaluate(
         self, params: Params, batch: Placed, frozen: Params
@@ -352,30 +377,3 @@ class Trainer:
             return rows.reshape(-1, self._accumulation, *rows.shape[1:]).swapaxes(0, 1)
 
         return {name: cut(rows) for name, rows in batch.items()}
-
-
-def _like_params(
-    state: Any, shapes: Params, shardings: Params, whole: NamedSharding
-) -> Any:
-    """Return the shardings of an optimizer's state: moments lie as their parameter
-    does.
-
-    A leaf belongs to the parameter whose path its own path ends with, if both have the
-    same shape. Every other leaf lies whole on every device.
-    """
-    flat_shapes = jax.tree_util.tree_leaves_with_path(shapes)
-    known: dict[tuple[Any, ...], tuple[tuple[int, ...], NamedSharding]] = {
-        path: (leaf.shape, sharding)
-        for (path, leaf), sharding in zip(
-            flat_shapes, jax.tree.leaves(shardings), strict=True
-        )
-    }
-
-    def choose(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        for start in range(len(path)):
-            found = known.get(path[start:])
-            if found and found[0] == leaf.shape:
-                return found[1]
-        return whole
-
-    return jax.tree_util.tree_map_with_path(choose, state)
