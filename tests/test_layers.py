@@ -179,6 +179,15 @@ def test_what_is_declared_is_justified() -> None:
     assert not names - set(re.findall(r"[\w-]+", cells))
 
 
+def test_each_package_has_its_licence() -> None:
+    page = (PACKAGE.parent / "docs" / "dependencies.md").read_text()
+    packages = page.split("| package | why |")[1].split("\n\n")[0]
+    rows = [line for line in packages.splitlines() if line.startswith("| ")]
+    assert len(rows) > 40
+    known = r"(Apache|BSD|MIT|MPL|its own|not under a free licence|own licence)"
+    assert [row for row in rows if not re.search(known, row)] == []
+
+
 def test_only_models_see_flax() -> None:
     seen = {
         path.relative_to(PACKAGE).parts[0]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from diloco_jax.config import ConfigError
 from diloco_jax.data import manifest
 from diloco_jax.data.tokens import SUFFIX
+from diloco_jax.paths import is_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,11 @@ def _library() -> Iterator[tuple[str, pathlib.Path]]:
 def _user_files(paths: Iterable[str], field: str) -> Iterator[tuple[str, pathlib.Path]]:
     found: dict[str, pathlib.Path] = {}
     for given in paths:
+        if is_bucket(given):
+            raise ConfigError(
+                f"{field}: {given} is a bucket; mount it (gcsfuse, mount-s3) and give "
+                f"the folder, or copy it"
+            )
         root = pathlib.Path(given)
         try:
             root.stat()

@@ -162,9 +162,10 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             f"launch.data = {settings.data!r} is no gs://BUCKET/FOLDER; copy the text "
             f"to a bucket (`gcloud storage rsync -r FOLDER gs://BUCKET/FOLDER`)"
         )
-    if config.run.data.paths and not settings.data:
+    here = [path for path in config.run.data.paths if not is_bucket(path)]
+    if here and not settings.data:
         raise ConfigError(
-            f"data.paths = {', '.join(config.run.data.paths)} is on this machine only; "
+            f"data.paths = {', '.join(here)} is on this machine only; "
             f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
             f"launch.data = 'gs://BUCKET/FOLDER'"
         )
@@ -262,13 +263,16 @@ def _copied(config: Config) -> DataConfig:
     """Return the data's config with the paths that the machines have.
 
     Each machine has a copy of `launch.data`. That copy is all of the data or, for a
-    mixture, has its folders by name. The tokenizer is in it, too.
+    mixture, has its folders by name. The tokenizer is in it, too. A path in a bucket
+    is the same everywhere.
     """
-    data, paths = config.run.data, tuple[str, ...]()
-    if config.launch.data:
-        names = [Path(path).name for path in data.paths]
-        mixed = len(data.weights) > 1
-        paths = tuple(f"{DATA}/{name}" for name in names) if mixed else (DATA,)
+    data = config.run.data
+    paths: tuple[str, ...] = (DATA,) if config.launch.data else ()
+    if len(data.weights) > 1 or any(map(is_bucket, data.paths)):
+        paths = tuple(
+            path if is_bucket(path) else f"{DATA}/{Path(path).name}"
+            for path in data.paths
+        )
     tokenizer = f"{DATA}/{Path(data.tokenizer).name}" if data.tokenizer else ""
     return dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
 

@@ -518,6 +518,15 @@ def test_a_place_that_is_no_folder_is_named(texts, tmp_path, capsys):
     assert "--text-field is empty" in capsys.readouterr().err
 
 
+def test_a_bucket_is_neither_a_source_nor_a_result(texts, tmp_path, capsys):
+    out, texts = str(tmp_path / "x"), str(tmp_path / "in")
+    assert cli.main(["data", "prepare", "gs://b/x", texts]) == 2
+    assert "OUT: gs://b/x is a bucket; give a folder of" in capsys.readouterr().err
+    assert cli.main(["data", "prepare", out, texts, "s3://b/in"]) == 2
+    assert "SOURCES: s3://b/in is a bucket; mount it" in capsys.readouterr().err
+    assert not list(tmp_path.glob("x*"))
+
+
 def test_files_are_those_of_the_manifest(texts, tmp_path):
     prepared, *_ = made(tmp_path)
     folder = tmp_path / "out"

@@ -70,14 +70,14 @@ def in_tokens(root):
     return path, folder_of(root, "tokens", lines, open_tokenizer(path))
 
 
-def config_of(*paths, vocab_size=256, **data):
+def config_of(*paths, vocab_size=256, length=LENGTH, **data):
     model = dataclasses.replace(tiny.MODEL, vocab_size=vocab_size)
     run = RunConfig(
         model=model,
         data=DataConfig(paths=paths, **data),
         sync=SyncConfig(steps_per_cycle=4, fragments=2, quorum=1),
-        sequence_length=LENGTH,
-        total_tokens=40 * 4 * LENGTH,
+        sequence_length=length,
+        total_tokens=40 * 4 * length,
     )
     islands = {
         "a": IslandConfig(batch_size=4, step_seconds=1.0),
@@ -116,6 +116,39 @@ def test_bits_per_byte_count_bytes_of_the_text(in_tokens):
         text += tokenizer.decode(kept)
     assert data.bytes_per_token == len(text.encode()) / predicted
     assert data.bytes_per_token > 1.2
+
+
+@pytest.mark.parametrize("kind", ["bytes", *make_tokenizers.KINDS])
+def test_bits_per_byte_are_of_the_same_bytes_with_any_tokenizer(kind, tmp_path):
+    """The bytes of the documents that are held out, each once, over the tokens that are
+    predicted of them."""
+    made = make_tokenizers.KINDS.get(kind)
+    tokenizer = open_tokenizer(made(tmp_path / "words") if made else "")
+    lines = [f"letters {n}, numbers {n * n} and naïve Σ {n}" for n in range(60)]
+    folder = folder_of(tmp_path, "rows", lines, tokenizer, length=64)
+    held = read_manifest(Path(folder)).validation.counts
+    data = load_data(config_of(folder, vocab_size=512, length=64).run)
+    assert data.bytes_per_token == held.text_bytes / held.predicted
+    out = documents_of_rows(data.validation, tokenizer)
+    assert len(out) == held.documents > 2
+    assert held.text_bytes == sum(len(text.encode()) for text in out)
+    assert set(out) <= set(lines)
+    weights = sum(
+        float(data.validation[n]["weights"].sum()) for n in range(len(data.validation))
+    )
+    assert weights == held.predicted
+
+
+def documents_of_rows(source, tokenizer) -> list[str]:
+    """The text of every document of a source, whose rows hold them whole."""
+    special, found = {*tokenizer.start, tokenizer.end}, []
+    for number in range(len(source)):
+        row = source[number]
+        for segment in range(1, int(row["segments"].max()) + 1):
+            tokens = row["tokens"][row["segments"] == segment]
+            kept = [int(token) for token in tokens if int(token) not in special]
+            found.append(tokenizer.decode(kept))
+    return found
 
 
 def test_a_mixture_has_the_weights_that_were_asked(folders):
@@ -187,8 +220,8 @@ def test_what_does_not_fit_is_refused_with_both_values(folders, in_tokens, root)
             resolve(config_of(*folders, weights=weights))
     with pytest.raises(ConfigError, match=r"names .* 2 times; give it once"):
         resolve(config_of(folders[0], folders[1], folders[0]))
-    with pytest.raises(ConfigError, match=r"gs://b/c is a bucket.*mount it"):
-        resolve(config_of("gs://b/c"))
+    with pytest.raises(ConfigError, match=r"s3://b/c is a bucket.*gs:// alone; mount"):
+        resolve(config_of("s3://b/c"))
 
 
 def test_another_folder_is_not_the_runs(folders):

@@ -170,6 +170,19 @@ def test_machines_find_a_mixture_and_a_tokenizer_in_the_bucket(config):
     assert "data.tokenizer = " in refusal(with_data(tokenizer=tokenizer))
 
 
+def test_machines_read_a_bucket_where_it_is(config):
+    def paths(settings, *given, **fields):
+        data = DataConfig(paths=given, digest="d", **fields)
+        run = dataclasses.replace(settings.run, data=data)
+        order = make_order(dataclasses.replace(settings, run=run), "two.py", "tpu_vm")
+        return json.loads(order.config_json)["run"]["data"]["paths"]
+
+    assert paths(config, "gs://b/code") == ["gs://b/code"]
+    copied, weights = changed(config, data="gs://b/all"), (3.0, 1.0)
+    mixed = paths(copied, "gs://b/code", "/me/prose", weights=weights)
+    assert mixed == ["gs://b/code", f"{DATA}/prose"]
+
+
 def test_a_model_in_a_file_that_is_here_only_is_refused(config, tmp_path):
     file = tmp_path / "mine.py"
 

@@ -1,12 +1,14 @@
 """`python bucket_server.py PORT SECONDS`: a bucket named "bucket" at this machine.
 
-gcp-storage-emulator, with what it leaves out and tensorstore builds upon: every write
-makes a new generation, and requests may be about one generation only.
+gcp-storage-emulator, with what it leaves out. tensorstore builds upon generations: each
+write makes a new one, and requests may be about one only. ArrayRecord asks for the last
+bytes of an object.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import threading
 import time
@@ -21,12 +23,29 @@ from gcp_storage_emulator.handlers import objects
 generations = itertools.count(1)
 lock = threading.Lock()
 make_resource = objects._make_object_resource
+download = objects.download
 
 
 def make_with_generation(*arguments: Any, **options: Any) -> dict[str, Any]:
     """An object's metadata."""
     made: dict[str, Any] = make_resource(*arguments, **options)
     return {**made, "generation": str(next(generations))}
+
+
+def download_last(request: Any, response: Any, storage: Any, *rest: Any) -> None:
+    """An object's bytes, where the last N may be asked for."""
+    plain = request.get_header
+    asked = re.fullmatch(r"bytes=-([0-9]+)", plain("range", None) or "")
+    if asked:
+        name = request.params["bucket_name"], request.params["object_id"]
+        size = len(storage.get_file(*name))
+        last = f"bytes={max(size - int(asked[1]), 0)}-{size - 1}"
+
+        def get_header(key: str, default: Any = None) -> Any:
+            return last if key == "range" else plain(key, default)
+
+        request.get_header = get_header
+    download(request, response, storage, *rest)
 
 
 def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +77,8 @@ def main() -> None:
     """Serves for so many seconds at most."""
     port, seconds = sys.argv[1:]
     objects._make_object_resource = make_with_generation
-    guarded = {objects.get, objects.download, objects.insert, objects.delete}
+    objects.download = download_last  # What `objects.get` answers a download with.
+    guarded = {objects.get, download, objects.insert, objects.delete}
     server.HANDLERS = tuple(
         (
             path,

@@ -28,6 +28,7 @@ class Bucket:
         self.environment = {
             "STORAGE_EMULATOR_HOST": url,
             "TENSORSTORE_GCS_HTTP_URL": url,
+            "CLOUD_STORAGE_EMULATOR_ENDPOINT": url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "any",
             "GOOGLE_CLOUD_PROJECT": "any",
             "NO_GCE_CHECK": "true",
@@ -54,6 +55,12 @@ class Bucket:
                 headers={"Content-Type": "application/octet-stream"},
             )
             urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        url = f"{self._url}/storage/v1/b/bucket/o/{quote(name, safe='')}"
+        request = urllib.request.Request(url, method="DELETE")
+        urllib.request.urlopen(request, timeout=PATIENCE_S).close()
 
     def complete(self, folder: str) -> set[int]:
         """Numbers of the checkpoints that are complete in one, or of the coordinator's

@@ -20,14 +20,14 @@ from diloco_jax.config.fields import (
 from diloco_jax.errors import ConfigError
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.options import parse
-from diloco_jax.paths import absolute
+from diloco_jax.paths import absolute, is_bucket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
     """The options of `diloco data prepare`."""
 
-    out: Path = positional(metavar="OUT", help="A folder that does not exist yet.")
+    out: str = positional(metavar="OUT", help="A folder that does not exist yet.")
     sources: tuple[str, ...] = positional(
         metavar="SOURCES",
         help="Files, and folders of them: .parquet, .jsonl and .jsonl.gz; any other "
@@ -75,6 +75,11 @@ def data_command(arguments: Sequence[str]) -> int:
     check_bounds(options)
     if not options.text_field:
         raise ConfigError("--text-field is empty; give the name of a field or column")
+    if is_bucket(options.out):
+        raise ConfigError(
+            f"OUT: {options.out} is a bucket; give a folder of this machine, and copy "
+            f"it there once it is whole (`gcloud storage rsync -r`)"
+        )
     from rich.console import Console
 
     from diloco_jax.data.prepare.examples import Reader
@@ -96,7 +101,7 @@ def data_command(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     with bar(Console(stderr=True), "preparing") as report:
         made = prepare(
-            Path(absolute(str(options.out))),
+            Path(absolute(options.out)),
             options.sources,
             recipe,
             workers=options.workers or machine.cores(),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from diloco_jax.data.prepared.folder import folder_at
 from diloco_jax.data.prepared.records import RecordFormat
 from diloco_jax.errors import ConfigError
 
@@ -23,8 +23,6 @@ TRAIN, VALIDATION = "train", "validation"
 CHUNK_BYTES = 1 << 20
 SAMPLES = 16
 """Chunks that a start compares."""
-ASKERS = 16
-"""Threads that ask for sizes, since a mounted bucket takes its time for each."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,14 +108,15 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_prepared(folder: str | Path) -> bool:
     """Tell if a path is a folder that has such a manifest."""
-    return (Path(folder) / NAME).is_file()
+    return folder_at(folder).has(NAME)
 
 
-def read_manifest(folder: Path) -> Contents:
+def read_manifest(folder: str | Path) -> Contents:
     """Read a folder's manifest; raise ConfigError, naming it, if it cannot be read."""
-    path = folder / NAME
+    there = folder_at(folder)
+    path = there.path(NAME)
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Contents)
+        found = msgspec.json.decode(there.read(NAME), type=Contents)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"data.paths: {path} cannot be read ({error}); copy it again, or make the "
@@ -132,7 +131,7 @@ def read_manifest(folder: Path) -> Contents:
 
 
 def require_whole(
-    folder: Path,
+    folder: str | Path,
     prepared: Contents,
     samples: int = SAMPLES,
     draw: Callable[[range, int], list[int]] = random.sample,
@@ -140,26 +139,19 @@ def require_whole(
     """Raise ConfigError, with both values, if files are not the manifest's: compare all
     sizes, and `samples` chunks that are drawn."""
     shards = (*prepared.train.shards, *prepared.validation.shards)
-
-    def size_of(shard: Shard) -> int | str:
-        try:
-            return (folder / shard.name).stat().st_size
-        except OSError as error:
-            return str(error.strerror)
-
-    with ThreadPoolExecutor(ASKERS) as pool:
-        for shard, size in zip(shards, pool.map(size_of, shards), strict=True):
-            if size != shard.size:
-                raise _differs(folder / shard.name, "size", size, shard.size)
+    there = folder_at(folder)
+    sizes = there.sizes([shard.name for shard in shards])
+    for shard, size in zip(shards, sizes, strict=True):
+        if size != shard.size:
+            raise _differs(there.path(shard.name), "size", size, shard.size)
     places = [(shard, number) for shard in shards for number in range(_chunks(shard))]
     for at in draw(range(len(places)), min(samples, len(places))):
         shard, number = places[at]
-        with (folder / shard.name).open("rb") as file:
-            file.seek(number * CHUNK_BYTES)
-            found = chunk_digest(file.read(CHUNK_BYTES))
-        if found != shard.chunks[number]:
-            what = f"digest of bytes from {number * CHUNK_BYTES} on"
-            raise _differs(folder / shard.name, what, found, shard.chunks[number])
+        start = number * CHUNK_BYTES
+        chunk = there.read(shard.name, start, min(start + CHUNK_BYTES, shard.size))
+        if (found := chunk_digest(chunk)) != shard.chunks[number]:
+            what, path = f"digest of bytes from {start} on", there.path(shard.name)
+            raise _differs(path, what, found, shard.chunks[number])
 
 
 def shard_of(path: Path, name: str, rows: int) -> Shard:
@@ -180,7 +172,7 @@ def _chunks(shard: Shard) -> int:
     return len(shard.chunks)
 
 
-def _differs(path: Path, what: str, here: object, then: object) -> ConfigError:
+def _differs(path: str, what: str, here: object, then: object) -> ConfigError:
     return ConfigError(
         f"data.paths: {path} is not the file of {NAME}: {what} is {here} here, {then} "
         f"there; copy the folder again, or make it with `diloco data prepare`"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.config import ConfigError, DataConfig, RunConfig
@@ -17,9 +16,12 @@ from diloco_jax.data.prepared.contents import (
     read_manifest,
     require_whole,
 )
+from diloco_jax.data.prepared.folder import folder_at
 from diloco_jax.data.prepared.source import PreparedRows
 from diloco_jax.data.shares import slots_of
 from diloco_jax.data.tokenizers.opening import open_tokenizer, require_digest
+from diloco_jax.paths import is_bucket
+from diloco_jax.protocol.messages import MAX_SOURCES
 
 
 class Folders(NamedTuple):
@@ -49,10 +51,11 @@ def are_prepared(data: DataConfig) -> bool:
             f"is no prepared folder; make some with `diloco data prepare`"
         )
     for path in data.paths:
-        if "://" in path:
+        if is_bucket(path) and not found:
             raise ConfigError(
-                f"data.paths: {path} is a bucket, which the library of such files "
-                f"cannot read; mount it (gcsfuse, mount-s3) and give the folder"
+                f"data.paths: {path} is no prepared folder (it has no {NAME}), and of "
+                f"a bucket nothing else is read; make one with `diloco data prepare`, "
+                f"copy it there (`gcloud storage rsync -r`), or mount the bucket"
             )
     return bool(found)
 
@@ -61,7 +64,7 @@ def open_folders(run: RunConfig) -> Folders:
     """Open the prepared folders of a run: read their manifests, compare sizes and a few
     chunks of their files. Raise ConfigError if they are not the run's."""
     data = run.data
-    paths = [Path(path) for path in data.paths]
+    paths = [str(folder_at(path)) for path in data.paths]
     if doubled := {path for path in paths if paths.count(path) > 1}:
         raise ConfigError(
             f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
@@ -73,7 +76,7 @@ def open_folders(run: RunConfig) -> Folders:
         require_digest(
             prepared.tokenizer.digest,
             found[0].tokenizer.digest,
-            str(path),
+            path,
             f"that of {paths[0]}",
         )
     weights = _weights(data, [prepared.train.counts.rows for prepared in found])
@@ -107,12 +110,12 @@ def tokenizer_of(data: DataConfig) -> str | None:
     """
     if not data.paths or not is_prepared(data.paths[0]):
         return data.tokenizer or None
-    folder = Path(data.paths[0])
-    tokens = read_manifest(folder).tokenizer
+    folder = folder_at(data.paths[0])
+    tokens = read_manifest(data.paths[0]).tokenizer
     if data.tokenizer:
         given = open_tokenizer(data.tokenizer)
         require_digest(tokens.digest, given.digest, str(folder), given.name)
-    return str(folder / tokens.file) if tokens.file else ""
+    return str(folder.at_hand(tokens.file)) if tokens.file else ""
 
 
 def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
@@ -122,6 +125,11 @@ def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
         raise ConfigError(
             f"data.weights has {len(weights)} numbers, data.paths {len(rows)} folders; "
             f"give one number for each folder"
+        )
+    if len(rows) > MAX_SOURCES:
+        raise ConfigError(
+            f"data.paths has {len(rows)} folders, and a mixture has at most "
+            f"{MAX_SOURCES}; prepare several together"
         )
     if not all(0 < weight < math.inf for weight in weights):
         raise ConfigError(
@@ -144,7 +152,7 @@ def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
     return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
 
 
-def _require_length(path: Path, prepared: Contents, sequence_length: int) -> None:
+def _require_length(path: str, prepared: Contents, sequence_length: int) -> None:
     if prepared.sequence_length != sequence_length:
         raise ConfigError(
             f"sequence_length = {sequence_length}, but the rows of {path} have "

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.data.prepared.contents import Contents, Split
+from diloco_jax.data.prepared.folder import folder_at
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row
 
 MOST_OPEN = 256
@@ -29,8 +30,8 @@ class PreparedRows:
 
     fields = FIELDS
 
-    def __init__(self, folder: Path, prepared: Contents, split: Split) -> None:
-        self._folder, self._records = folder, prepared.records
+    def __init__(self, folder: str | Path, prepared: Contents, split: Split) -> None:
+        self._folder, self._records = folder_at(folder), prepared.records
         self._shards = split.shards
         self._ends = np.array(
             list(itertools.accumulate(shard.rows for shard in split.shards)), np.int64
@@ -53,7 +54,7 @@ class PreparedRows:
             return self._records.decode(record)
         except (RuntimeError, ValueError, IndexError) as error:
             raise OSError(
-                f"row {within} of {self._folder / shard.name} cannot be read "
+                f"row {within} of {self._folder.path(shard.name)} cannot be read "
                 f"({error}); copy the folder again"
             ) from error
 
@@ -65,11 +66,14 @@ class PreparedRows:
         """
         with self._lock:
             found = self._open.get(number)
-            if found is None:
-                from array_record.python.array_record_module import ArrayRecordReader
+        if found is None:
+            from array_record.python.array_record_module import ArrayRecordReader
 
-                path = self._folder / self._shards[number].name
-                found = self._open[number] = ArrayRecordReader(str(path), READER)
+            # Not under the lock: a bucket takes its time.
+            path = self._folder.path(self._shards[number].name)
+            found = ArrayRecordReader(path, READER)
+        with self._lock:
+            found = self._open.setdefault(number, found)
             self._open.move_to_end(number)
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
