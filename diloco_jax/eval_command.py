@@ -150,12 +150,15 @@ def _of_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
 
 def _speaker(options: EvalOptions) -> tuple[Speaker, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
+    from rich.console import Console
+
     from diloco_jax.weights.speaker import open_speaker
 
     config = read_config(options.workdir, trust_code=options.trust_code)
-    speaker = open_speaker(
-        options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
-    )
+    with Console(stderr=True).status("reading the weights"):
+        speaker = open_speaker(
+            options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
+        )
     return speaker, config.run.sequence_length
 
 

@@ -80,11 +80,20 @@ def run(
             begun = None
         else:
             config = resolve(config, text_is_here=True)
+            _require_loss(config)
             begun = whole.enter_context(Beginning(config, config_path))
             config, workdir = begun.create(), begun.workdir
         shown = beside.dashboard(workdir, console)
         with shown if dashboard else contextlib.nullcontext():
             return _run(config, workdir, console, begun, route, baseline=baseline)
+
+
+def _require_loss(config: Config) -> None:
+    """Raise ConfigError if only train loops of users know the model's loss."""
+    if config.run.model.factory:
+        from diloco_jax.models.build import build
+
+        build(config.run).require_loss()
 
 
 def _run(

@@ -47,10 +47,25 @@ class LiveRun:
                 raise ConfigError(f"{self._client.address} names a file {name!r}")
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for part in self._client.kept(cycle, name):
-                    file.write(part)
+            self._copy(cycle, name, path)
         return cycle
+
+    def _copy(self, cycle: int, name: str, path: Path) -> None:
+        """Copy a file; begin it again where it breaks off, until that has gone on for
+        the patience."""
+        broke_off: float | None = None
+        while True:
+            try:
+                with path.open("wb") as file:
+                    for part in self._client.kept(cycle, name):
+                        file.write(part)
+                return
+            except (Busy, ConnectionLost):
+                now = time.monotonic()
+                broke_off = now if broke_off is None else broke_off
+                if now - broke_off > self._patience_s:
+                    raise
+                time.sleep(POLL_S)
 
     def _await(self, cycle: int, report: Report) -> tuple[int, list[str]]:
         """Return the cycle and the names of its files once it is kept. A cycle takes as
