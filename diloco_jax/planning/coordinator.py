@@ -194,6 +194,7 @@ def plan_coordinator(
         cycles=cycles,
         cycle_seconds=cycle_seconds,
         bytes_per_s=disk_bytes_per_s,
+        sources=len(run.data.sources),
     )
     memory = sum(parts.values())
     dealt = _worker_plans(plan, workers, memory - parts["process"], wire + merge_cores)

@@ -25,6 +25,8 @@ LINES_PER_DELTA = 860
 of others, the contribution, its direction."""
 LINES_PER_REPORT = 850
 """Bytes in metrics and curves of one report of an island."""
+LINES_PER_SOURCE = 120
+"""The same for the loss on one source of a mixture."""
 REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
 """Seconds between two reports of an island that are written."""
 
@@ -90,13 +92,14 @@ def plan_disk(
     cycles: float,
     cycle_seconds: float,
     bytes_per_s: float,
+    sources: int = 0,
 ) -> DiskPlan:
     """Return the plan of the disk.
 
     params, fragments: numbers of them. state, publish: bytes of all fragments, in a
     snapshot and as one publish of each. largest: bytes of the largest fragment in a
     snapshot. deltas: bytes for which memory has no place, at most. cycles: of the run.
-    bytes_per_s: that the disk writes.
+    bytes_per_s: that the disk writes. sources: of a mixture.
     """
     in_bucket, kept = is_bucket(placement.checkpoints), placement.snapshots_kept
     # Snapshots pause so that the disk has time for the rest.
@@ -105,7 +108,8 @@ def plan_disk(
     # A fragment without a new version is not written again.
     rounds = max(round_s / cycle_seconds, 1.0)
     log = math.ceil((kept - 0.5) * rounds * publish)
-    lines = _line_bytes(cycles * fragments, islands, cycles * cycle_seconds)
+    seconds = cycles * cycle_seconds
+    lines = _line_bytes(cycles * fragments, islands, seconds, sources)
     snapshots = kept * state + largest
     every, theta = placement.export_every, 4 * params
     exports = (placement.exports_kept + 1) * theta if every else 0
@@ -133,8 +137,9 @@ def plan_disk(
     )
 
 
-def _line_bytes(merges: float, islands: int, seconds: float) -> int:
+def _line_bytes(merges: float, islands: int, seconds: float, sources: int) -> int:
     """Return the bytes of all lines and points of a run."""
     of_merges = merges * (LINES_PER_MERGE + islands * LINES_PER_DELTA)
-    of_reports = seconds / REPORTS_EVERY_S * islands * LINES_PER_REPORT
+    each = LINES_PER_REPORT + sources * LINES_PER_SOURCE
+    of_reports = seconds / REPORTS_EVERY_S * islands * each
     return math.ceil(of_merges + of_reports)

@@ -36,9 +36,9 @@ FRAGMENTS = len(PLAN.fragments)
 DISK_BYTES_PER_S = 1e9
 
 
-def planned(placement, cycle_s, cycles=0.0, islands=2):
+def planned(placement, cycle_s, cycles=0.0, islands=2, run=RUN):
     return plan_coordinator(
-        RUN, placement, PLAN, islands, cycle_s, 16, DISK_BYTES_PER_S, cycles=cycles
+        run, placement, PLAN, islands, cycle_s, 16, DISK_BYTES_PER_S, cycles=cycles
     ).disk
 
 
@@ -179,8 +179,11 @@ def lines_of_merge(islands):
     yield notes.Digested(**common, digest="bf" * 32)
 
 
-@pytest.mark.parametrize("islands", [2, 16])
-def test_lines_take_the_bytes_that_the_product_writes(islands, tmp_path):
+@pytest.mark.parametrize(("islands", "sources"), [(2, 0), (16, 0), (2, 12)])
+def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path):
+    paths = tuple(f"/data/rows/source-{number:02}" for number in range(sources))
+    data = dataclasses.replace(RUN.data, paths=paths, weights=(1.0,) * sources)
+    by_source = dict.fromkeys(paths, 2.1481712758541107)
     tape, metrics = Tape(tmp_path / "tape.jsonl"), Metrics(tmp_path)
     merges, reports = 40, 30
     for _ in range(merges):
@@ -201,6 +204,7 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, tmp_path):
             {
                 **{"kind": "island", "time": 1795590680.8126788, "island": "v5p-a"},
                 **{"phase": "training", "step": 100_096, "loss": 2.1481712758541107},
+                "loss_by_source": by_source or None,
                 **{"eval_loss": None, "learning_rate": 0.0006012713003641744},
                 "median_step_seconds": 0.4033285509999587,
                 "stalled_seconds": 0.6065373460000956,
@@ -212,7 +216,8 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, tmp_path):
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     written = sum(file.stat().st_size for file in files)
     cycles, seconds = merges / FRAGMENTS, reports * disk.REPORTS_EVERY_S
-    plan = planned(Placement(), seconds / cycles, cycles, islands)
+    mixed = dataclasses.replace(RUN, data=data)
+    plan = planned(Placement(), seconds / cycles, cycles, islands, mixed)
     assert plan.lines == pytest.approx(written, rel=0.08)
     assert disk.REPORTS_EVERY_S >= service.METRICS_EVERY_S
 
