@@ -184,7 +184,7 @@ def test_each_package_has_its_licence() -> None:
     packages = page.split("| package | why |")[1].split("\n\n")[0]
     rows = [line for line in packages.splitlines() if line.startswith("| ")]
     assert len(rows) > 40
-    known = r"(Apache|BSD|MIT|MPL|its own|not under a free licence|own licence)"
+    known = r"(Apache|BSD|MIT|MPL|GPL|its own|not under a free licence|own licence)"
     assert [row for row in rows if not re.search(known, row)] == []
 
 
