@@ -61,7 +61,7 @@ STRUCK = 0
 """The worker that is killed."""
 STEPS = 2 * FRAGMENTS * CYCLES
 DISK_AT = 24
-LEAD_KILLS = (40, 46)
+LEAD_KILLS = (48, 54)
 """Merges of the run, which reaches them before its end even where each restart takes
 ten steps. A worker counts the merges of its process."""
 WORKER_KILLS = (5, 2)

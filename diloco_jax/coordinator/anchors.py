@@ -140,6 +140,16 @@ class LostFragments:
                 f"come again"
             )
 
+    def require_no_delta(self, fragment: int) -> None:
+        """Raise Refused for a fragment that is lost. No delta that islands have now can
+        enter its next term, and anchors must not wait for them."""
+        if fragment in self._saver.lost:
+            raise Refused(
+                "lost",
+                f"fragment {fragment} was lost here, and begins a new term; the "
+                f"coordinator asks for deltas in that term",
+            )
+
     def term_of(self, start: bulk.UploadStart) -> int:
         """Return the term that the awaited anchor of a fragment begins.
 

@@ -237,7 +237,7 @@ class StoreHolder:
         `Inbox.begin`."""
         if start.version is not None:
             return self.lost.begin(start)
-        self.lost.require_here(start.fragment)
+        self.lost.require_no_delta(start.fragment)
         return self._inbox.begin(start)
 
     def upload_end(self, start: bulk.UploadStart, place: memoryview) -> bool:

@@ -166,7 +166,8 @@ class HoldingWorker(NoProfiles):
     def keep_house(self) -> None:
         """Write the snapshots that are due, until the end."""
         while not self.closing.wait(HOUSEKEEPING_S):
-            self.holder.keep_house(time.monotonic())
+            if self._server is not None:  # Before that, fragments have no arrays.
+                self.holder.keep_house(time.monotonic())
 
     def close(self) -> None:
         """End service, and the merge under way."""

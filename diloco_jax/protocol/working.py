@@ -41,11 +41,16 @@ class BeginWorker(Message, frozen=True, kw_only=True):
 
     def is_like(self, other: BeginWorker) -> bool:
         """Tell whether a worker that was begun so can go on with `other`."""
-        mine = replace(other, **{name: getattr(self, name) for name in _OF_A_LIFE})
-        return mine == self
+        return _for_a_worker(self) == _for_a_worker(other)
 
 
-_OF_A_LIFE = ("ticket_key", "lead", "life", "bind")
+def _for_a_worker(begin: BeginWorker) -> BeginWorker:
+    """Return what must not change under a worker. A lead that is started again may
+    serve at another port, and the worker goes on where it serves."""
+    placement = begin.config.get("placement", {})
+    own = {k: v for k, v in placement.items() if k not in ("bind", "advertise")}
+    config = {**begin.config, "placement": own}
+    return replace(begin, config=config, ticket_key=b"", lead=0, life=0, bind="")
 
 
 class SaveAll(Message, frozen=True, kw_only=True):

@@ -63,8 +63,8 @@ def link(stack, client, mailbox, wanted):
 
 @pytest.fixture
 def sender(stack, client, mailbox):
-    layouts = (PayloadLayout.of(get_codec("f32"), PIECES),)
-    whole = (PayloadLayout.of(get_codec("f32"), PIECES[:1]),)
+    layouts = (PayloadLayout.of(get_codec("f32"), PIECES),) * 2
+    whole = (PayloadLayout.of(get_codec("f32"), PIECES[:1]),) * 2
     sender = Sender(client.transfers, IDENTITY, layouts, whole, mailbox, DEADLINES)
     sender.start()
     stack.callback(sender.close, 5.0)

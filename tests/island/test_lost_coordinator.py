@@ -1,5 +1,7 @@
 """An island and a coordinator that lost its state."""
 
+import queue
+
 import coordinator_says as says
 import numpy as np
 from link_support import WAIT_S, Coordinator, encoded, serve, wait_for_news
@@ -59,3 +61,28 @@ def test_an_anchor_has_the_ticket_of_its_request(coordinator, sender):
     sender.permit(0, 4, b"of a take")
     sender.put_anchor(0, Version(1, 7), encoded(2.0)[:1], b"of the request")
     assert coordinator.uploads.get(timeout=WAIT_S)[0].ticket == b"of the request"
+
+
+def test_a_delta_that_nobody_takes_holds_up_no_anchor_and_no_other_delta(
+    sender, monkeypatch
+):
+    """A worker has lost fragment 0; the anchor for it comes by the same thread."""
+    sent, tries = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def upload(start, payload):
+        if (start.fragment, start.version) == (0, None):
+            tries.put(start)
+            raise Busy("fragment 0 was lost here")
+        sent.put((start.fragment, start.version))
+        return len(payload)
+
+    monkeypatch.setattr(sender._transfers, "upload", upload)
+    sender.put(0, 4, encoded(1.0))
+    for _ in range(2):
+        assert tries.get(timeout=WAIT_S).tick == 4
+    sender.put(1, 5, encoded(2.0))
+    assert sent.get(timeout=WAIT_S) == (1, None)
+    sender.put_anchor(0, Version(1, 7), encoded(2.0)[:1])
+    assert sent.get(timeout=WAIT_S) == (0, Version(1, 7))
+    assert tries.get(timeout=WAIT_S).tick == 4
+    sender.forget(0, 4)

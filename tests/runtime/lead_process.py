@@ -41,6 +41,7 @@ def main(workdir: Path) -> None:
     say(
         addresses=[worker.address for worker in shown],
         pids=[worker.pid for worker in shown],
+        dealt=[w for f in range(len(first)) for w in range(2) if f in workers.of(w)],
         ticket=take.ticket.hex(),
     )
     for word in sys.stdin:

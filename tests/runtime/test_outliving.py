@@ -6,12 +6,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,17 @@ class Lead:
         self.process.stdin.flush()
         return self.answer()["digest"]
 
+    def of_fragment(self, fragment: int) -> tuple[int, str, bytes]:
+        """The worker of a fragment, its address, and the ticket for fragment 0."""
+        own = self.told["dealt"][fragment]
+        return own, self.told["addresses"][own], bytes.fromhex(self.told["ticket"])
+
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=PATIENCE_S)
+        self.process.wait(PATIENCE_S)
+        # Its workers have them open.
+        self.process.stdin.close()
+        self.process.stdout.close()
 
 
 @pytest.fixture
@@ -147,26 +155,23 @@ def halves(start, payload):
 def test_a_transfer_under_way_ends_and_its_delta_counts(run):
     config, workdir, (start, payload), before, merged = run
     first, second = halves(start, payload)
+    opened = ExitStack()
     with killed(workdir) as lead:
-        (own,) = [n for n in range(2) if 0 in of_workers(config, workdir).of(n)]
-        address, ticket = (
-            lead.told["addresses"][own],
-            bytes.fromhex(lead.told["ticket"]),
-        )
-        there = client(address)
-        island = there.__enter__()
+        own, address, ticket = lead.of_fragment(0)
+        island = opened.enter_context(client(address))
         upload = island.transfers_at(address, own).upload
         upload(replace(first[0], ticket=ticket), first[1])
-    with there:
+    with opened:
         upload(replace(second[0], ticket=ticket), second[1])
         with next_lead(config, workdir, FIRST) as (workers, ask, restored):
             assert pids_of(workers) == lead.told["pids"]
+            survivors = [Survivor(pid) for pid in lead.told["pids"]]
             assert [f.snapshot for f in restored.fragments] == [FIRST, FIRST]
             assert restored.fragments[0].digest == before
             arrived = ask.await_(DeltaArrived)
             assert (arrived.island, arrived.tick) == ("a", 1)
             assert (ask.prepare(0), ask.commit(0)) == merged
-    assert not any(Path(f"/proc/{pid}").exists() for pid in lead.told["pids"])
+    assert [survivor.wait(ENDS_S) for survivor in survivors] == [0, 0]
 
 
 @pytest.mark.parametrize("version", [FIRST, SECOND])
@@ -174,11 +179,7 @@ def test_the_log_says_whether_what_was_prepared_counts(run, version):
     """Committed and not said, or never committed; either way by the same process."""
     config, workdir, (start, payload), before, merged = run
     with killed(workdir) as lead:
-        (own,) = [n for n in range(2) if 0 in of_workers(config, workdir).of(n)]
-        address, ticket = (
-            lead.told["addresses"][own],
-            bytes.fromhex(lead.told["ticket"]),
-        )
+        own, address, ticket = lead.of_fragment(0)
         with client(address) as island:
             upload = island.transfers_at(address, own).upload
             upload(replace(start, ticket=ticket), payload.data)
@@ -199,17 +200,14 @@ def test_the_log_says_whether_what_was_prepared_counts(run, version):
 
 def test_an_incarnation_that_has_ended_has_nothing_there(run):
     config, workdir, (start, payload), *_ = run
+    opened = ExitStack()
     with killed(workdir) as lead:
-        (own,) = [n for n in range(2) if 0 in of_workers(config, workdir).of(n)]
-        address, ticket = (
-            lead.told["addresses"][own],
-            bytes.fromhex(lead.told["ticket"]),
-        )
-        there = client(address)
-        upload = there.__enter__().transfers_at(address, own).upload
+        own, address, ticket = lead.of_fragment(0)
+        island = opened.enter_context(client(address))
+        upload = island.transfers_at(address, own).upload
         upload(replace(start, ticket=ticket), payload.data)
     fence = Forget(island="a", before=2, kept=())
-    with there, next_lead(config, workdir, FIRST, fence) as (workers, ask, _):
+    with opened, next_lead(config, workdir, FIRST, fence) as (workers, ask, _):
         with pytest.raises(Refused, match="fenced"):
             upload(replace(start, ticket=ticket), payload.data)
         assert pids_of(workers) == lead.told["pids"]
@@ -233,16 +231,12 @@ def test_workers_that_cannot_go_on_make_room_for_others(run):
     assert not rendezvous.are_left(workdir)
 
 
-def test_workers_that_no_lead_comes_for_end(run):
-    config, workdir, *_ = run
-    config = placed(config, outage_budget_s=1.0)
-    write_config_json(config, workdir / "config.json")
+def test_workers_whose_run_is_removed_end(run):
+    _, workdir, *_ = run
     with killed(workdir) as lead:
         survivors = [Survivor(pid) for pid in lead.told["pids"]]
-    began = time.monotonic()
-    for survivor in survivors:
-        survivor.wait(ENDS_S)
-    assert time.monotonic() - began < ENDS_S
+    shutil.rmtree(workdir)
+    assert [survivor.wait(ENDS_S) for survivor in survivors] == [0, 0]
 
 
 @pytest.mark.nightly

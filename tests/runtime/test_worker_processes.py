@@ -174,6 +174,7 @@ def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_p
             shutil.rmtree(tmp_path / "spread" / "checkpoints" / "coordinator" / "00000")
             workers.bring_back(own, [SECOND, FIRST])
             assert ask.await_(WorkerBack).lost == (0,)
+            refused(start, send, "begins a new term", "lost")
             who, begun = hello(config), Version(2, 1)
             workers.hold(
                 AwaitAnchor(fragment=0, island="a", incarnation=1, term=begun.term)

@@ -8,8 +8,8 @@ bytes is the bound.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +32,8 @@ from diloco_jax.wire.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+LONGEST_PAUSE_FROM = 10
+"""Failures in a row after which pauses grow no longer."""
 TOLD_FROM = 4
 """Failures in a row to send one delta from which on a warning is logged."""
 
@@ -47,6 +49,10 @@ class _Parcel:
     part: Part = ()
     payload: Buffer | None = None
     due: bool = True
+    not_before: float = 0.0
+    """Monotonic time of the next attempt, while it is due."""
+    attempts: int = 0
+    """Attempts that failed since it was put, or asked for again."""
     ticket: bytes = b""
     """For an anchor; tickets for deltas may change."""
 
@@ -123,7 +129,7 @@ class Sender:
             parcel = self._parcels.get((request.fragment, False))
             if parcel is not None and parcel.tick == request.tick:
                 self._tickets[request.fragment] = request.tick, request.ticket
-                parcel.due = True
+                parcel.due, parcel.not_before, parcel.attempts = True, 0.0, 0
                 self._changed.notify_all()
 
     def forget(self, fragment: int, tick: int) -> None:
@@ -151,16 +157,17 @@ class Sender:
         try:
             while (parcel := self._next(lane)) is not None:
                 self._send(parcel)
-                if parcel.version is not None:
-                    with self._changed:
-                        if self._parcels.get(_key(parcel)) is parcel:
-                            del self._parcels[_key(parcel)]
+                with self._changed:
+                    is_newest = self._parcels.get(_key(parcel)) is parcel
+                    if parcel.version is not None and not parcel.due and is_newest:
+                        del self._parcels[_key(parcel)]
         except Exception as error:
             logger.exception("the sender failed")
             self._mailbox.end(EXIT_FAILED, f"the sender failed: {error!r}")
 
     def _next(self, lane: int) -> _Parcel | None:
-        """Return the oldest delta of a lane to be sent; None when closing."""
+        """Return the oldest delta of a lane that may be sent now; None when closing.
+        One that failed waits apart, so that the others of its worker go on."""
         lanes = self._lanes
 
         def due() -> list[_Parcel]:
@@ -169,11 +176,13 @@ class Sender:
 
         with self._changed:
             while not self._closing:
-                if parcels := due():
-                    parcel = min(parcels, key=lambda p: p.tick)
+                parcels, now = due(), time.monotonic()
+                if ready := [p for p in parcels if p.not_before <= now]:
+                    parcel = min(ready, key=lambda p: p.tick)
                     parcel.due = False
                     return parcel
-                self._changed.wait(self._deadlines.budget_s)
+                soonest = min((p.not_before for p in parcels), default=math.inf)
+                self._changed.wait(min(self._deadlines.budget_s, soonest - now))
             return None
 
     def _send(self, parcel: _Parcel) -> None:
@@ -194,38 +203,43 @@ class Sender:
             version=parcel.version,
             ticket=parcel.ticket,
         )
-        backoff = Backoff(self._deadlines)
-        for attempt in itertools.count(1):
-            tick, ticket = self._tickets.get(parcel.fragment, (-1, b""))
-            if parcel.version is None and tick == parcel.tick:
-                start = replace(start, ticket=ticket)
-            try:
-                nbytes = self._transfers.upload(start, parcel.payload)
-            except Refused as refused:
-                # The verdict, or a request to send again, comes as a message.
-                logger.warning(
-                    "%s refused (%s): %s",
-                    parcel,
-                    refused.code,
-                    refused.message,
-                )
-                return
-            except WireError as error:
-                # Told in ever longer intervals, once it is more than an outage.
-                tell = attempt >= TOLD_FROM and attempt.bit_count() == 1
-                logger.log(
-                    logging.WARNING if tell else logging.DEBUG,
-                    "%s not sent in %d attempts (%s); where the link is very slow, "
-                    "raise placement.time_budget_s or lower bulk_channels",
-                    parcel,
-                    attempt,
-                    error,
-                )
-                if not self._pause(parcel, backoff.next_s()):
-                    return
-            else:
-                self._mailbox.count(bytes_up=nbytes)
-                return
+        tick, ticket = self._tickets.get(parcel.fragment, (-1, b""))
+        if parcel.version is None and tick == parcel.tick:
+            start = replace(start, ticket=ticket)
+        try:
+            nbytes = self._transfers.upload(start, parcel.payload)
+        except Refused as refused:
+            # The verdict, or a request to send again, comes as a message.
+            logger.warning(
+                "%s refused (%s): %s",
+                parcel,
+                refused.code,
+                refused.message,
+            )
+        except WireError as error:
+            self._put_off(parcel, error)
+        else:
+            self._mailbox.count(bytes_up=nbytes)
+
+    def _put_off(self, parcel: _Parcel, error: WireError) -> None:
+        """Send a parcel again after a pause, unless it is not wanted any more."""
+        with self._changed:
+            parcel.attempts += 1
+            attempt = parcel.attempts
+            failures = min(attempt - 1, LONGEST_PAUSE_FROM)
+            pause_s = Backoff(self._deadlines, failures).next_s()
+            parcel.not_before = time.monotonic() + pause_s
+            parcel.due = True
+        # Told in ever longer intervals, once it is more than an outage.
+        tell = attempt >= TOLD_FROM and attempt.bit_count() == 1
+        logger.log(
+            logging.WARNING if tell else logging.DEBUG,
+            "%s not sent in %d attempts (%s); where the link is very slow, "
+            "raise placement.time_budget_s or lower bulk_channels",
+            parcel,
+            attempt,
+            error,
+        )
 
     def _pack(self, parcel: _Parcel) -> None:
         for array in parcel.arrays:  # All copies begin before one is waited for.
@@ -239,15 +253,6 @@ class Sender:
             parcel.part = tuple(box for box, _ in shards)
             parcel.payload = b"".join(np.asarray(data).tobytes() for _, data in shards)
         parcel.arrays = ()
-
-    def _pause(self, parcel: _Parcel, pause_s: float) -> bool:
-        """Return True if the parcel is still wanted after a pause."""
-
-        def unwanted() -> bool:
-            return self._closing or self._parcels.get(_key(parcel)) is not parcel
-
-        with self._changed:
-            return not self._changed.wait_for(unwanted, pause_s)
 
 
 def _key(parcel: _Parcel) -> tuple[int, bool]:
