@@ -157,7 +157,8 @@ def declared(extra: str | None = None) -> set[str]:
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     files = list((PACKAGE.parent / folder).rglob("*.py"))
-    scripts = (*files, *(PACKAGE.parent / "benchmarks").glob("*.py"))
+    beside = (PACKAGE.parent / name for name in ("benchmarks", "docs"))
+    scripts = (*files, *(path for part in beside for path in part.glob("*.py")))
     ours = {"diloco_jax", "", *(path.stem for path in scripts)}
     known = declared().union(*(declared(extra) for extra in extras))
     wrong = [

@@ -109,7 +109,8 @@ class Metrics:
                 if number is None:
                     continue
                 at = f"{curve}/{part}" if part else curve
-                point = Point(at, number, step, record["time"])
+                axis = f"{kind}/step/{name}"
+                point = Point(at, number, step, record["time"], axis)
                 for curves in self._curves:
                     curves.add(point)
 

@@ -23,11 +23,13 @@ class Point(NamedTuple):
     """One value of one curve."""
 
     curve: str
-    """`KIND/FIELD/NAME`: "island/loss/a"."""
+    """`KIND/FIELD/NAME`, or `KIND/FIELD/NAME/PART`: "island/loss/a"."""
     value: float
     step: int
     time: float
     """Unix seconds."""
+    axis: str
+    """Name of that on which `step` counts: "island/step/a"."""
 
 
 class RunOf(NamedTuple):

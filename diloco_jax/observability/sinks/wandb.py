@@ -39,8 +39,7 @@ class WeightsAndBiases:
 
     def write(self, point: Point) -> None:
         """Take a point; those of one line go as one row."""
-        kind, _, name = point.curve.split("/", 2)
-        axis = f"{kind}/step/{name}"
+        axis = point.axis
         if self._at != (axis, point.step):
             self.flush()
             self._at, self._row = (axis, point.step), {axis: point.step}
