@@ -14,7 +14,9 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
+from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -121,6 +123,16 @@ def require_cores(placement: Placement) -> None:
             f"placement.workers = {placement.workers}, but this machine has {cores} "
             f"cores for the coordinator; give at most {cores}, or a machine with more"
         )
+
+
+def own_tls(placement: Placement) -> TlsFiles | None:
+    """Load the key of this coordinator: its own or, on the standby's machine, the
+    standby's. None = no TLS. Raises SecurityError as `TlsFiles.load` does."""
+    folder = placement.certificates
+    here = principals(folder) if folder else []
+    others = principal.COORDINATOR in here or principal.STANDBY not in here
+    who = principal.COORDINATOR if others else principal.STANDBY
+    return TlsFiles.load_given(folder, who)
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:

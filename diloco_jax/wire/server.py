@@ -19,10 +19,11 @@ import grpc
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.messages import Steer
-from diloco_jax.wire import addresses, encoding, errors
+from diloco_jax.wire import addresses, encoding, errors, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Busy, WireError
+from diloco_jax.wire.followed import Followable, serve_standby
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.principal import Principal, require_operator
@@ -100,6 +101,8 @@ class Server:
         self._connections = control + self._bulk.connections
         self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
+        self.primary: Followable | None = None
+        """Takes standbys, if this coordinator may have any."""
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
         self._quotas: dict[Principal, Quota] = {}
@@ -167,6 +170,7 @@ class Server:
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
             "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
+            "Follow": grpc.stream_stream_rpc_method_handler(self._follow),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
 
@@ -180,6 +184,18 @@ class Server:
         finally:
             with self._lock:
                 del self._sessions[session.id]
+
+    def _follow(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        with self._answering(context):
+            principal.require_follower(self._identify(context))
+            if self.primary is None:
+                raise Busy(
+                    "this coordinator leads no run that a standby may follow; set "
+                    "placement.mandate for both, and come again"
+                )
+            yield from serve_standby(
+                self.primary, requests, context, self._watch, self._deadlines
+            )
 
     def _status(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
