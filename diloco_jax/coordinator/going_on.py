@@ -13,7 +13,6 @@ from diloco_jax.config.resolving import with_model_of
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.weights.first import require_source
 from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run
 
 
@@ -23,6 +22,9 @@ def facts_of(config: Config, workdir: Path, *, init: bool, resume: bool) -> RunF
 
     Raises ConfigError if a run cannot begin, or if another one is there."""
     if init:
+        # Late: it imports jax, which a command that only starts processes does without.
+        from diloco_jax.weights.first import require_source
+
         require_source(config.run.model)
         return begin_run(config, workdir)
     if resume or holds_run(workdir):
