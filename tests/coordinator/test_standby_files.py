@@ -245,6 +245,14 @@ def test_the_middle_of_a_file_is_refused(pair: Pair) -> None:
         pair.mirror.chunk("tape.jsonl", b"", first=False, last=True)
 
 
+def test_a_standby_that_left_before_its_copy_is_sent_nothing(pair: Pair) -> None:
+    pair.out.end(pair.outgoing)
+    pair.begin()
+    pair.write(3)
+    assert list(pair.messages) == []
+    assert not pair.outgoing._first
+
+
 def test_the_end_wakes_whoever_sends(pair: Pair) -> None:
     outgoing = StandbyFeed(pair.here, "r", 60.0, {})
     sent = threading.Thread(target=lambda: list(outgoing.messages()))

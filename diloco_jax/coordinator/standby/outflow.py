@@ -69,7 +69,8 @@ class StandbyFeed:
         self._first: collections.deque[follow.FromPrimary | _File] = collections.deque()
         self._later: collections.deque[Path] = collections.deque()
         self._bytes = 0
-        self._ended = self._closed = False
+        self.ended = self._closed = False
+        """ended: nothing is sent any more. _closed: its files are closed, too."""
         self.error: WireError | None = None
         """What the standby is told at the end."""
 
@@ -115,13 +116,13 @@ class StandbyFeed:
     def end(self, error: WireError | None = None) -> None:
         """Send nothing more."""
         with self._changed:
-            self._ended, self.error = True, self.error or error
+            self.ended, self.error = True, self.error or error
             self._changed.notify_all()
 
     def close(self) -> None:
         """Close the files that were not sent; nothing is sent any more."""
         with self._changed:
-            self._ended = self._closed = True
+            self.ended = self._closed = True
             self._close_files()
             self._changed.notify_all()
 
@@ -137,9 +138,9 @@ class StandbyFeed:
 
     def _messages(self) -> Iterator[follow.FromPrimary]:
         with self._changed:
-            while self._copy is None and not self._ended:
+            while self._copy is None and not self.ended:
                 self._changed.wait(self._alive_s)
-        if self._ended or self._copy is None:
+        if self.ended or self._copy is None:
             return
         same = [file for file in self._copy if self._is_held(file)]
         keep = tuple(self._name(file) for file in same)
@@ -149,7 +150,7 @@ class StandbyFeed:
                 yield from self._chunks(file)
         yield follow.CopyWhole(number=self._number)
         later: Iterator[follow.FromPrimary] = iter(())
-        while not self._ended:
+        while not self.ended:
             if (item := self._next_first()) is not None:
                 if isinstance(item, _File):
                     yield from self._chunks(item)
@@ -188,7 +189,7 @@ class StandbyFeed:
         """Wait for something to send; return True if there was nothing."""
         until = time.monotonic() + self._alive_s
         with self._changed:
-            while not (self._first or self._later or self._ended):
+            while not (self._first or self._later or self.ended):
                 left = until - time.monotonic()
                 if left <= 0:
                     return True
@@ -237,6 +238,8 @@ class Outflow:
     def begin(self, outgoing: StandbyFeed) -> None:
         """Send a copy of all files, then what is written. On the lead's thread."""
         with self._lock:
+            if outgoing.ended:
+                return
             self._outgoing = outgoing
         # Snapshots after what they make superfluous, which is deleted after they came.
         stages = (self._publishes, self._segments, self._snapshot_files, self._others)
@@ -244,10 +247,10 @@ class Outflow:
 
     def end(self, outgoing: StandbyFeed, error: WireError | None = None) -> None:
         """Send this standby nothing more."""
+        outgoing.end(error)  # First: it may be about to begin.
         with self._lock:
             if self._outgoing is outgoing:
                 self._outgoing = None
-        outgoing.end(error)
 
     def appended(self, path: Path, data: bytes, *, sync: bool) -> None:
         """Take note of bytes that were appended to a file."""
