@@ -280,6 +280,8 @@ def server_options(deadlines: Deadlines, connections: int) -> list[tuple[str, An
         ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
+        # Without it, a peer that is stopped and not gone is noticed after a minute.
+        ("grpc.http2.ping_timeout_ms", half_budget_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         # Clients ping as often as this; gRPC would count that as abuse.
         ("grpc.http2.max_ping_strikes", 0),
