@@ -22,6 +22,7 @@ class FollowRequest(Message, frozen=True, kw_only=True, tag=True):
     """First message of a standby."""
 
     node: Identifier
+    """Its name, which the mandate may say."""
     fingerprint: Identifier
     """Of its `RunConfig`."""
     sealed: Annotated[
@@ -35,6 +36,7 @@ class Answered(Message, frozen=True, kw_only=True, tag=True):
     whole. Sent upon every sign of life."""
 
     number: CountOrNone
+    """That of the last record, or -1."""
 
 
 class CopyBegins(Message, frozen=True, kw_only=True, tag=True):
@@ -42,16 +44,22 @@ class CopyBegins(Message, frozen=True, kw_only=True, tag=True):
     these files, which are the same here."""
 
     run_id: Identifier
+    """The run that is copied; the standby's workdir may hold no other."""
     keep: tuple[RelativePath, ...] = ()
+    """The files that are the same."""
 
 
 class FileChunk(Message, frozen=True, kw_only=True, tag=True):
-    """The next bytes of a file that is sent whole. last: it is complete with them."""
+    """The next bytes of a file that is sent whole."""
 
     path: RelativePath
+    """Of the file, below the workdir."""
     first: bool
+    """The file begins with these bytes."""
     last: bool
+    """The file is complete with them."""
     data: bytes
+    """At most 1 MiB of it."""
 
 
 class CopyWhole(Message, frozen=True, kw_only=True, tag=True):
@@ -59,22 +67,29 @@ class CopyWhole(Message, frozen=True, kw_only=True, tag=True):
     number."""
 
     number: Count
+    """Of what was appended last."""
 
 
 class AppendedTo(Message, frozen=True, kw_only=True, tag=True):
-    """Bytes were appended to a file. sync: they are durable at the primary."""
+    """Bytes were appended to a file."""
 
     number: Count
+    """Rises by one with each."""
     path: RelativePath
+    """Of the file, below the workdir."""
     sync: bool
+    """They are durable at the primary, and have to be here."""
     data: bytes
+    """The bytes."""
 
 
 class PutAside(Message, frozen=True, kw_only=True, tag=True):
     """A file of JSON lines was put aside (`observability/segments.py`)."""
 
     number: Count
+    """Counted with what is appended."""
     path: RelativePath
+    """Of the file that was put aside, below the workdir."""
 
 
 class PrimaryAlive(Message, frozen=True, kw_only=True, tag=True):
