@@ -111,7 +111,14 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     if not options.init:
         config = going_on.with_beginning_of(config, workdir)
     config = resolve(config, copied=True)
-    code: int = run(config, workdir, init=bool(options.init), resume=options.resume)
+    code: int
+    if options.standby_of:
+        options.check_standby()
+        from diloco_jax.coordinator.standby.process import run_standby
+
+        code = run_standby(config, workdir, options.standby_of)
+    else:
+        code = run(config, workdir, init=bool(options.init), resume=options.resume)
     return code
 
 

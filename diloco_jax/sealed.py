@@ -103,6 +103,16 @@ def read(
     return header, digest.hexdigest()
 
 
+def seal_of(file: BinaryIO) -> str:
+    """Return what tells a whole file from another one of the same name: its length and
+    the checksum that was written. Its bytes are not read."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - DIGEST_BYTES))
+    seal = f"{end}:{file.read(DIGEST_BYTES).hex()}"
+    file.seek(0)
+    return seal
+
+
 def mapped(path: Path) -> tuple[dict[str, Any], memoryview]:
     """Return the header of a local file, and its bytes mapped, unchecked; they stay
     readable after the file is deleted.

@@ -274,3 +274,21 @@ def test_the_last_host_of_an_island_may_be_struck():
     faults = Placement(faults=("v6e/1@1:kill", "coordinator@1:kill"))
     config = Config(islands=islands, placement=faults)
     assert config.validate() is config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("workers", 2), ("checkpoints", "gs://b/o"), ("first_from", "v6e")],
+)
+def test_a_mandate_needs_files_that_a_standby_can_have(field, value):
+    placement = Placement(mandate="gs://b/m", **{field: value})
+    config = Config(placement=placement, islands={"v6e": IslandConfig()})
+    message = refusal(config)
+    assert f"placement.{field} = {value!r} and placement.mandate" in message
+
+
+def test_a_standby_without_a_mandate_is_refused():
+    message = refusal(Config(placement=Placement(standby="h:7")))
+    assert "placement.standby = 'h:7' without placement.mandate" in message
+    message = refusal(Config(placement=Placement(standby="h:0", mandate="m")))
+    assert "has port 0" in message

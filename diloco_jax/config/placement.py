@@ -50,6 +50,17 @@ class Placement:
         help="HOST:PORT that islands dial, and the next port for bulk; empty = the "
         "bound address.",
     )
+    mandate: str = setting(
+        "",
+        help="Folder that both coordinators see, gs://BUCKET/OBJECT, or "
+        "kubernetes:NAMESPACE/NAME (a Lease), which says which of them leads; empty = "
+        "there is no standby.",
+    )
+    standby: str = setting(
+        "",
+        help="HOST:PORT at which islands dial the standby of the coordinator, and the "
+        "next port for bulk; empty = there is none.",
+    )
     certificates: str = setting(
         "",
         help="Folder made by diloco certs; required on any but a loopback address.",

@@ -193,6 +193,19 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
     check_sinks(placement.sinks)
     if placement.metrics_bind:
         _port("metrics_bind", placement.metrics_bind)
+    if placement.standby:
+        if not _port("standby", placement.standby):
+            raise ConfigError(
+                f"placement.standby = {placement.standby!r} has port 0, which no "
+                f"island can dial; give the port to which the standby is bound"
+            )
+        if not placement.mandate:
+            raise ConfigError(
+                f"placement.standby = {placement.standby!r} without placement.mandate: "
+                f"nothing would say which of two coordinators leads; set both"
+            )
+    if placement.mandate:
+        _followable(placement)
     if placement.alert_url and not placement.alert_url.startswith(URLS):
         raise ConfigError(
             f"placement.alert_url = {placement.alert_url!r} begins with none of "
@@ -230,3 +243,15 @@ def _check_workers(placement: Placement, fragments: int) -> None:
 
 def _port(field: str, address: str) -> int:
     return parse_address(address, f"placement.{field}")[1]
+
+
+def _followable(placement: Placement) -> None:
+    """Raise ConfigError for a placement whose files a standby cannot have."""
+    for field, wanted in (("workers", 1), ("checkpoints", ""), ("first_from", "")):
+        value = getattr(placement, field)
+        if value != wanted:
+            raise ConfigError(
+                f"placement.{field} = {value!r} and placement.mandate = "
+                f"{placement.mandate!r}: a standby follows the files of one workdir, "
+                f"so with a mandate it has to be {wanted!r}; leave one of them out"
+            )

@@ -18,6 +18,7 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import SnapshotWriter
+from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.watchdog import Watchdog
 from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.files import write_text
@@ -45,8 +46,10 @@ class Announcer:
         disk: DiskWait,
         tls: TlsFiles | None,
         begun_unix: float,
+        seat: Unseated,
     ) -> None:
         """begun_unix: start of the run in unix seconds."""
+        self._seat = seat
         self._roster, self._metrics, self._holder = roster, metrics, holder
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
@@ -113,7 +116,8 @@ class Announcer:
         """Return the status, with what holds up the next one: a full disk."""
         shown = self._status
         alerts = [*self._disk.alerts, *shown["alerts"]]
-        return {**shown, **self._holder.shown(), "alerts": alerts}
+        beside = {**self._holder.shown(), **self._seat.shown()}
+        return {**shown, **beside, "alerts": alerts}
 
     def snapshot(self) -> Snapshot:
         """Return what Prometheus collects."""

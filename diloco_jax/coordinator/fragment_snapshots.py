@@ -104,6 +104,7 @@ class FragmentSnapshots(Snapshots):
             require_space(Path(self._folder), sum(buffer.nbytes for buffer in buffers))
         facts = {**self._whose, "fragment": fragment, "version": list(version)}
         sealed.write(path, facts, buffers)
+        self.written(path)
         of_version = functools.partial(fragment_path, self._folder, fragment)
         known = [*self._versions[fragment], version]
         self._versions[fragment] = self._without_old(known, of_version)

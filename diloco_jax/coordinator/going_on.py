@@ -13,7 +13,23 @@ from diloco_jax.config.resolving import with_model_of
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.workdir import RunFacts, holds_run
+from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run
+
+
+def facts_of(config: Config, workdir: Path, *, init: bool, resume: bool) -> RunFacts:
+    """Begin a new run in the workdir (init), or find the one that is there; without
+    any, there is no run id yet. resume: it may go on to more tokens.
+
+    Raises ConfigError if a run cannot begin, or if another one is there."""
+    if init:
+        # Late: it imports jax, which a command that only starts processes does without.
+        from diloco_jax.weights.first import require_source
+
+        require_source(config.run.model)
+        return begin_run(config, workdir)
+    if resume or holds_run(workdir):
+        return find_run(config, workdir, extends=resume)
+    return RunFacts(run_id="", begun_unix=time.time())
 
 
 def with_beginning_of(config: Config, workdir: Path) -> Config:

@@ -14,6 +14,7 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.make_holder import make_holder
 from diloco_jax.coordinator.restoring import make_store
+from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.store import Store
 from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
@@ -34,6 +35,7 @@ class Holders:
     workdir: Path
     run_id: str
     opened: contextlib.ExitStack
+    seat: Unseated
 
     def restoring(self) -> StoreHolder | WorkersHolder:
         """Return a holder without arrays, for `restore`. Workers that an earlier lead
@@ -68,7 +70,7 @@ class Holders:
         whose = checkpoint.whose(self.config.run, self.run_id, self.plan)
         everything = range(len(self.plan.fragments))
         return make_holder(
-            self.config, store, self.kept, self.workdir, whose, everything
+            self.config, store, self.kept, self.workdir, whose, everything, self.seat
         )
 
     def _workers(self) -> WorkersHolder:

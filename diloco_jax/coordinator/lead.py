@@ -14,11 +14,13 @@ from collections.abc import Callable
 from typing import Any, Generic, cast
 
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import E, Engine, S
+from diloco_jax.coordinator.engine import AnyEffect, E, Engine, S
 from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.standby.gate import Gate
+from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
@@ -114,6 +116,11 @@ class EngineThread(Generic[S, E]):
             with contextlib.suppress(queue.Full):
                 return self._queue.put(queued, timeout=LONGEST_WAIT_S)
 
+    def nudge(self) -> None:
+        """Have housekeeping called soon; never block."""
+        with contextlib.suppress(queue.Full):  # Then it is called soon anyway.
+            self._queue.put_nowait((None, None, None, time.monotonic()))
+
     def stop(self) -> None:
         """End `run` after the events that are queued. Safe in a signal handler."""
         self._stopping = True
@@ -175,7 +182,10 @@ class EngineThread(Generic[S, E]):
         # A failure from here on is this process's own and ends it: the state has the
         # event, a part of the effects may be durable, and the rest is not carried out.
         for effect in effects:
-            self.engine.carry_out(effect)
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: AnyEffect) -> None:
+        self.engine.carry_out(effect)
 
     def _put_out(self, peer: Disconnected, error: Exception) -> None:
         refused = Refused(
@@ -202,9 +212,10 @@ class Lead(EngineThread[State, Event]):
         faults: Faults,
         slow_s: float,
         housekeeping: Callable[[Lead], None],
+        seat: Unseated | None = None,
     ) -> None:
         """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
-        twice a second."""
+        twice a second. seat: says what may be seen; None = everything."""
         self.config = config
         self.tally = Tally()
         """Sums of the islands' accounts."""
@@ -230,14 +241,30 @@ class Lead(EngineThread[State, Event]):
             decide.next_deadline,
             Timer(),
             self._peer,
-            lambda: housekeeping(self),
+            lambda: self._keep_house(housekeeping),
         )
+        seat = seat or Unseated()
+        self._gate = Gate(engine.carry_out, seat)
+        seat.serve(self.nudge)
         holder.answer(self.hear, self.fail)
 
     @property
     def finished(self) -> bool:
-        """True once the run is over."""
-        return self.state.phase == "done"
+        """True once the run is over, and anyone may know."""
+        return self.state.phase == "done" and self._gate.empty
+
+    def after_shown(
+        self, do: Callable[[], None], peer: Disconnected | None = None
+    ) -> None:
+        """Call a function on this thread, once what was decided so far is visible."""
+        self.post(None, lambda: self._gate.when_shown(do), peer)
+
+    def _carry_out(self, effect: AnyEffect) -> None:
+        self._gate.carry_out(effect)
+
+    def _keep_house(self, housekeeping: Callable[[Lead], None]) -> None:
+        housekeeping(self)
+        self._gate.flush()
 
     def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
         """Take a holder's message, or news of a worker, on any thread."""

@@ -55,6 +55,8 @@ class RecordLog:
         repeat: calls a write until there is space for it (`DiskWait.until_written`).
         """
         self._folder, self._repeat = folder, repeat
+        self.appended: Callable[[Path, bytes], None] = lambda path, data: None
+        """Called with what was appended to which segment."""
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
         self._file: Appended
@@ -65,6 +67,7 @@ class RecordLog:
         """Write a record; it is on disk when this returns."""
         data = frame(record)
         self._repeat("a record of the log", lambda: self._file.append(data, sync=True))
+        self.appended(self._file.path, data)
 
     def rotate(self) -> int:
         """Start the next segment; return the number of the segment that ended. Raises
@@ -79,9 +82,7 @@ class RecordLog:
         """Delete the segments up to number `through`, which the oldest snapshot
         contains.
         """
-        for number in _segments(self._folder):
-            if number <= through:
-                _path(self._folder, number).unlink()
+        forget(self._folder, through)
 
     def close(self) -> None:
         """Close the newest segment."""
@@ -95,8 +96,9 @@ class RecordLog:
         file = Appended(path)
         try:
             if before.exists() and not path.stat().st_size:
-                follows = {"kind": FOLLOWS, "bytes": before.stat().st_size}
-                file.append(frame(follows), sync=True)
+                follows = frame({"kind": FOLLOWS, "bytes": before.stat().st_size})
+                file.append(follows, sync=True)
+                self.appended(path, follows)
             sync_path(self._folder)
         except OSError:
             # Beside it, an unfinished record of the segment before would be damage.
@@ -104,6 +106,13 @@ class RecordLog:
             path.unlink()
             raise
         return file
+
+
+def forget(folder: Path, through: int) -> None:
+    """Delete the segments of a folder up to number `through`."""
+    for number in _segments(folder):
+        if number <= through:
+            _path(folder, number).unlink()
 
 
 def next_number(folder: Path, after: int) -> int:

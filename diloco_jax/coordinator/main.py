@@ -36,16 +36,17 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     admitted,
     faults_of,
+    own_tls,
     policy_config,
-    require_cores,
+    require_merging,
     require_ports,
     require_room,
     server_of,
 )
+from diloco_jax.coordinator.standby.seat import taken
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.merge_route import require as require_route
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Params
@@ -54,10 +55,8 @@ from diloco_jax.observability import sinks
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.weights.first import require_source
-from diloco_jax.wire import addresses, principal
+from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers
-from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import RunFacts
 
 logger = logging.getLogger(__name__)
@@ -76,10 +75,15 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
       ConfigError: neither the workdir nor any island has a run to go on with; the
         workdir has another run, or a coordinator at work; the address cannot be bound;
         snapshots cannot be written.
+      Refused: another node leads the run, by placement.mandate.
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    coordinator = Coordinator(config, workdir, init=init, resume=resume)
+    return serve(Coordinator(config, workdir, init=init, resume=resume))
+
+
+def serve(coordinator: Coordinator) -> int:
+    """Serve by this coordinator, as `run` does."""
     try:
         coordinator.start()
         return coordinator.run() or coordinator.conclude()
@@ -90,6 +94,9 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
 class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
+    gathers = ""
+    """The run that it took over as a standby that was not in step; before `start`."""
+
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
     ) -> None:
@@ -97,11 +104,8 @@ class Coordinator:
         self._workdir = workdir
         self._init, self._resume, self._open = init, resume, contextlib.ExitStack()
         placement = config.placement
-        self._tls = TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
-        addresses.require_tls(
-            placement.bind, tls=self._tls is not None, insecure=placement.insecure
-        )
-        require_ports(placement, workers_left=rendezvous.are_left(workdir))
+        self._tls = own_tls(placement)
+        require_ports(placement, self._tls, workers_left=rendezvous.are_left(workdir))
         self._folder = checkpoint.snapshots_folder(placement, workdir)
         sinks.require(placement.sinks)
         if placement.checkpoints:
@@ -112,15 +116,8 @@ class Coordinator:
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
-        require_cores(placement)
-        require_route(placement.merge_route)
-        if init:
-            require_source(config.run.model)
-            self._facts = workdirs.begin_run(config, workdir)
-        elif resume or workdirs.holds_run(workdir):
-            self._facts = workdirs.find_run(config, workdir, extends=resume)
-        else:
-            self._facts = RunFacts(run_id="", begun_unix=time.time())
+        require_merging(placement)
+        self._facts = going_on.facts_of(config, workdir, init=init, resume=resume)
         self._deadlines = config.placement.deadlines
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
@@ -130,6 +127,7 @@ class Coordinator:
         """Make or load the state, or gather it from islands, and serve."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
+        self._seat = taken(config, workdir, self._facts, self.gathers, self._open)
         gathered = None if self._facts.run_id else self._gather()
         lock = workdirs.held(workdir / run_files.LOCK, "a coordinator")
         self._open.enter_context(lock)
@@ -165,7 +163,7 @@ class Coordinator:
         self._open.callback(self._kept.close, self._deadlines.stop_s)
         run_id = self._facts.run_id
         self._holders = Holders(
-            config, self._plan, self._kept, workdir, run_id, self._open
+            config, self._plan, self._kept, workdir, run_id, self._open, self._seat
         )
         state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
@@ -175,7 +173,7 @@ class Coordinator:
         # Unix time; 0 if the run was not over before this life.
         was_over = state.phase == "done" and extends is None
         self._over = self._roster.saved_unix() if was_over else 0.0
-        sessions = Sessions()
+        self._sessions = sessions = Sessions()
         sessions.completed = self.holder.completed
         self.lead = Lead(
             self.policy_config,
@@ -188,15 +186,15 @@ class Coordinator:
             faults=faults_of(config, COORDINATOR),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
+            seat=self._seat,
         )
-        self._sessions = sessions
+        self._seat.watch(self._log, self._tape, self._states)
         # Both before any hello, and the extension before the run counts as over.
         if extends is not None:
             self.lead.post(extends)
         if self._resume:
-            self._facts, resumed = going_on.after_stop(
-                self._facts, self._roster, workdir
-            )
+            before = self._facts
+            self._facts, resumed = going_on.after_stop(before, self._roster, workdir)
             self.lead.post(resumed)
         self._announcer = Announcer(
             placement,
@@ -208,6 +206,7 @@ class Coordinator:
             disk=self._disk,
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
+            seat=self._seat,
         )
         self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
         self._announcer.begin(self.lead)
@@ -248,7 +247,9 @@ class Coordinator:
             self._server.stop(self._deadlines.stop_s / 5)
         write = self._disk.until_written if finished else self._disk.once
         write("islands' measures", self._roster.save)
-        if not finished:
+        if finished:
+            self._seat.finish()
+        else:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
         began = time.monotonic()
@@ -296,6 +297,7 @@ class Coordinator:
     def _serve(self, handlers: Handlers) -> None:
         placement = self._config.placement
         self._server = server_of(self._config, handlers, self._tls)
+        self._server.primary = self._seat.followable
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
         self.address = placement.advertise or bound
@@ -312,11 +314,9 @@ class Coordinator:
         self._open.callback(file.unlink, missing_ok=True)
 
     def _gather(self) -> Gathered:
-        config, workdir = self._config, self._workdir
-        gathered = term.gather(config, workdir, self._plan, self._serve)
-        run_id = gathered.opened.run_id
-        self._facts = RunFacts(run_id=run_id, begun_unix=time.time())
-        workdirs.make_workdir(workdir)
+        gathered = term.gather(self._config, self._workdir, self._plan, self._serve)
+        self._facts = RunFacts(run_id=gathered.opened.run_id, begun_unix=time.time())
+        workdirs.make_workdir(self._workdir)
         return gathered
 
     def _make_state(
@@ -357,6 +357,7 @@ class Coordinator:
             # run.json comes last: before it, the workdir holds no run.
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
+            self._seat.begun()
         return state
 
     def _open_log(self, after: int) -> durable.RecordLog:
@@ -367,6 +368,7 @@ class Coordinator:
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
+        self._seat.turn(lead.journal.alert, self._sessions.end_all)
         if self._announcer.due(now):
             self._announcer.refresh(lead)
             with self._disk.put_off("islands' measures"):

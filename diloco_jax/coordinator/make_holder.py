@@ -13,6 +13,7 @@ from diloco_jax.coordinator.holder import StoreHolder
 from diloco_jax.coordinator.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.kept import Keeper
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.store import Store
 
 
@@ -23,9 +24,10 @@ def make_holder(
     workdir: Path,
     whose: dict[str, Any],
     fragments: Sequence[int],
+    seat: Unseated | None = None,
 ) -> StoreHolder:
     """Return the holder of these fragments, with their folders. whose: see
-    `checkpoint`."""
+    `checkpoint`. seat: has a standby sent what is written there."""
     placement, plan = config.placement, store.plan
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
@@ -33,11 +35,15 @@ def make_holder(
         SPARED_BYTES_EACH * plan.total,
     )
     folder = checkpoint.snapshots_folder(placement, workdir)
+    publishes = Publishes(workdir / run_files.PUBLISHES, fragments)
+    snapshots = FragmentSnapshots(folder, placement, fragments, whose)
+    if seat is not None:
+        seat.watch_fragments(publishes, snapshots)
     return StoreHolder(
         store,
         Inbox(store.layouts_up, rooms),
-        Publishes(workdir / run_files.PUBLISHES, fragments),
-        FragmentSnapshots(folder, placement, fragments, whose),
+        publishes,
+        snapshots,
         kept,
         write_within_s=placement.alone_s,
     )

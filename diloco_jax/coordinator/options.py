@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from diloco_jax.config.fields import setting
+from diloco_jax.errors import ConfigError
 from diloco_jax.options import TRUST_CODE
+from diloco_jax.wire.addresses import parse_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,24 @@ class CoordinatorOptions:
     resume: bool = setting(
         False, help="The whole run was stopped: all its islands have ended."
     )
+    standby_of: str = setting(
+        "",
+        metavar="HOST:PORT",
+        help="Follow the coordinator there, and take over when it is gone; both need "
+        "the same placement.mandate, and workdirs of their own.",
+    )
     trust_code: bool = setting(False, help=TRUST_CODE)
+
+    def check_standby(self) -> None:
+        """Raise ConfigError for options that a standby cannot have."""
+        for name in ("init", "resume"):
+            if value := getattr(self, name):
+                raise ConfigError(
+                    f"--standby-of {self.standby_of} follows a run, --{name}"
+                    f"{f' {value}' if name == 'init' else ''} begins or resumes one; "
+                    f"leave one of them out"
+                )
+        parse_address(self.standby_of, "--standby-of")
 
 
 DRAWN = "drawn"

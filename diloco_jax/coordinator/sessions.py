@@ -90,6 +90,13 @@ class Sessions:
         with self._lock:
             return self._serving.get(stream.hello.session) is stream
 
+    def end_all(self, message: str) -> None:
+        """End all streams for this reason; islands come again, or go elsewhere."""
+        with self._lock:
+            names = {*self._waiting, *self._serving}
+        for name in names:
+            self.postpone(name, message)
+
     def connected(self) -> list[str]:
         """Return the names of the islands that are served."""
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from diloco_jax import machine
+from diloco_jax import machine, merge_route
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
@@ -14,8 +14,9 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
-from diloco_jax.wire import addresses
+from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
+from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -113,6 +114,12 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
         )
 
 
+def require_merging(placement: Placement) -> None:
+    """Raise ConfigError if this machine cannot merge as the config says."""
+    require_cores(placement)
+    merge_route.require(placement.merge_route)
+
+
 def require_cores(placement: Placement) -> None:
     """Raise ConfigError if there are more workers than cores: each one merges on a core
     of its own, and `diloco plan` counts on that."""
@@ -122,6 +129,16 @@ def require_cores(placement: Placement) -> None:
             f"placement.workers = {placement.workers}, but this machine has {cores} "
             f"cores for the coordinator; give at most {cores}, or a machine with more"
         )
+
+
+def own_tls(placement: Placement) -> TlsFiles | None:
+    """Load the key of this coordinator: its own or, on the standby's machine, the
+    standby's. None = no TLS. Raises SecurityError as `TlsFiles.load` does."""
+    folder = placement.certificates
+    here = principals(folder) if folder else []
+    others = principal.COORDINATOR in here or principal.STANDBY not in here
+    who = principal.COORDINATOR if others else principal.STANDBY
+    return TlsFiles.load_given(folder, who)
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:
@@ -156,9 +173,15 @@ def outer_settings(run: RunConfig) -> OuterSettings:
     )
 
 
-def require_ports(placement: Placement, *, workers_left: bool) -> None:
-    """Raise ConfigError if a port that is to be served cannot be bound. workers_left:
-    those of an earlier lead go on, with ports of their own."""
+def require_ports(
+    placement: Placement, tls: TlsFiles | None, *, workers_left: bool
+) -> None:
+    """Raise ConfigError if a port that is to be served cannot be bound, or must not be
+    without TLS. workers_left: those of an earlier lead go on, with ports of their
+    own."""
+    addresses.require_tls(
+        placement.bind, tls=tls is not None, insecure=placement.insecure
+    )
     ports = 2 if workers_left else placement.ports
     addresses.require_free(placement.bind, ports)
     if placement.metrics_bind:

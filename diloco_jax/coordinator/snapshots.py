@@ -51,6 +51,8 @@ class Snapshots:
     ) -> None:
         """Open the folder, and make it if it is missing. whose: see `checkpoint`."""
         self._folder, self._keep, self._whose = folder, placement.snapshots_kept, whose
+        self.written: Callable[[Folder], None] = lambda path: None
+        """Called with the file of a snapshot that is durable."""
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager

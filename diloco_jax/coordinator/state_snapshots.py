@@ -95,7 +95,9 @@ class StateSnapshots(Snapshots):
             ledger.trained_tokens(self._config, state),
         )
         facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
-        sealed.write(state_path(self._folder, number), facts, [])
+        written = state_path(self._folder, number)
+        sealed.write(written, facts, [])
+        self.written(written)
         path = functools.partial(state_path, self._folder)
         self._states = self._without_old([*self._states, number], path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
@@ -24,10 +25,11 @@ def ask_config(
     certificates: str,
     insecure: bool,
     deadlines: Deadlines,
+    standby: str = "",
     patience_s: float = 0.0,
 ) -> Config:
-    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
-    of this name.
+    """Return the run's config, as the coordinator at HOST:PORT, or its standby, gives
+    it to the island of this name.
 
     patience_s: seconds for which a coordinator that is not there is tried again.
 
@@ -35,18 +37,19 @@ def ask_config(
       ConnectionLost: it is not there. SecurityError: it cannot be trusted.
       ConfigError: it is of another version.
     """
-    client = Client(
-        address,
-        tls=TlsFiles.load_given(certificates, principal.island(name)),
-        deadlines=deadlines,
-        bulk_channels=1,
-        insecure=insecure,
-    )
+    tls = TlsFiles.load_given(certificates, principal.island(name))
+    clients = [
+        Client(server, tls=tls, deadlines=deadlines, bulk_channels=1, insecure=insecure)
+        for server in filter(None, (address, standby))
+    ]
+    turns = itertools.cycle(clients)
     until, told = time.monotonic() + patience_s, False
     try:
         while True:
+            client = next(turns)
             try:
-                return from_builtins(client.config(deadlines.connect_s), address)
+                found = client.config(deadlines.connect_s)
+                return from_builtins(found, client.address)
             except (ConnectionLost, SecurityError) as error:
                 # A coordinator that ends may look like one that cannot be trusted.
                 lasting = isinstance(error, SecurityError) and told
@@ -57,7 +60,8 @@ def ask_config(
                 told = True
             time.sleep(deadlines.retry_max_s)
     finally:
-        client.close()
+        for client in clients:
+            client.close()
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
@@ -75,6 +79,7 @@ def with_model_of_run(config: Config, name: str, address: str) -> Config:
         certificates=placement.certificates,
         insecure=placement.insecure,
         deadlines=placement.deadlines,
+        standby=placement.standby,
         patience_s=placement.outage_budget_s,
     )
     return with_model_of(theirs.run, config)

@@ -56,14 +56,17 @@ class Parts(abc.ABC, Generic[L]):
         self.mailbox = Mailbox(awaits_last=self.awaits_last)
         tls = TlsFiles.load_given(placement.certificates, principal.island(name))
 
-        coordinator = Client(
-            coordinator_address,
-            tls=tls,
-            deadlines=self.deadlines,
-            bulk_channels=placement.bulk_channels,
-            insecure=placement.insecure,
-        )
-        self.lanes = Lanes(coordinator, plan.sizes)
+        def client(address: str) -> Client:
+            return Client(
+                address,
+                tls=tls,
+                deadlines=self.deadlines,
+                bulk_channels=placement.bulk_channels,
+                insecure=placement.insecure,
+            )
+
+        standby = client(placement.standby) if placement.standby else None
+        self.lanes = Lanes(client(coordinator_address), plan.sizes, standby)
 
     @property
     def join_s(self) -> float:

@@ -233,6 +233,8 @@ def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
         ("grpc.max_reconnect_backoff_ms", int(deadlines.retry_max_s * 1000)),
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
+        # Without it, a peer that is stopped and not gone is noticed after a minute.
+        ("grpc.http2.ping_timeout_ms", half_budget_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

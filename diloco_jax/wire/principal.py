@@ -16,7 +16,7 @@ from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.errors import Refused
 
 SCHEME = "diloco"
-Role = Literal["coordinator", "worker", "island", "reader", "operator"]
+Role = Literal["coordinator", "standby", "worker", "island", "reader", "operator"]
 NAMED = ("worker", "island")
 
 
@@ -42,6 +42,8 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COORDINATOR = Principal(role="coordinator")
+STANDBY = Principal(role="standby")
+"""Follows the coordinator, and serves islands in its place."""
 READER = Principal(role="reader")
 """Looks on: `diloco status`."""
 OPERATOR = Principal(role="operator")
@@ -120,6 +122,18 @@ def not_island(server: Principal | None, name: str) -> str:
     return (
         f"that is the certificate of {server or 'nobody'}, and has to be that of "
         f"{island(name)}; check islands.{name}.offers, and what listens there"
+    )
+
+
+def require_follower(caller: Principal | None) -> None:
+    """Raise Refused unless the caller may follow a coordinator: a standby, or a
+    coordinator of before; see `require_island`."""
+    if caller is None or caller in (STANDBY, COORDINATOR):
+        return
+    raise Refused(
+        "identity",
+        f"this is for the standby, and the caller's certificate is that of {caller}; "
+        f"use the {STANDBY.stem}.pem and .key that `diloco certs --standby` made",
     )
 
 

@@ -19,10 +19,11 @@ import grpc
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.messages import Steer
-from diloco_jax.wire import addresses, encoding, errors
+from diloco_jax.wire import addresses, encoding, errors, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Busy, WireError
+from diloco_jax.wire.followed import Followable, serve_standby
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.principal import Principal, require_operator
@@ -100,6 +101,8 @@ class Server:
         self._connections = control + self._bulk.connections
         self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
+        self.primary: Followable | None = None
+        """Takes standbys, if this coordinator may have any."""
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
         self._quotas: dict[Principal, Quota] = {}
@@ -168,6 +171,7 @@ class Server:
             "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
             "Profile": grpc.unary_unary_rpc_method_handler(self._profile),
             "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
+            "Follow": grpc.stream_stream_rpc_method_handler(self._follow),
             "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
         }
 
@@ -181,6 +185,18 @@ class Server:
         finally:
             with self._lock:
                 del self._sessions[session.id]
+
+    def _follow(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        with self._answering(context):
+            principal.require_follower(self._identify(context))
+            if self.primary is None:
+                raise Busy(
+                    "this coordinator leads no run that a standby may follow; set "
+                    "placement.mandate for both, and come again"
+                )
+            yield from serve_standby(
+                self.primary, requests, context, self._watch, self._deadlines
+            )
 
     def _status(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):
@@ -271,6 +287,8 @@ def server_options(deadlines: Deadlines, connections: int) -> list[tuple[str, An
         ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
+        # Without it, a peer that is stopped and not gone is noticed after a minute.
+        ("grpc.http2.ping_timeout_ms", half_budget_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         # Clients ping as often as this; gRPC would count that as abuse.
         ("grpc.http2.max_ping_strikes", 0),

@@ -1,8 +1,11 @@
-"""`--init` with a source and without one."""
+"""`--init` with a source and without one, and options that exclude each other."""
+
+import re
 
 import pytest
 
-from diloco_jax.coordinator.options import DRAWN, with_source
+from diloco_jax.coordinator.options import DRAWN, CoordinatorOptions, with_source
+from diloco_jax.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -17,3 +20,16 @@ from diloco_jax.coordinator.options import DRAWN, with_source
 )
 def test_an_init_without_a_source_draws(given, meant):
     assert with_source(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"init": DRAWN}, "--init drawn begins or resumes"),
+        ({"resume": True}, "--resume begins or resumes"),
+        ({}, "--standby-of: address 'h'"),
+    ],
+)
+def test_a_standby_begins_nothing(options, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        CoordinatorOptions(standby_of="h", **options).check_standby()

@@ -1,8 +1,9 @@
-"""The addresses of workers, as an island follows them."""
+"""The addresses of workers and of a standby, as an island follows them."""
 
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.errors import Busy, ConnectionLost, Refused
 
 FIRST, SECOND = ("127.0.0.1:1", "127.0.0.1:3"), ("127.0.0.1:1", "127.0.0.1:5")
 
@@ -46,3 +47,68 @@ def test_an_island_leaves_the_workers_of_a_lead_that_ended_and_tells_its_hosts()
                 ),
                 max_bytes=8,
             )
+
+
+class Server:
+    """A coordinator or its standby: what it answers is a test's."""
+
+    def __init__(self, error=None):
+        self.error, self.asked = error, []
+        self.transfers = self
+
+    def open_control(self, hello):
+        self.asked.append("hello")
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(welcome=SimpleNamespace(workers=()))
+
+    def fetch(self, request, *, max_bytes):
+        self.asked.append("fetch")
+        if self.error is not None:
+            raise self.error
+        return "fetched"
+
+    def leave_others(self, kept):
+        """There are none."""
+
+
+def fetch(lanes):
+    return lanes.fetch(SimpleNamespace(fragment=0), max_bytes=1)
+
+
+def test_hellos_alternate_until_one_server_says_welcome():
+    primary, standby = Server(), Server(Busy("standby"))
+    lanes = Lanes(primary, (10,), standby)
+    lanes.open_control("hello")
+    assert fetch(lanes) == "fetched"
+    primary.error = ConnectionLost("dead")
+    for error in (ConnectionLost, Busy, ConnectionLost):
+        with pytest.raises(error):
+            lanes.open_control("hello")
+    standby.error = None
+    lanes.open_control("hello")
+    lanes.open_control("hello")
+    assert fetch(lanes) == "fetched"
+    assert standby.asked == ["hello", "hello", "hello", "fetch"]
+
+
+def test_a_host_without_a_control_stream_finds_who_serves():
+    primary, standby = Server(ConnectionLost("dead")), Server()
+    lanes = Lanes(primary, (10,), standby)
+    with pytest.raises(ConnectionLost):
+        fetch(lanes)
+    assert fetch(lanes) == "fetched"
+    standby.error = Refused("not_awaited", "no")
+    with pytest.raises(Refused):
+        fetch(lanes)
+    with pytest.raises(Refused):
+        fetch(lanes)
+
+
+def test_without_a_standby_the_coordinator_is_tried_again():
+    lanes = Lanes(Server(ConnectionLost("dead")), (10,))
+    for _ in range(3):
+        with pytest.raises(ConnectionLost):
+            fetch(lanes)
+        with pytest.raises(ConnectionLost):
+            lanes.open_control("hello")

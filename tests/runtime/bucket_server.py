@@ -53,6 +53,8 @@ def conditional(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def handle(request: Any, response: Any, storage: Any, *rest: Any) -> None:
         (name,) = request.query.get("name", [request.params.get("object_id", "")])
+        if request.query.get("uploadType") == ["multipart"]:
+            name = name or request.data["meta"]["name"]
         with lock:
             try:
                 found = storage.get_file_obj(request.params["bucket_name"], name)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.errors import Busy, ConnectionLost
 from diloco_jax.wire.transfers import Fetched, Transfers
 
 
@@ -18,16 +20,29 @@ class Lanes:
     fragment, over connections of its own. Thread-safe.
     """
 
-    def __init__(self, coordinator: Client, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        coordinator: Client,
+        sizes: tuple[int, ...],
+        standby: Client | None = None,
+    ) -> None:
         """Begin with the coordinator alone, which `close` closes too. sizes: parameters
-        by fragment.
+        by fragment. standby: that of the coordinator, which may serve in its place.
         """
-        self.coordinator, self._sizes = coordinator, sizes
+        self._servers = [coordinator] if standby is None else [coordinator, standby]
+        self._sizes = sizes
+        self._serving = self._dialled = 0
+        """Which of the servers bulk goes to, and which one the next hello goes to."""
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._dealt: tuple[int, ...] = ()
         self.moved: Callable[[tuple[str, ...]], object] = lambda _: None
         """Called with new addresses, once they are in use."""
+
+    @property
+    def coordinator(self) -> Client:
+        """The server that said welcome last."""
+        return self._servers[self._serving]
 
     @property
     def dealt(self) -> tuple[int, ...]:
@@ -54,11 +69,18 @@ class Lanes:
             self.moved(addresses)
 
     def open_control(self, hello: Hello) -> ControlStream:
-        """Say hello to the coordinator; see `Client.open_control`.
+        """Say hello to the coordinator; see `Client.open_control`. One that is not
+        there or does not lead has the next hello go to its standby, and back.
 
         Its Welcome has the addresses of the workers.
         """
-        stream = self.coordinator.open_control(hello)
+        dialled = self._dialled
+        try:
+            stream = self._servers[dialled].open_control(hello)
+        except (ConnectionLost, Busy):
+            self._dialled = (dialled + 1) % len(self._servers)
+            raise
+        self._serving = dialled
         self.use(stream.welcome.workers)
         return stream
 
@@ -66,15 +88,30 @@ class Lanes:
         self, start: UploadStart, payload: bytes | bytearray | memoryview
     ) -> int:
         """Send a delta to its fragment's worker; see `Transfers.upload`."""
-        return self._of(start.fragment).upload(start, payload)
+        with self._followed():
+            return self._of(start.fragment).upload(start, payload)
 
     def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
         """Fetch a fragment from its worker; see `Transfers.fetch`."""
-        return self._of(request.fragment).fetch(request, max_bytes=max_bytes)
+        with self._followed():
+            return self._of(request.fragment).fetch(request, max_bytes=max_bytes)
 
     def close(self) -> None:
         """Close all connections."""
-        self.coordinator.close()
+        for server in self._servers:
+            server.close()
+
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[None]:
+        """Have the next transfer go to the other server if this one fails for the
+        server's sake: a host without a control stream learns of a take-over so."""
+        serving = self._serving
+        try:
+            yield
+        except (ConnectionLost, Busy):
+            if self._serving == serving:
+                self._serving = (serving + 1) % len(self._servers)
+            raise
 
     def _of(self, fragment: int) -> Transfers:
         with self._lock:

@@ -1,0 +1,1 @@
+"""Objects that hold the mandate, each behind `store.MandateStore`."""

@@ -1,0 +1,1 @@
+"""The shell around `protocol/standby/`: primary and standby, as processes."""

@@ -1,0 +1,36 @@
+"""The process of `diloco coordinator --standby-of`: a standby, then a coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from diloco_jax import workdir as workdirs
+from diloco_jax.config import Config
+from diloco_jax.coordinator import main
+from diloco_jax.coordinator.settings import own_tls
+from diloco_jax.coordinator.standby.node import StandbyNode
+from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.wire import addresses
+
+
+def run_standby(config: Config, workdir: Path, primary: str) -> int:
+    """Follow the coordinator at HOST:PORT, take over when it is gone, and serve the run
+    until it is over; return the exit code.
+
+    Raises ConfigError and Refused as `StandbyNode.run` and `main.run` do.
+    """
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    workdirs.make_workdir(workdir)
+    placement = config.placement
+    tls = own_tls(placement)
+    addresses.require_tls(
+        placement.bind, tls=tls is not None, insecure=placement.insecure
+    )
+    outcome = StandbyNode(config, workdir, primary, tls).run()
+    if not outcome.by:
+        return EXIT_DONE
+    coordinator = main.Coordinator(config, workdir, init=False)
+    coordinator.gathers = outcome.run_id if outcome.by == "gathering" else ""
+    return main.serve(coordinator)

@@ -1,0 +1,61 @@
+"""The place of a coordinator beside the mandate, if there is none: it leads, and
+nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.observability.tape import Tape
+from diloco_jax.wire.followed import Followable
+
+
+class Unseated:
+    """A coordinator without a mandate; `seat.Seat` is one with it."""
+
+    followable: Followable | None = None
+    """What a standby follows."""
+
+    def serve(self, nudge: Callable[[], None]) -> None:
+        """Go on beside a lead, which calls `turn`. nudge: has it do so soon; it must
+        not block."""
+
+    def watch(self, log: RecordLog, tape: Tape, states: StateSnapshots) -> None:
+        """Have a standby sent what these write from now on."""
+
+    def watch_fragments(
+        self, publishes: Publishes, snapshots: FragmentSnapshots
+    ) -> None:
+        """Have a standby sent what these write from now on."""
+
+    def turn(
+        self, alert: Callable[[str], None], end_sessions: Callable[[str], None]
+    ) -> None:
+        """Do what has to be done on the lead's thread. Raises Refused once another node
+        leads: the process must end."""
+
+    @property
+    def written(self) -> int:
+        """The number of what the lead wrote last."""
+        return 0
+
+    def may_show(self, number: int) -> bool:
+        """Tell if what is written up to that number may be seen now."""
+        return True
+
+    def begun(self) -> None:
+        """Note that the state that was gathered is durable."""
+
+    def finish(self) -> None:
+        """Say in the mandate that the run is over, within the time to stop."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return what the status says of the mandate."""
+        return {}
+
+    def close(self) -> None:
+        """Hold the mandate no longer; it ends by itself."""

@@ -1,0 +1,268 @@
+"""What a primary writes comes to the standby's disk: at any moment what a crash of the
+primary would have left."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from diloco_jax.config import Placement
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.standby.mirror import Mirror
+from diloco_jax.coordinator.standby.outflow import (
+    QUEUED_BYTES,
+    Outflow,
+    StandbyFeed,
+)
+from diloco_jax.errors import ConfigError
+from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire import follow
+from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.workdir import RunFacts
+
+ALIVE_S = 0.01
+
+
+class Pair:
+    """A primary's files, and the standby's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.here, self.there = folder / "primary", folder / "standby"
+        self.here.mkdir()
+        self.there.mkdir()
+        RunFacts(run_id="r", begun_unix=0.0).write(self.here)
+        (self.here / "config.json").write_text("{}")
+        self.lost: list[str] = []
+        self.out = Outflow(self.here, Placement(), ALIVE_S, self.lost.append)
+        self.log = RecordLog(self.here / "log")
+        self.tape = Tape(self.here / "tape.jsonl", segment_bytes=200)
+        self.publishes = Publishes(self.here / "publishes")
+        self.snapshots = self.here / "checkpoints" / "coordinator"
+        self.snapshots.mkdir(parents=True)
+        self.log.appended = lambda path, data: self.out.appended(path, data, sync=True)
+        self.tape.appended = lambda path, data: self.out.appended(
+            path, data, sync=False
+        )
+        self.tape.put_aside = self.out.put_aside
+        self.publishes.written = self.out.published
+        self.mirror = Mirror(self.there, Placement(snapshots_kept=1))
+        self.outgoing = self.out.prepare("r", {})
+        self.arrived = self.out.number
+
+    def write(self, count: int) -> None:
+        for _ in range(count):
+            number = self.out.number
+            self.log.append({"n": number})
+            self.tape.append({"kind": "x", "n": number})
+
+    def snapshot(self, name: str, content: bytes = b"s") -> Path:
+        path = self.snapshots / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        self.out.snapshot(path)
+        return path
+
+    def begin(self) -> None:
+        self.out.begin(self.outgoing)
+        self.messages = self.outgoing.messages()
+
+    def take(self, most: int = 1000) -> None:
+        """Give the standby what is there for it, up to so many messages."""
+        for raw in itertools.islice(self.messages, most):
+            match follow.from_primary(raw):
+                case follow.CopyBegins(keep=keep):
+                    self.mirror.clear("r", keep)
+                case follow.CopyWhole(number=number):
+                    self.mirror.whole()
+                    self.arrived = number
+                case follow.FileChunk(path=p, first=first, last=last, data=data):
+                    self.mirror.chunk(p, data, first=first, last=last)
+                case follow.AppendedTo(number=n, path=p, sync=sync, data=data):
+                    self.mirror.append(p, data, sync=sync)
+                    self.arrived = n
+                case follow.PutAside(number=n, path=p):
+                    self.mirror.put_aside(p)
+                    self.arrived = n
+                case follow.PrimaryAlive():
+                    return
+
+    def files(self, folder: Path) -> dict[str, bytes]:
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.out.end(made.outgoing)
+    made.outgoing.close()
+    for file in (made.log, made.tape, made.mirror):
+        file.close()
+
+
+def test_the_copy_and_what_follows_are_the_same_files(pair: Pair) -> None:
+    pair.write(5)
+    pair.publishes.write(0, Version(1, 1), b"p" * 3_000_000, final=False)
+    pair.snapshot("state-000000.snapshot")
+    (pair.there / "tape.jsonl").write_text("of an older copy\n")
+    (pair.there / "node").write_text("b")
+    pair.begin()
+    pair.write(3)
+    pair.publishes.write(1, Version(1, 1), b"q", final=False)
+    pair.take()
+    pair.write(40)
+    pair.log.rotate()
+    pair.write(2)
+    pair.snapshot("00001/1-0.snapshot", b"t" * 2_500_000)
+    pair.take()
+    pair.take()
+    assert pair.arrived == pair.out.number
+    found = pair.files(pair.there)
+    assert found.pop("node") == b"b"
+    assert "tape.000005.jsonl" in found
+    assert found == pair.files(pair.here)
+    assert [line["n"] for line in read_tape(pair.there / "tape.jsonl")] == [
+        line["n"] for line in durable.read(pair.there / "log", -1)
+    ]
+
+
+def test_any_beginning_of_the_stream_is_what_a_crash_would_leave(pair: Pair) -> None:
+    pair.write(2)
+    pair.begin()
+    pair.take()
+    for round_ in range(12):
+        pair.publishes.write(0, Version(1, round_ + 1), b"p", final=False)
+        pair.write(1)
+        pair.take(most=2)
+        log = [line["n"] for line in durable.read(pair.there / "log", -1)]
+        assert log == sorted(log)
+        # The publish comes before its record, and the record before its line.
+        files = list((pair.there / "publishes").glob("*/*.publish"))
+        assert len(files) >= len(log) - 2
+        tape = [line["n"] for line in read_tape(pair.there / "tape.jsonl")]
+        assert tape == log[: len(tape)]
+
+
+def test_snapshots_wait_for_records_and_replace_what_they_hold(pair: Pair) -> None:
+    pair.snapshot("00000/1-0.snapshot")
+    pair.begin()
+    pair.take()
+    for number in range(1, 4):
+        pair.publishes.write(0, Version(1, number), b"p", final=False)
+    pair.snapshot("00000/1-2.snapshot", b"t" * 2_000_000)
+    pair.write(1)
+    kinds = [follow.from_primary(raw) for raw in itertools.islice(pair.messages, 7)]
+    named = [getattr(message, "path", "") for message in kinds]
+    assert named[:3] == [f"publishes/00000/1-{n}.publish" for n in (1, 2, 3)]
+    assert named[3:5] == ["log/log-000000.bin", "tape.jsonl"]
+    assert named[5:] == ["checkpoints/coordinator/00000/1-2.snapshot"] * 2
+    for message in kinds:
+        if isinstance(message, follow.FileChunk):
+            pair.mirror.chunk(
+                message.path, message.data, first=message.first, last=message.last
+            )
+    found = sorted(path.name for path in pair.there.rglob("1-*"))
+    assert found == ["1-2.snapshot", "1-3.publish"]
+
+
+def test_a_file_that_is_gone_is_in_the_copy_or_not_needed(pair: Pair) -> None:
+    path = pair.snapshot("state-000000.snapshot", b"s" * 10)
+    pair.begin()
+    path.unlink()
+    later = pair.snapshot("state-000001.snapshot")
+    later.unlink()
+    pair.take()
+    assert (pair.there / "checkpoints/coordinator/state-000000.snapshot").exists()
+
+
+def test_a_standby_that_takes_nothing_is_given_up(pair: Pair) -> None:
+    pair.begin()
+    line = b"x" * (QUEUED_BYTES // 4)
+    for _ in range(5):
+        pair.out.appended(pair.here / "tape.jsonl", line, sync=False)
+    assert pair.lost == ["too much waits for it"]
+    pair.out.appended(pair.here / "tape.jsonl", line, sync=False)
+    assert pair.outgoing.error is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/etc/passwd", "node", "keys/ca.key", "log/../node", "publishes/0/a", ""],
+)
+def test_no_other_file_is_written(pair: Pair, name: str) -> None:
+    with pytest.raises(RemoteProtocolError, match="which no standby takes"):
+        pair.mirror.append(name, b"", sync=False)
+    with pytest.raises(RemoteProtocolError, match="which no standby takes"):
+        pair.mirror.chunk(name, b"", first=True, last=True)
+
+
+def test_a_second_copy_sends_what_is_not_the_same(pair: Pair) -> None:
+    for number in (1, 2):
+        pair.publishes.write(0, Version(1, number), b"p" * 100, final=False)
+    pair.write(3)
+    pair.begin()
+    pair.take()
+    # Prepared and never committed there, and computed anew.
+    theirs = Publishes(pair.there / "publishes")
+    theirs.write(0, Version(1, 3), b"x" * 100, final=False)
+    theirs.write(0, Version(1, 4), b"x" * 100, final=False)
+    pair.publishes.write(0, Version(1, 3), b"y" * 100, final=False)
+    held = pair.mirror.sealed()
+    assert len(held) == 4
+    pair.outgoing.close()
+    pair.outgoing = pair.out.prepare("r", held)
+    pair.begin()
+    first = follow.from_primary(next(pair.messages))
+    assert isinstance(first, follow.CopyBegins)
+    assert set(first.keep) == {f"publishes/00000/1-{n}.publish" for n in (1, 2)}
+    pair.mirror.clear("r", first.keep)
+    pair.take()
+    assert pair.files(pair.there) == pair.files(pair.here)
+
+
+def test_the_files_of_another_run_stay(pair: Pair) -> None:
+    RunFacts(run_id="other", begun_unix=0.0).write(pair.there)
+    (pair.there / "tape.jsonl").write_text("theirs\n")
+    with pytest.raises(ConfigError, match="holds run other, the primary's is r"):
+        pair.mirror.clear("r")
+    assert (pair.there / "tape.jsonl").read_text() == "theirs\n"
+
+
+def test_the_middle_of_a_file_is_refused(pair: Pair) -> None:
+    with pytest.raises(RemoteProtocolError, match="whose beginning did not come"):
+        pair.mirror.chunk("tape.jsonl", b"", first=False, last=True)
+
+
+def test_a_standby_that_left_before_its_copy_is_sent_nothing(pair: Pair) -> None:
+    pair.out.end(pair.outgoing)
+    pair.begin()
+    pair.write(3)
+    assert list(pair.messages) == []
+    assert not pair.outgoing._first
+
+
+def test_the_end_wakes_whoever_sends(pair: Pair) -> None:
+    outgoing = StandbyFeed(pair.here, "r", 60.0, {})
+    sent = threading.Thread(target=lambda: list(outgoing.messages()))
+    sent.start()
+    outgoing.end()
+    sent.join(10.0)
+    assert not sent.is_alive()
+
+
+def test_messages_are_refused_by_their_field() -> None:
+    raw = msgspec.msgpack.encode({"type": "Answered", "number": -2})
+    with pytest.raises(msgspec.ValidationError, match="number"):
+        follow.from_standby(raw)

@@ -1,0 +1,49 @@
+"""Schedules of two coordinators: what goes wrong, and when."""
+
+from __future__ import annotations
+
+from standby_world import Plant, World
+
+from diloco_jax.protocol.standby import primary
+
+
+def beat(world: World, every_s: float = 0.5) -> None:
+    """A primary gives its standby signs of life."""
+    for node in world.nodes.values():
+        leads = isinstance(node.machine, primary.Primary) and node.line is not None
+        if leads and world.now >= node.paused_until:
+            world.send(node, ("alive", len(node.disk) - node.first))
+    world.at(every_s, lambda: beat(world, every_s))
+
+
+def strike(world: World) -> None:
+    """Let something go wrong now and again, and mend it."""
+    draw = world.random
+    name = draw.choice("AB")
+    match draw.choice(["crash", "pause", "line", "line", "store", "start", "start"]):
+        case "crash":
+            world.crash(name)
+            role = draw.choice(["primary", "standby"])
+            world.at(draw.uniform(0.5, 40), lambda: world.start(name, role))
+        case "pause":
+            world.pause(name, draw.uniform(0.5, 30))
+        case "line":
+            world.cut.add("line")
+            world.at(draw.uniform(0.5, 20), lambda: world.cut.discard("line"))
+        case "store":
+            world.cut.add(name)
+            world.at(draw.uniform(0.5, 20), lambda: world.cut.discard(name))
+        case "start":
+            world.start(name, draw.choice(["primary", "standby"]))
+    world.at(draw.expovariate(1 / 6), lambda: strike(world))
+
+
+def play(seed: int, plant: Plant, seconds: float = 150.0) -> World:
+    """Play a rough schedule; raises BrokenError."""
+    world = World(seed, plant)
+    world.start("A", "primary")
+    world.at(1.0, lambda: world.start("B", "standby"))
+    world.at(2.0, lambda: beat(world))
+    world.at(8.0, lambda: strike(world))
+    world.run(seconds)
+    return world

@@ -1,0 +1,378 @@
+"""Two coordinators, the object of the mandate and the lines between them, in virtual
+time: random delays, losses, pauses, partitions, crashes and clocks that differ.
+
+A record stands for whatever the coordinator makes durable. Once it is visible, islands
+have adopted what it tells. A gathering finds all that is visible on islands.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_jax.protocol.coordinator.events import Timer
+from diloco_jax.protocol.standby import events, following, primary
+from diloco_jax.protocol.standby.mandate import NO_GENERATION, Mandate, MandateTiming
+
+TIMING = MandateTiming(valid_s=10.0, renew_s=2.0, patience_s=2.0)
+TIMEOUT_S = 1.0
+"""Time after which a request to the object counts as unanswered."""
+
+
+class BrokenError(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plant:
+    """A mistake that is made on purpose."""
+
+    generations: bool = True
+    """Writes are refused at another generation than they name."""
+    answers_ahead: int = 0
+    """Records by which the standby's answers are too high."""
+    primary: MandateTiming = TIMING
+    standby: MandateTiming = TIMING
+
+
+@dataclass
+class Line:
+    """One connection from a standby to a primary; messages keep their order."""
+
+    ends: tuple[str, str]
+    open: bool = True
+    last: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Node:
+    """A coordinator: its machine, if it is up, and its disk."""
+
+    name: str
+    rate: float
+    """Seconds of its clock per second."""
+    machine: primary.Primary | following.Standby | None = None
+    disk: list[int] = field(default_factory=list)
+    first: int = 0
+    """Records on the disk as this life began: its record number n lies at first + n."""
+    life: int = 0
+    paused_until: float = 0.0
+    inbox: list[tuple[int, Any]] = field(default_factory=list)
+    line: Line | None = None
+    gathers: bool = False
+
+
+class World:
+    """One schedule. `run` raises BrokenError."""
+
+    def __init__(self, seed: int, plant: Plant, *, rough: bool = True) -> None:
+        self.random, self.plant, self.rough = random.Random(seed), plant, rough
+        self.now = 0.0
+        self.generation = 0
+        self.mandate: Mandate | None = None
+        self.visible: list[int] = []
+        self.led: list[tuple[float, str, str]] = []
+        """When which node began to lead, and how."""
+        self.cut: set[str] = set()
+        """What does not get through: "line", or a node's name: from it to the store."""
+        self.lapsed: list[str] = []
+        self.alarms: dict[str, float] = {}
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order, self._records = itertools.count(), itertools.count(1)
+        drift = 0.02 if rough else 0.0
+        self.nodes = {
+            name: Node(name, 1 + self.random.uniform(-drift, drift)) for name in "AB"
+        }
+
+    # ---- time --------------------------------------------------------------------
+
+    def at(self, delay: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay, next(self._order), do))
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, do = heapq.heappop(self._queue)
+            do()
+            self._check_in_step()
+        self.now = until
+
+    def clock(self, node: Node) -> float:
+        return self.now * node.rate
+
+    # ---- what nodes do -----------------------------------------------------------
+
+    def start(self, name: str, role: str) -> None:
+        node = self.nodes[name]
+        if node.machine is not None:
+            return
+        node.life += 1
+        if role == "primary":
+            node.machine = primary.seek(self.plant.primary, name, "run")
+            node.first = len(node.disk)
+            self._write_records(node, node.life)
+        else:
+            node.machine = following.begin(self.plant.standby, name)
+        self._give(node, Timer())
+
+    def crash(self, name: str) -> None:
+        node = self.nodes[name]
+        node.machine, node.life = None, node.life + 1
+        node.inbox.clear()
+        self._hang_up(node)
+
+    def pause(self, name: str, seconds: float) -> None:
+        node = self.nodes[name]
+        node.paused_until = max(node.paused_until, self.now + seconds)
+        self.at(seconds, lambda: self._wake(node))
+
+    def _wake(self, node: Node) -> None:
+        if self.now < node.paused_until:
+            return
+        waiting, node.inbox = node.inbox, []
+        for life, event in waiting:
+            if life == node.life:
+                self._give(node, event)
+
+    def _give(self, node: Node, event: Any) -> None:
+        """Let a node handle an event, unless it is paused; then later."""
+        if self.now < node.paused_until:
+            node.inbox.append((node.life, event))
+            return
+        if node.machine is None:
+            return
+        life, effects = node.life, list[Any]()
+        if isinstance(node.machine, primary.Primary):
+            if isinstance(event, events.PrimaryEvent):
+                node.machine, effects = primary.step(
+                    node.machine, event, self.clock(node)
+                )
+        elif isinstance(event, events.StandbyEvent):
+            node.machine, effects = following.step(
+                node.machine, event, self.clock(node)
+            )
+        for effect in effects:
+            if node.life != life:
+                return
+            self._act(node, effect)
+        if node.life == life:
+            self._set_alarm(node)
+
+    def _set_alarm(self, node: Node) -> None:
+        machine = node.machine
+        module = primary if isinstance(machine, primary.Primary) else following
+        due = module.next_deadline(machine, self.clock(node))  # type: ignore
+        if due == math.inf:
+            return
+        at, life = due / node.rate, node.life
+        key = f"{node.name}{life}"
+        if self.now < self.alarms.get(key, -math.inf) <= at:
+            return
+        self.alarms[key] = at
+
+        def ring() -> None:
+            if node.life == life:
+                self.alarms.pop(key, None)
+                self._give(node, Timer())
+
+        self.at(max(at - self.now, 0.0) + 1e-6, ring)
+
+    def _write_records(self, node: Node, life: int) -> None:
+        """A primary makes records as long as it lives."""
+        machine = node.machine
+        if node.life != life or not isinstance(machine, primary.Primary):
+            return
+        leads = machine.phase not in ("seeking", "over") and not node.gathers
+        if leads and self.now >= node.paused_until and len(node.disk) < 400:
+            record = next(self._records)
+            node.disk.append(record)
+            number = len(node.disk) - node.first
+            if node.line is not None:
+                self.send(node, ("record", number, record))
+            self._give(node, events.RecordWritten(number=number))
+        self.at(self.random.expovariate(2.0), lambda: self._write_records(node, life))
+
+    # ---- effects -----------------------------------------------------------------
+
+    def _act(self, node: Node, effect: Any) -> None:
+        match effect:
+            case events.ReadMandate() | events.WriteMandate():
+                self._ask_store(node, effect)
+            case events.Release(through=through):
+                self._show(node, node.disk[: node.first + through])
+            case events.Accept():
+                number = len(node.disk) - node.first
+                self.send(node, ("copy", number, list(node.disk)))
+            case events.Dismiss() | events.HangUp():
+                self._hang_up(node)
+            case events.Reign(gathers=gathers):
+                self.led.append((self.now, node.name, "seat"))
+                if gathers:
+                    self._gather(node)
+                elif missing := set(self.visible) - set(node.disk):
+                    raise BrokenError(f"{node.name} leads without {missing}")
+            case events.Lapse():
+                self.lapsed.append(node.name)
+            case events.StepDown() | events.Retire():
+                self.crash(node.name)
+            case events.Dial():
+                self._dial(node)
+            case events.AnswerPrimary(number=number):
+                ahead = self.plant.answers_ahead if number >= 0 else 0
+                self.send(node, ("answer", number + ahead))
+            case events.TakeOver(by=by):
+                self._take_over(node, by)
+
+    def _show(self, node: Node, records: list[int]) -> None:
+        holder = self.mandate.holder if self.mandate else ""
+        if holder != node.name:
+            raise BrokenError(f"{node.name} merges, and {holder} holds the mandate")
+        known = set(self.visible)
+        self.visible += [record for record in records if record not in known]
+
+    def _check_in_step(self) -> None:
+        if self.mandate is None or not self.mandate.in_step:
+            return
+        standby = self.nodes[self.mandate.in_step]
+        if missing := set(self.visible) - set(standby.disk):
+            raise BrokenError(f"{standby.name} is in step without {missing}")
+
+    def _take_over(self, node: Node, by: str) -> None:
+        self.led.append((self.now, node.name, by))
+        if by == "log" and (missing := set(self.visible) - set(node.disk)):
+            raise BrokenError(f"{node.name} goes on from its log without {missing}")
+        node.machine, node.life = None, node.life + 1
+        self.start(node.name, "primary")
+
+    def _gather(self, node: Node) -> None:
+        """Ask islands, which takes a while, and begin a term with what they have."""
+        life, node.gathers = node.life, True
+
+        def begin() -> None:
+            if node.life != life:
+                return
+            node.disk = [*self.visible, next(self._records)]
+            node.first, node.gathers = len(node.disk), False
+            self._give(node, events.StateGathered())
+
+        self.at(self.random.uniform(1, 10) if self.rough else 3.0, begin)
+
+    # ---- the line ----------------------------------------------------------------
+
+    def _dial(self, node: Node) -> None:
+        other = self.nodes["B" if node.name == "A" else "A"]
+        life = node.life
+
+        def arrive() -> None:
+            accepts = isinstance(other.machine, primary.Primary)
+            paused = self.now < other.paused_until
+            if "line" in self.cut or not accepts or paused or node.life != life:
+                self.at(0.5, lambda: node.life == life and lose())  # type: ignore
+                return
+            line = Line((node.name, other.name))
+            self._hang_up(other)
+            node.line = other.line = line
+            self._give(other, events.StandbyAttached(node=node.name))
+
+        def lose() -> None:
+            self._give(node, events.PrimaryLost())
+
+        self.at(self._delay(), arrive)
+
+    def send(self, node: Node, message: tuple[Any, ...]) -> None:
+        line = node.line
+        if line is None or not line.open:
+            return
+        (peer,) = set(line.ends) - {node.name}
+        at = max(line.last.get(node.name, 0.0), self.now + self._delay())
+        line.last[node.name] = at
+        other, life = self.nodes[peer], self.nodes[peer].life
+
+        def arrive() -> None:
+            if not line.open or other.life != life or other.line is not line:
+                return
+            if "line" in self.cut:
+                # Nothing that was sent before a cut comes after it.
+                self._hang_up(node)
+                return
+            self._arrived(other, message, line)
+
+        self.at(at - self.now, arrive)
+
+    def _arrived(self, node: Node, message: tuple[Any, ...], line: Line) -> None:
+        if self.now < node.paused_until:
+            again = node.paused_until - self.now + 1e-3
+            self.at(again, lambda: line.open and self._arrived(node, message, line))
+            return
+        standby = isinstance(node.machine, following.Standby)
+        match message:
+            case "copy", number, disk if standby:
+                node.disk = []
+                self._give(node, events.Following())
+                node.disk = list(disk)
+                self._give(node, events.Copied(number=number))
+            case "record", number, record if standby:
+                node.disk.append(record)
+                self._give(node, events.PrimaryHeard(number=number))
+            case "alive", number if standby:
+                self._give(node, events.PrimaryHeard(number=number))
+            case ("answer", number):
+                self._give(node, events.StandbyAnswered(number=number))
+
+    def _hang_up(self, node: Node) -> None:
+        line, node.line = node.line, None
+        if line is None or not line.open:
+            return
+        line.open = False
+        (peer,) = set(line.ends) - {node.name}
+        other, life = self.nodes[peer], self.nodes[peer].life
+
+        def notice() -> None:
+            if other.life != life or other.line not in (line, None):
+                return
+            other.line = None
+            standby = isinstance(other.machine, following.Standby)
+            lost: Any = events.PrimaryLost() if standby else events.StandbyLost()
+            self._give(other, lost)
+
+        self.at(self._delay(), notice)
+
+    # ---- the object --------------------------------------------------------------
+
+    def _ask_store(self, node: Node, effect: Any) -> None:
+        life, answered = node.life, False
+
+        def answer(event: Any) -> None:
+            nonlocal answered
+            if not answered and node.life == life:
+                answered = True
+                self._give(node, event)
+
+        def arrive() -> None:
+            if node.name in self.cut:
+                return
+            back = self._carry_out(effect)
+            if not (self.rough and self.random.random() < 0.05):
+                self.at(self._delay(), lambda: answer(back))
+
+        if not (self.rough and self.random.random() < 0.05):
+            late = self.rough and self.random.random() < 0.05
+            self.at(self._delay() * (100 if late else 1), arrive)
+        self.at(TIMEOUT_S, lambda: answer(events.StoreSilent()))
+
+    def _carry_out(self, effect: Any) -> Any:
+        now = str(self.generation) if self.generation else NO_GENERATION
+        if isinstance(effect, events.ReadMandate):
+            return events.MandateRead(generation=now, mandate=self.mandate)
+        if self.plant.generations and effect.generation != now:
+            return events.WriteRefused()
+        self.generation, self.mandate = self.generation + 1, effect.mandate
+        return events.MandateWritten(generation=str(self.generation))
+
+    def _delay(self) -> float:
+        return self.random.expovariate(20.0) if self.rough else 0.01

@@ -1,0 +1,200 @@
+"""Random schedules of two coordinators: what must hold always, and what breaks it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from standby_play import beat, play
+from standby_world import TIMING, BrokenError, Plant, World
+
+from diloco_jax.protocol.coordinator.machines import StateMachine
+from diloco_jax.protocol.standby import following, primary
+from diloco_jax.protocol.standby.mandate import MandateTiming
+from diloco_jax.protocol.standby.primary import Primary
+
+SEEDS = range(100)
+
+
+def calm() -> World:
+    """A primary and a standby that is in step."""
+    world = World(0, Plant(), rough=False)
+    world.start("A", "primary")
+    world.start("B", "standby")
+    beat(world)
+    world.run(20.0)
+    assert named(world) == "B"
+    assert world.visible
+    return world
+
+
+def named(world: World) -> str:
+    """Whom the mandate calls in step."""
+    assert world.mandate is not None
+    return world.mandate.in_step
+
+
+def test_nothing_that_was_visible_is_lost_and_no_two_merge() -> None:
+    how, records = Counter[str](), 0
+    for seed in SEEDS:
+        world = play(seed, Plant())
+        how.update(by for _, _, by in world.led)
+        records += len(world.visible)
+    assert how["log"] > 50
+    assert how["gathering"] > 10
+    assert how["seat"] > 200
+    assert records > 100 * len(SEEDS)
+
+
+def late(timing: MandateTiming, times: float) -> MandateTiming:
+    return MandateTiming(
+        valid_s=timing.valid_s * times,
+        renew_s=timing.renew_s,
+        patience_s=timing.patience_s,
+    )
+
+
+PLANTS = {
+    "a write replaces any generation": Plant(generations=False),
+    "the primary counts on its mandate for too long": Plant(primary=late(TIMING, 9)),
+    "the standby answers for what it does not have": Plant(answers_ahead=3),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_mistake_in_the_world_is_found(name: str) -> None:
+    assert found(PLANTS[name])
+
+
+def found(plant: Plant = Plant()) -> bool:  # noqa: B008
+    for seed in SEEDS:
+        try:
+            play(seed, plant)
+        except BrokenError:
+            return True
+    return False
+
+
+def test_what_is_visible_before_the_standby_has_it_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(primary, "GATED", ())
+    assert found()
+
+
+def test_going_on_before_the_mandate_says_so_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves = {state: dict(after) for state, after in primary.PRIMARY.moves.items()}
+    moves["in_step"]["lose"] = moves["naming"]["lose"] = "alone"
+    monkeypatch.setattr(primary, "PRIMARY", StateMachine("primary", moves))
+    assert found()
+
+
+def test_a_log_that_lacks_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "in_step", lambda state: True)
+    assert found()
+
+
+def test_naming_a_standby_that_lags_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = primary._answered
+
+    def at_once(state: Primary, number: int, now: float) -> Primary:
+        state = step(state, number, now)
+        return state if number < 0 else step(state, state.written, now)
+
+    monkeypatch.setattr(primary, "_answered", at_once)
+    assert found()
+
+
+def test_a_standby_in_step_takes_over_within_a_budget_of_the_end() -> None:
+    world = calm()
+    world.crash("A")
+    died, seen = world.now, list(world.visible)
+    world.run(2 * TIMING.valid_s)
+    at, who, by = next(led for led in world.led if led[1] == "B")
+    assert (who, by) == ("B", "log")
+    assert at - died <= TIMING.expiry_s + TIMING.renew_s + 0.1
+    assert set(seen) < set(world.visible)
+
+
+def test_a_primary_that_only_starts_again_goes_on() -> None:
+    world = calm()
+    world.crash("A")
+    world.at(3.0, lambda: world.start("A", "primary"))
+    world.run(40.0)
+    assert [who for _, who, _ in world.led] == ["A", "A"]
+    assert named(world) == "B"
+
+
+def test_a_standby_that_is_not_in_step_waits_and_gathers() -> None:
+    world = calm()
+    world.cut.add("line")
+    world.run(10.0)
+    assert named(world) == ""
+    before = len(world.visible)
+    world.run(10.0)
+    assert len(world.visible) > before  # The primary goes on alone.
+    world.crash("A")
+    died = world.now
+    world.run(60.0)
+    at, _, by = next(led for led in world.led if led[1] == "B")
+    assert by == "gathering"
+    assert TIMING.gathering_s - TIMING.renew_s < at - died < TIMING.gathering_s + 5
+    assert world.mandate is not None
+    assert world.mandate.holder == "B"
+    assert not world.mandate.gathers
+
+
+def test_a_primary_that_was_stopped_shows_nothing_and_steps_down() -> None:
+    world = calm()
+    world.pause("A", 40.0)
+    world.run(39.0)
+    assert [led[1:] for led in world.led] == [
+        ("A", "seat"),
+        ("B", "log"),
+        ("B", "seat"),
+    ]
+    world.run(10.0)
+    assert world.nodes["A"].machine is None
+    world.start("A", "standby")
+    world.run(20.0)
+    assert world.mandate is not None
+    assert (world.mandate.holder, world.mandate.in_step) == ("B", "A")
+
+
+def test_a_partition_between_the_two_leaves_the_primary_in_charge() -> None:
+    world = calm()
+    world.cut.add("line")
+    world.run(60.0)
+    assert [who for _, who, _ in world.led] == ["A"]
+    before = len(world.visible)
+    world.cut.clear()
+    world.run(10.0)
+    assert len(world.visible) > before
+    assert named(world) == "B"
+
+
+def test_a_primary_that_loses_the_object_lets_islands_go_elsewhere() -> None:
+    world = calm()
+    world.cut.add("A")
+    world.run(4 * TIMING.valid_s)
+    assert world.lapsed == ["A"]
+    assert [who for _, who, by in world.led if by == "seat"] == ["A", "B"]
+    assert world.nodes["A"].machine is not None  # It does not know yet.
+    world.cut.clear()
+    world.run(5.0)
+    assert world.nodes["A"].machine is None
+
+
+def test_an_object_that_is_away_stops_what_is_visible_and_nobody_takes_over() -> None:
+    world = calm()
+    world.cut.update("AB")
+    world.run(TIMING.valid_s + 1)
+    before = len(world.visible)
+    world.run(30.0)
+    assert len(world.visible) == before
+    world.cut.clear()
+    world.run(10.0)
+    assert len(world.visible) > before
+    assert [who for _, who, _ in world.led] == ["A"]
