@@ -43,6 +43,8 @@ class Announcer:
         self._roster, self._metrics, self._holder = roster, metrics, holder
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
+        self._machine: dict[str, int] = {}
+        self._wrong: list[str] = []
         folders = [workdir]
         if placement.checkpoints and not is_bucket(placement.checkpoints):
             folders.append(Path(placement.checkpoints))
@@ -80,9 +82,25 @@ class Announcer:
         )
         for wrong in self._watchdog.look(self._status, clock):
             lead.journal.alert(wrong)
+        self._wrong = self._watchdog.wrong
+        if (machine := self._watchdog.machine) is not self._machine:
+            self._machine = machine
+            self._metrics.append({"kind": "machine", "time": now, **self._uses()})
 
     def shown(self) -> dict[str, Any]:
         """Return the status, with what holds up the next one: a full disk."""
-        shown = self._status
-        alerts = [*self._disk.alerts, *shown["alerts"]]
-        return {**shown, **self._holder.shown(), "alerts": alerts}
+        shown = {**self._status, **self._holder.shown()}
+        return {
+            **shown,
+            "machine": self._uses(),
+            "wrong": self._wrong,
+            "alerts": [*self._disk.alerts, *shown["alerts"]],
+        }
+
+    def _uses(self) -> dict[str, Any]:
+        """Return the bytes of this machine, and what each worker has of its memory."""
+        workers = self._holder.shown().get("workers", ())
+        return {
+            **self._machine,
+            "workers_memory_bytes": [worker["resident_bytes"] for worker in workers],
+        }

@@ -44,6 +44,16 @@ DISK_BYTES = 1 << 30
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
+BRIEFLY = {
+    "hangs": "{} makes no step",
+    "slow": "{} has slowed down",
+    "apart": "the loss of {} parts from the others",
+    "goodput": "goodput is low",
+    "memory": "the coordinator's memory grows",
+    "left": "little memory is left on the coordinator's machine",
+    "disk": "little space is left in {}",
+}
+"""What is wrong in few words, by the kind of its name."""
 
 
 class Gauges(NamedTuple):
@@ -88,6 +98,8 @@ class Watchdog:
         self._since: dict[str, float] = {}
         """When what is wrong began, by its name."""
         self._told: set[str] = set()
+        self.machine: dict[str, int] = {}
+        """Bytes of this machine as of the newest look at it; see `docs/watching.md`."""
 
     def look(self, status: Mapping[str, Any], now: float) -> list[str]:
         """Return what is newly wrong, for people. status: see `summary.status`."""
@@ -114,6 +126,12 @@ class Watchdog:
                 self._told.add(name)
                 alerts.append(text)
         return alerts
+
+    @property
+    def wrong(self) -> list[str]:
+        """Return what is wrong now and was told, in few words each."""
+        found = (name.split(" ", 2) for name in sorted(self._told))
+        return [BRIEFLY[kind].format(*which) for _, kind, *which in found]
 
     # ---- islands --------------------------------------------------------------------
 
@@ -200,6 +218,7 @@ class Watchdog:
     def _of_machine(self, now: float) -> Iterator[tuple[str, str]]:
         machine = self._machine
         resident, (left, whole) = machine.resident(), machine.left()
+        free = {folder: machine.free(folder) for folder in self._folders}
         if not self._warm and now - self._began >= WARM_S:
             self._warm = resident
         most = GROWN[0] * self._warm + GROWN[1]
@@ -207,6 +226,12 @@ class Watchdog:
         if little or (self._warm and resident > most):
             machine.give_back()
             resident, (left, whole) = machine.resident(), machine.left()
+        self.machine = {
+            "memory_bytes": resident,
+            "memory_left_bytes": left,
+            "memory_whole_bytes": whole,
+            "disk_free_bytes": min(free.values(), default=0),
+        }
         if self._warm and resident > most:
             yield (
                 "memory",
@@ -221,11 +246,10 @@ class Watchdog:
                 f"coordinator's machine; end what else runs there, or lower "
                 f"placement.merge_buffer_bytes",
             )
-        for folder in self._folders:
-            free = machine.free(folder)
-            if free < DISK_BYTES:
+        for folder, octets in free.items():
+            if octets < DISK_BYTES:
                 yield (
                     f"disk {folder}",
-                    f"{free / 1e6:.0f} MB are free in {folder}: merges wait once it is "
-                    f"full; free some space there",
+                    f"{octets / 1e6:.0f} MB are free in {folder}: merges wait once it "
+                    f"is full; free some space there",
                 )
