@@ -87,15 +87,18 @@ def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
     """Return the loss for programs and for people."""
     from rich.console import Console
 
-    from diloco_jax.evaluation import run
+    from diloco_jax.evaluation import evaluate, read
     from diloco_jax.observability.bar import bar
     from diloco_jax.observability.report import loss_line
 
     config = read_config(
         options.workdir, options.paths or None, trust_code=options.trust_code
     )
-    with bar(Console(stderr=True), "evaluating") as report:
-        result = run(config, options.workdir, options.cycle or None, report)
+    console, cycle = Console(stderr=True), options.cycle or None
+    with bar(console, "reading the parameters") as reading:
+        found = read(config, options.workdir, cycle, reading)
+    with bar(console, "evaluating") as report:
+        result = evaluate(config, found, report)
     return result, (
         f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
         f"{result['eval_tokens']:,} tokens"
@@ -150,12 +153,19 @@ def _of_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
 
 def _speaker(options: EvalOptions) -> tuple[Speaker, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
+    from rich.console import Console
+
+    from diloco_jax.observability.bar import bar
     from diloco_jax.weights.speaker import open_speaker
 
     config = read_config(options.workdir, trust_code=options.trust_code)
-    speaker = open_speaker(
-        options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
-    )
+    with bar(Console(stderr=True), "reading the parameters") as report:
+        speaker = open_speaker(
+            options.workdir,
+            cycle=options.cycle or None,
+            trust_code=options.trust_code,
+            report=report,
+        )
     return speaker, config.run.sequence_length
 
 

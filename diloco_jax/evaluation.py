@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from etils import epath
@@ -32,25 +32,48 @@ from diloco_jax.workdir import read_config
 BATCH_SIZE = 32
 
 
-def run(
+class RunParams(NamedTuple):
+    """The parameters of a run on a device, with what evaluates them."""
+
+    trainer: Trainer
+    params: Params
+    facts: Mapping[str, Any]
+
+
+def run(config: Config, workdir: Path, cycle: int | None = None) -> dict[str, Any]:
+    """Return `evaluate` of `read`."""
+    return evaluate(config, read(config, workdir, cycle))
+
+
+def read(
     config: Config,
     workdir: Path,
     cycle: int | None = None,
     report: Callable[[float], None] = lambda share: None,
-) -> dict[str, Any]:
-    """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the newest
-    snapshot or of a kept cycle, and the `eval_tokens` and `eval_merges` in its
-    parameters.
-
-    report: called with the share of the text that is evaluated.
+) -> RunParams:
+    """Read the newest snapshot or a kept cycle. report: told the share that is read.
 
     Raises ConfigError if the workdir has no snapshot, or does not keep the cycle.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
-    params, facts = params_of(config, workdir, model, cycle)
-    found = whole_validation(config, trainer, trainer.place_params(params), report)
+    params, facts = params_of(config, workdir, model, cycle, report)
+    return RunParams(trainer, trainer.place_params(params), facts)
+
+
+def evaluate(
+    config: Config,
+    found: RunParams,
+    report: Callable[[float], None] = lambda share: None,
+) -> dict[str, Any]:
+    """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the parameters,
+    and the `eval_tokens` and `eval_merges` in them.
+
+    report: told the share of the text that is evaluated.
+    """
+    trainer, params, facts = found
+    found_loss = whole_validation(config, trainer, params, report)
     return {
-        **as_json(found),
+        **as_json(found_loss),
         "eval_tokens": facts["tokens"],
         "eval_merges": facts["merges"],
     }
@@ -113,9 +136,14 @@ def of_data(
 
 
 def params_of(
-    config: Config, workdir: Path, model: Model, cycle: int | None = None
+    config: Config,
+    workdir: Path,
+    model: Model,
+    cycle: int | None = None,
+    report: Callable[[float], None] = lambda share: None,
 ) -> tuple[Params, Mapping[str, Any]]:
-    """Return theta of a run's newest snapshot, or of a kept cycle, and its facts."""
+    """Return theta of a run's newest snapshot, or of a kept cycle, and its facts.
+    report: told the share that is read."""
     plan = build_plan(config.run, model)
     if cycle is None:
         _, facts = newest_plan(config, workdir, model)
@@ -123,7 +151,12 @@ def params_of(
     else:
         facts = kept_facts(workdir, cycle)
         found = kept_pieces(config, workdir, model, cycle)
-    return from_pieces(plan, {piece.name: value for piece, value in found}), facts
+    arrays, read = {}, 0
+    for piece, value in found:
+        arrays[piece.name] = value
+        read += value.size
+        report(read / plan.total)
+    return from_pieces(plan, arrays), facts
 
 
 def newest_pieces(
