@@ -87,7 +87,7 @@ def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
     """Return the loss for programs and for people."""
     from rich.console import Console
 
-    from diloco_jax.evaluation import evaluate, read
+    from diloco_jax.evaluation import run
     from diloco_jax.observability.bar import bar
     from diloco_jax.observability.report import loss_line
 
@@ -95,10 +95,11 @@ def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
         options.workdir, options.paths or None, trust_code=options.trust_code
     )
     console, cycle = Console(stderr=True), options.cycle or None
-    with bar(console, "reading the parameters") as reading:
-        found = read(config, options.workdir, cycle, reading)
-    with bar(console, "evaluating") as report:
-        result = evaluate(config, found, report)
+    with (
+        bar(console, "evaluating") as report,
+        bar(console, "reading the parameters") as reading,
+    ):
+        result = run(config, options.workdir, cycle, report, reading)
     return result, (
         f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
         f"{result['eval_tokens']:,} tokens"

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy.typing as npt
 from etils import epath
@@ -32,48 +32,27 @@ from diloco_jax.workdir import read_config
 BATCH_SIZE = 32
 
 
-class RunParams(NamedTuple):
-    """The parameters of a run on a device, with what evaluates them."""
-
-    trainer: Trainer
-    params: Params
-    facts: Mapping[str, Any]
-
-
-def run(config: Config, workdir: Path, cycle: int | None = None) -> dict[str, Any]:
-    """Return `evaluate` of `read`."""
-    return evaluate(config, read(config, workdir, cycle))
-
-
-def read(
+def run(
     config: Config,
     workdir: Path,
     cycle: int | None = None,
     report: Callable[[float], None] = lambda share: None,
-) -> RunParams:
-    """Read the newest snapshot or a kept cycle. report: told the share that is read.
+    reading: Callable[[float], None] = lambda share: None,
+) -> dict[str, Any]:
+    """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the newest
+    snapshot or of a kept cycle, and the `eval_tokens` and `eval_merges` in its
+    parameters.
+
+    report: told the share of the text that is evaluated; reading: that of the
+    parameters that is read.
 
     Raises ConfigError if the workdir has no snapshot, or does not keep the cycle.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
-    params, facts = params_of(config, workdir, model, cycle, report)
-    return RunParams(trainer, trainer.place_params(params), facts)
-
-
-def evaluate(
-    config: Config,
-    found: RunParams,
-    report: Callable[[float], None] = lambda share: None,
-) -> dict[str, Any]:
-    """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the parameters,
-    and the `eval_tokens` and `eval_merges` in them.
-
-    report: told the share of the text that is evaluated.
-    """
-    trainer, params, facts = found
-    found_loss = whole_validation(config, trainer, params, report)
+    params, facts = params_of(config, workdir, model, cycle, reading)
+    found = whole_validation(config, trainer, trainer.place_params(params), report)
     return {
-        **as_json(found_loss),
+        **as_json(found),
         "eval_tokens": facts["tokens"],
         "eval_merges": facts["merges"],
     }

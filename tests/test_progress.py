@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from diloco_jax import cli
 from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
+from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.launch.resources import Command
 from diloco_jax.launch.submit import LaunchStep, Submitter
@@ -27,7 +29,7 @@ from diloco_jax.planning.command import _bars
 from diloco_jax.weights.first import first_params
 
 RUN_S = 300.0
-LEFT = r"(\d+%.*\d:\d\d left|\d+% (\d+:\d\d:\d\d|-:--:--))"
+LEFT = r"\d+%.*\d:\d\d left|━.*(\d+:\d\d:\d\d|-:--:--)"
 """How far, with the time left: in a line, and beside a bar."""
 COLOUR = re.compile(r"\x1b\[(\d+;)*(3[0-8]|4[0-8]|9\d)(;\d+)*m")
 TERMINALS = {
@@ -37,18 +39,19 @@ TERMINALS = {
 }
 
 
-class Given:
-    """What commands are given: a run that is over, its config, and an empty folder."""
+class Given(NamedTuple):
+    """What commands are given: a folder with `config.json`, and a run's workdir."""
 
-    def __init__(self, run: Path, config: Path, folder: Path) -> None:
-        self.run, self.config, self.folder = str(run), str(config), folder
+    folder: Path
+    run: Path | None
 
 
 def command(*words: str) -> Callable[[Given], None]:
     """Run a command. {run}, {config} and {out} stand for what it is given."""
 
     def carry_out(given: Given) -> None:
-        names = {"run": given.run, "config": given.config, "out": given.folder / "out"}
+        names = {"run": given.run, "config": given.folder / "config.json"}
+        names["out"] = given.folder / "out"
         assert cli.main([word.format(**names) for word in words]) == 0
 
     return carry_out
@@ -67,22 +70,17 @@ def launch(given: Given) -> None:
 
 
 def coordinator(given: Given) -> None:
-    config = tiny()
+    config = resolve_outer(tiny())
     model = build(config.run)
     make_store(config, build_plan(config.run, model), first_params(config.run, model))
 
 
 SHOWN = {
     "simulate goodput": command("simulate", "goodput", "--hours", "1", "--seeds", "2"),
-    "simulate mix": command("simulate", "mix", "--hours", "1"),
-    "simulate scavenge": command("simulate", "scavenge", "--hours", "0.5"),
+    "simulate mix": command("simulate", "mix", "--hours", "0.2"),
+    "simulate scavenge": command("simulate", "scavenge", "--hours", "0.1"),
     "simulate faults": command("simulate", "faults", "--seeds", "3"),
-    "simulate calibrate": command("simulate", "calibrate", "{run}", "--seeds", "2"),
     "emulate": command("emulate", "{config}"),
-    "eval": command("eval", "{run}"),
-    "export": command("export", "{run}", "{out}"),
-    "generate": command("generate", "{run}", "--prompt", "a", "--json"),
-    "replay": command("replay", "{run}"),
     "data": command("data", "prepare", "{out}", "docs", "--sequence-length", "64"),
     "doctor": command("doctor"),
     "plan": plan,
@@ -90,6 +88,17 @@ SHOWN = {
     "coordinator": coordinator,
 }
 """Each command with work that takes long, in a short form."""
+OF_RUN = {
+    "simulate calibrate": command(
+        *("simulate", "calibrate", "{run}", "--seeds", "2"),
+        *("--islands.a.step-seconds", "0.5", "--islands.b.step-seconds", "0.5"),
+    ),
+    "eval": command("eval", "{run}"),
+    "export": command("export", "{run}", "{out}"),
+    "generate": command("generate", "{run}", "--prompt", "a", "--json"),
+    "replay": command("replay", "{run}"),
+}
+"""Likewise, of what needs a run."""
 ELSEWHERE = {
     "run": "the test below, and of the table: test_terminal.py",
     "chaos": "as run",
@@ -110,15 +119,15 @@ def tiny() -> Config:
         data=DataConfig(validation_fraction=0.001),
         sync=SyncConfig(steps_per_cycle=4, fragments=4, quorum=2),
         sequence_length=SEQUENCE_LENGTH,
-        total_tokens=40 * 4 * SEQUENCE_LENGTH,
+        total_tokens=120 * 2 * SEQUENCE_LENGTH,
     )
-    islands = {name: IslandConfig(batch_size=2) for name in "ab"}
+    islands = {name: IslandConfig(batch_size=2, step_seconds=0.05) for name in "ab"}
     return Config(run=run, islands=islands).validate()
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """A run that is over, its config, and what it said."""
+    """Workdir of a run that is over, and what it said."""
     folder = tmp_path_factory.mktemp("ran")
     write_config_json(tiny(), folder / "config.json")
     words = ["run", str(folder / "config.json"), "--workdir", str(folder / "run")]
@@ -126,12 +135,12 @@ def ran(tmp_path_factory):
         [*DILOCO, *words], capture_output=True, text=True, timeout=RUN_S
     )
     assert done.returncode == 0, done.stderr
-    return folder, done.stderr
+    return folder / "run", done.stderr
 
 
 def test_every_command_is_here():
     simulated = {f"simulate {kind}" for kind in simulations()}
-    assert {*SHOWN, *ELSEWHERE} == {*cli.COMMANDS, *simulated} - {"simulate"}
+    assert {*SHOWN, *OF_RUN, *ELSEWHERE} == {*cli.COMMANDS, *simulated} - {"simulate"}
 
 
 def simulations() -> list[str]:
@@ -147,20 +156,22 @@ def test_a_run_says_whether_it_is_healthy_and_how_far_it_is(ran):
     assert "\x1b" not in said
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("where", TERMINALS)
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.dist) for name in OF_RUN)]
+)
 def test_how_far_it_is_and_how_long_it_takes(
-    name, where, ran, tmp_path, monkeypatch, capsys
+    name, where, request, tmp_path, monkeypatch, capsys
 ):
-    folder, _ = ran
+    run = request.getfixturevalue("ran")[0] if name in OF_RUN else None
+    write_config_json(tiny(), tmp_path / "config.json")
     for variable in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in TERMINALS[where].items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(bars, "LINE_EVERY_S", 0.0)
     monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
-    SHOWN[name](Given(folder / "run", folder / "config.json", tmp_path))
+    (SHOWN | OF_RUN)[name](Given(tmp_path, run))
     said = capsys.readouterr().err
     assert re.search(LEFT, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said)), said
     match where:
