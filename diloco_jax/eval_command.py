@@ -94,8 +94,12 @@ def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
     config = read_config(
         options.workdir, options.paths or None, trust_code=options.trust_code
     )
-    with bar(Console(stderr=True), "evaluating") as report:
-        result = run(config, options.workdir, options.cycle or None, report)
+    console, cycle = Console(stderr=True), options.cycle or None
+    with (
+        bar(console, "evaluating") as report,
+        bar(console, "reading the parameters") as reading,
+    ):
+        result = run(config, options.workdir, cycle, report, reading)
     return result, (
         f"{loss_line(result)}, after {result['eval_merges']:,} merges and "
         f"{result['eval_tokens']:,} tokens"
@@ -152,12 +156,16 @@ def _speaker(options: EvalOptions) -> tuple[Speaker, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
     from rich.console import Console
 
+    from diloco_jax.observability.bar import bar
     from diloco_jax.weights.speaker import open_speaker
 
     config = read_config(options.workdir, trust_code=options.trust_code)
-    with Console(stderr=True).status("reading the weights"):
+    with bar(Console(stderr=True), "reading the parameters") as report:
         speaker = open_speaker(
-            options.workdir, cycle=options.cycle or None, trust_code=options.trust_code
+            options.workdir,
+            cycle=options.cycle or None,
+            trust_code=options.trust_code,
+            report=report,
         )
     return speaker, config.run.sequence_length
 

@@ -37,17 +37,19 @@ def run(
     workdir: Path,
     cycle: int | None = None,
     report: Callable[[float], None] = lambda share: None,
+    reading: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
     """Return `eval_loss` (nats per token) and `eval_bits_per_byte` of the newest
     snapshot or of a kept cycle, and the `eval_tokens` and `eval_merges` in its
     parameters.
 
-    report: called with the share of the text that is evaluated.
+    report: told the share of the text that is evaluated; reading: that of the
+    parameters that is read.
 
     Raises ConfigError if the workdir has no snapshot, or does not keep the cycle.
     """
     model, trainer = build_trainer(config.run, IslandConfig(batch_size=BATCH_SIZE))
-    params, facts = params_of(config, workdir, model, cycle)
+    params, facts = params_of(config, workdir, model, cycle, reading)
     found = whole_validation(config, trainer, trainer.place_params(params), report)
     return {
         **as_json(found),
@@ -113,9 +115,14 @@ def of_data(
 
 
 def params_of(
-    config: Config, workdir: Path, model: Model, cycle: int | None = None
+    config: Config,
+    workdir: Path,
+    model: Model,
+    cycle: int | None = None,
+    report: Callable[[float], None] = lambda share: None,
 ) -> tuple[Params, Mapping[str, Any]]:
-    """Return theta of a run's newest snapshot, or of a kept cycle, and its facts."""
+    """Return theta of a run's newest snapshot, or of a kept cycle, and its facts.
+    report: told the share that is read."""
     plan = build_plan(config.run, model)
     if cycle is None:
         _, facts = newest_plan(config, workdir, model)
@@ -123,7 +130,12 @@ def params_of(
     else:
         facts = kept_facts(workdir, cycle)
         found = kept_pieces(config, workdir, model, cycle)
-    return from_pieces(plan, {piece.name: value for piece, value in found}), facts
+    arrays, read = {}, 0
+    for piece, value in found:
+        arrays[piece.name] = value
+        read += value.size
+        report(read / plan.total)
+    return from_pieces(plan, arrays), facts
 
 
 def newest_pieces(

@@ -119,7 +119,7 @@ def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(
         calibrate_command,
         "calibrate",
-        lambda path: SimpleNamespace(config=None, summary=None),
+        lambda path, report: SimpleNamespace(config=None, summary=None),
     )
     monkeypatch.setattr(calibrate_command, "predict", parsed(lambda *_: None))
     return cli.main(arguments)

@@ -23,11 +23,15 @@ import site_sections  # noqa: E402
 PAGES = {"wire": site_formats.wire(), "tape": site_formats.tape()}
 
 
+BEHIND_THE_LEAD = ("diloco_jax.protocol.holding", "diloco_jax.protocol.working")
+"""Messages that no page shows: lead and holder, or worker, run one version."""
+
+
 def leaves(kind: type) -> Iterator[type]:
-    """Yield the subclasses of a class that have none themselves, but for those between
-    lead and holder, which other tests may have imported."""
+    """Yield the subclasses of a class that have none themselves, as far as they are
+    shown; other tests may have imported the rest."""
     below = kind.__subclasses__()
-    if not below and kind.__module__ != "diloco_jax.protocol.holding":
+    if not below and kind.__module__ not in BEHIND_THE_LEAD:
         yield kind
     for each in below:
         yield from leaves(each)

@@ -77,8 +77,11 @@ class Cluster:
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
         """Seconds per step of the slowest island, as far as known."""
 
-    def start(self, interrupt: Interrupt) -> None:
-        """Start the coordinator and, once it has an address, the islands.
+    def start(
+        self, interrupt: Interrupt, waiting: Callable[[Path], None] = lambda log: None
+    ) -> None:
+        """Start the coordinator and, once it has an address, the islands. waiting:
+        called with the coordinator's log, again and again until then.
 
         Raises ConfigError as the coordinator does, and ClusterError if the coordinator
         ends or has no address after `compile_budget_s`. Returns early, without islands,
@@ -105,6 +108,7 @@ class Cluster:
                     f"wrote no {run_files.ADDRESS} within placement.compile_budget_s = "
                     f"{self.config.placement.compile_budget_s:g} s",
                 )
+            waiting(self.coordinator.log)
             interrupt.wait(POLL_S)
         self.address = address
         attempts = self.workdir / run_files.ATTEMPTS

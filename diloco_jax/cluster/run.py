@@ -7,11 +7,11 @@ import json
 import logging
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from diloco_jax import paths, run_files
 from diloco_jax import workdir as workdirs
@@ -32,9 +32,10 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interrupt
+from diloco_jax.observability.bar import bar
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.tape import tells_of_the_end
-from diloco_jax.observability.terminal import LINE_EVERY_S, Dashboard
+from diloco_jax.observability.terminal import Dashboard
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
@@ -130,7 +131,10 @@ def _run(
     if baseline and code == EXIT_DONE:
         from diloco_jax.baseline import run as run_baseline
 
-        summary["baseline"] = run_baseline(config, _baseline_lines(console))
+        with bar(console, "the baseline trains") as told:
+            summary["baseline"] = run_baseline(
+                config, lambda done, total, loss: told(min(1.0, done / total))
+            )
         workdirs.add_to_summary(workdir, {"baseline": summary["baseline"]})
         text = comparison(summary, summary["baseline"])
         console.print(f"\n{text}", highlight=False, soft_wrap=True)
@@ -155,7 +159,8 @@ def _processes(
     change = ReplacedFiles(cluster.config, cluster.workdir) if resume else None
     try:
         cluster.config = with_keys(cluster.config, cluster.workdir)
-        cluster.start(interrupt)
+        with console.status("the coordinator starts") as shown:
+            cluster.start(interrupt, lambda log: shown.update(_newest(log)))
     except Exception as error:
         # Nothing has run: leave the workdir as it was.
         cluster.kill()
@@ -177,6 +182,11 @@ def _processes(
         return code
     finally:
         cluster.kill()
+
+
+def _newest(log: Path) -> Text:
+    """Return the last line of a log, such as how far its process is."""
+    return Text("".join(log_tail(log, 1)) or "starting", overflow="ellipsis")
 
 
 def _check_security(config: Config, resume: str) -> None:
@@ -276,12 +286,13 @@ def _evaluate(
         )
     deadline = time.monotonic() + config.placement.compile_budget_s
     output = b""
-    while not interrupt.count and time.monotonic() < deadline:
-        try:
-            output, _ = process.communicate(timeout=LOOP_S)
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    with console.status("evaluating") as shown:
+        while not interrupt.count and time.monotonic() < deadline:
+            try:
+                output, _ = process.communicate(timeout=LOOP_S)
+                break
+            except subprocess.TimeoutExpired:
+                shown.update(_newest(log))
     if process.poll() is None:
         kill_group(process)
         process.communicate()
@@ -305,20 +316,3 @@ def _evaluate(
         return EXIT_FAILED
     summary.update(json.loads(output))
     return EXIT_DONE
-
-
-def _baseline_lines(console: Console) -> Callable[[int, int, float], None]:
-    """Return a callback for the baseline's steps that prints a line now and then."""
-    next_line_s = 0.0
-
-    def report(tokens: int, total_tokens: int, loss: float) -> None:
-        nonlocal next_line_s
-        if time.monotonic() >= next_line_s:
-            next_line_s = time.monotonic() + LINE_EVERY_S
-            console.print(
-                f"baseline {tokens / total_tokens:.0%} of {total_tokens:,} tokens, "
-                f"loss {loss:.3f}",
-                highlight=False,
-            )
-
-    return report

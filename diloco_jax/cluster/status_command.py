@@ -36,13 +36,14 @@ def status_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.cluster.status import read_status
+    from diloco_jax.observability.health import health_of
     from diloco_jax.observability.report import closing_report
     from diloco_jax.observability.terminal import render
 
     placement = Placement(certificates=options.certificates, insecure=options.insecure)
     status = read_status(options.target, placement)
     if options.json:
-        print(json.dumps(status))
+        print(json.dumps({**status, "health": health_of(status)}))
     elif "wall_seconds" in status:
         Console(stderr=True, markup=False).print(
             closing_report(status, {}), highlight=False, soft_wrap=True

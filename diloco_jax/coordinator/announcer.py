@@ -54,11 +54,13 @@ class Announcer:
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
         self._alerts_raised = self._events_waiting = 0
+        self._wrong: list[str] = []
         folders = {"workdir": workdir}
         if placement.checkpoints and not is_bucket(placement.checkpoints):
             folders["checkpoints"] = Path(placement.checkpoints)
         began = time.monotonic()
         self._watchdog = Watchdog(folders, placement.time_budget_s, began)
+        self._machine = self._watchdog.machine
         self._placement, self._tls = placement, tls
         self._told_at = workdir / run_files.METRICS_ADDRESS
         self._alarm: Alarm | None = None
@@ -111,13 +113,20 @@ class Announcer:
             lead.journal.alert(wrong)
         self._alerts_raised = lead.journal.alerts_raised
         self._events_waiting = lead.waiting
+        self._wrong = self._watchdog.wrong
+        if (machine := self._watchdog.machine) is not self._machine:
+            self._machine = machine
+            self._metrics.append({"kind": "machine", "time": now, **self._uses()})
 
     def shown(self) -> dict[str, Any]:
         """Return the status, with what holds up the next one: a full disk."""
-        shown = self._status
-        alerts = [*self._disk.alerts, *shown["alerts"]]
-        beside = {**self._holder.shown(), **self._seat.shown()}
-        return {**shown, **beside, "alerts": alerts}
+        shown = {**self._status, **self._holder.shown(), **self._seat.shown()}
+        return {
+            **shown,
+            "machine": self._uses(),
+            "wrong": self._wrong,
+            "alerts": [*self._disk.alerts, *shown["alerts"]],
+        }
 
     def snapshot(self) -> Snapshot:
         """Return what Prometheus collects."""
@@ -129,3 +138,11 @@ class Announcer:
             events_waiting=self._events_waiting,
             merge=self._metrics.last_merge,
         )
+
+    def _uses(self) -> dict[str, Any]:
+        """Return the bytes of this machine, and what each worker has of its memory."""
+        workers = self._holder.shown().get("workers", ())
+        return {
+            **self._machine.named(),
+            "workers_memory_bytes": [worker["resident_bytes"] for worker in workers],
+        }

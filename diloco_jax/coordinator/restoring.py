@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+from rich.console import Console
+
 from diloco_jax import merge_route, sealed
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.store import Store
-from diloco_jax.core.fragments import FragmentPlan, Params
+from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
 from diloco_jax.memory import give_back
+from diloco_jax.observability.bar import bar
 from diloco_jax.protocol.holding import (
     Committed,
     FragmentsRestored,
@@ -19,13 +22,23 @@ from diloco_jax.protocol.holding import (
     RestoredFragment,
     RestoreFragments,
 )
+from diloco_jax.protocol.values import Version
 
 
 def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Store:
-    """Return the store of a coordinator's holder; see `Store`."""
+    """Return the store of a coordinator's holder; see `Store`. Parameters of files are
+    read here, a fragment at a time, which the progress shows."""
     placement = config.placement
     passes = merge_route.passes_of(placement.merge_route)
-    return Store(config.run, plan, params, placement.deadlines.reunion_s, passes)
+    store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
+    if params is None:
+        return store
+    with bar(Console(stderr=True), "reading the first parameters") as report:
+        for fragment, pieces in enumerate(plan.fragments):
+            values = [get_piece(params, piece) for piece in pieces]
+            store.load(fragment, store.first(fragment, values), Version())
+            report((fragment + 1) / len(plan.fragments))
+    return store
 
 
 def restore(
@@ -44,12 +57,14 @@ def restore(
     committed = asked.fragments
     discarded = publishes.discard({c.fragment: c.version for c in committed})
     found, lost = [], []
-    for fragment in committed:
-        try:
-            found.append(_restored(fragment, store, snapshots, publishes))
-        except (sealed.SealedError, durable.DurableError) as error:
-            lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
-        give_back()
+    with bar(Console(stderr=True), "restoring the fragments") as report:
+        for done, fragment in enumerate(committed, start=1):
+            try:
+                found.append(_restored(fragment, store, snapshots, publishes))
+            except (sealed.SealedError, durable.DurableError) as error:
+                lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
+            give_back()
+            report(done / len(committed))
     return FragmentsRestored(
         fragments=tuple(found),
         lost=tuple(lost),

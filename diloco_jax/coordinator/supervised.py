@@ -62,6 +62,8 @@ class Shown(NamedTuple):
     fragments: int
     memory_bytes: int
     """The most memory that its process has had."""
+    resident_bytes: int
+    """The memory that it has now."""
 
 
 class Supervised:
@@ -88,7 +90,8 @@ class Supervised:
         self._line: WorkerLine | None = None
         self._process: subprocess.Popen[bytes] | Survivor | None = None
         self._ending = threading.Event()
-        self._memory_bytes, self._serves, self._failure = 0, False, ""
+        self._memory_bytes, self._resident_bytes = 0, 0
+        self._serves, self._failure = False, ""
         self._thread = threading.Thread(
             target=self._supervise, name=self.name, daemon=True
         )
@@ -136,6 +139,7 @@ class Supervised:
             pid=process.pid if process is not None else 0,
             fragments=len(self._begin.fragments),
             memory_bytes=self._memory_bytes,
+            resident_bytes=self._resident_bytes,
         )
 
     def end(self) -> None:
@@ -256,8 +260,12 @@ class Supervised:
                             restored=restored.fragments,
                         )
                         self._hear(back)
-                case WorkerAlive(alerts=alerts, memory_bytes=nbytes):
-                    self.alerts, self._memory_bytes = alerts, nbytes
+                case WorkerAlive():
+                    self.alerts, self._memory_bytes = (
+                        message.alerts,
+                        message.memory_bytes,
+                    )
+                    self._resident_bytes = message.resident_bytes
                 case AllSaved():
                     self._saved.put(message)
                 case WorkerFailed(text=text):

@@ -45,6 +45,16 @@ DISK_BYTES = 1 << 30
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
+BRIEFLY = {
+    "hangs": "{} makes no step",
+    "slow": "{} has slowed down",
+    "apart": "the loss of {} parts from the others",
+    "goodput": "goodput is low",
+    "memory": "the coordinator's memory grows",
+    "left": "little memory is left on the coordinator's machine",
+    "disk": "little space is left in {}",
+}
+"""What is wrong in few words, by the kind of its name."""
 
 
 class Gauges(NamedTuple):
@@ -117,6 +127,12 @@ class Watchdog:
                 self._told.add(name)
                 alerts.append(text)
         return alerts
+
+    @property
+    def wrong(self) -> list[str]:
+        """Return what is wrong now and was told, in few words each."""
+        found = (name.split(" ", 2) for name in sorted(self._told))
+        return [BRIEFLY[kind].format(*which) for _, kind, *which in found]
 
     # ---- islands --------------------------------------------------------------------
 
@@ -203,6 +219,7 @@ class Watchdog:
     def _of_machine(self, now: float) -> Iterator[tuple[str, str]]:
         machine = self._machine
         resident, (left, whole) = machine.resident(), machine.left()
+        free = {folder: machine.free(folder) for folder in self._folders.values()}
         if not self._warm and now - self._began >= WARM_S:
             self._warm = resident
         most = GROWN[0] * self._warm + GROWN[1]
@@ -210,6 +227,8 @@ class Watchdog:
         if little or (self._warm and resident > most):
             machine.give_back()
             resident, (left, whole) = machine.resident(), machine.left()
+        free_named = {name: free[folder] for name, folder in self._folders.items()}
+        self.machine = Readings(resident, left, whole, free_named)
         if self._warm and resident > most:
             yield (
                 "memory",
@@ -224,13 +243,10 @@ class Watchdog:
                 f"coordinator's machine; end what else runs there, or lower "
                 f"placement.merge_buffer_bytes",
             )
-        free_bytes = {name: machine.free(path) for name, path in self._folders.items()}
-        self.machine = Readings(resident, left, whole, free_bytes)
-        for name, free in free_bytes.items():
-            folder = self._folders[name]
-            if free < DISK_BYTES:
+        for folder, octets in free.items():
+            if octets < DISK_BYTES:
                 yield (
                     f"disk {folder}",
-                    f"{free / 1e6:.0f} MB are free in {folder}: merges wait once it is "
-                    f"full; free some space there",
+                    f"{octets / 1e6:.0f} MB are free in {folder}: merges wait once it "
+                    f"is full; free some space there",
                 )

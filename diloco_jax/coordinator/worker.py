@@ -32,6 +32,7 @@ from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
 from diloco_jax.faults import worker_name
+from diloco_jax.memory import resident_bytes
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
@@ -139,7 +140,9 @@ class HoldingWorker(NoProfiles):
         """Return a sign of life."""
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         alerts = tuple(self.holder.alerts(time.monotonic()))
-        return WorkerAlive(alerts=alerts, memory_bytes=kib << 10)
+        return WorkerAlive(
+            alerts=alerts, memory_bytes=kib << 10, resident_bytes=resident_bytes()
+        )
 
     def receive(self, message: ToWorker) -> None:
         """Do what the lead says."""
@@ -316,7 +319,8 @@ def main(descriptor: int) -> int:
     found: list[HoldingWorker] = []
 
     def alive() -> WorkerAlive:
-        return found[0].alive() if found else WorkerAlive(alerts=(), memory_bytes=0)
+        begun = WorkerAlive(alerts=(), memory_bytes=0, resident_bytes=0)
+        return found[0].alive() if found else begun
 
     deadlines = config.placement.deadlines
     silence_s = 2 * deadlines.lease_s

@@ -10,7 +10,12 @@ import threading
 from collections.abc import Sequence
 
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.fields import (
+    NOT_NEGATIVE,
+    check_bounds,
+    positional,
+    setting,
+)
 from diloco_jax.options import parse
 
 LOOPBACK = "127.0.0.1"
@@ -29,6 +34,12 @@ class DashboardOptions:
         "status alone is shown.",
     )
     port: int = setting(PORT, help="Port of this machine's loopback; 0 = any.")
+    link_gbit_per_s: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Gbit/s of each island's link, each way, of which the share that is used "
+        "is shown; 0 = not known.",
+    )
     certificates: str = setting("", help="Folder made by diloco certs.")
     insecure: bool = setting(
         False, help="Ask an address that is not loopback without TLS."
@@ -43,6 +54,7 @@ def dashboard_command(arguments: Sequence[str]) -> int:
         "diloco dashboard",
         "Show a run in a browser, on this machine alone. It reads and changes nothing.",
     )
+    check_bounds(options)
     from diloco_jax.dashboard.sources import opened
 
     placement = Placement(certificates=options.certificates, insecure=options.insecure)
@@ -57,7 +69,8 @@ def dashboard_command(arguments: Sequence[str]) -> int:
     from diloco_jax.dashboard.onlooker import Onlooker
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    with listener, Onlooker(source) as onlooker:
+    link_bytes_per_s = options.link_gbit_per_s * 1e9 / 8
+    with listener, Onlooker(source, link_bytes_per_s) as onlooker:
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(onlooker),

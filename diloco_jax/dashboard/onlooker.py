@@ -12,6 +12,7 @@ from typing import Any
 from diloco_jax.dashboard.sources import Telling, status_or_why
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
+from diloco_jax.observability.health import health_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ class Onlooker:
     the coordinator is asked once every `STATUS_EVERY_S`.
     """
 
-    def __init__(self, source: Telling) -> None:
-        self._source = source
+    def __init__(self, source: Telling, link_bytes_per_s: float = 0.0) -> None:
+        """link_bytes_per_s: of each island's link, each way; 0 = not known."""
+        self._source, self._link_bytes_per_s = source, link_bytes_per_s
         self._timeline = Timeline()
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -78,14 +80,15 @@ class Onlooker:
         self, start: float | None, stop: float | None, columns: int
     ) -> dict[str, Any]:
         """Return what the page shows; None: from the beginning, or to the newest."""
-        status = self._status
+        status, facts = self._status, self._source.facts()
         with self._lock:
             window = self._window(start, stop, columns)
-            shown = view(self._timeline, window)
+            shown = view(self._timeline, window, facts["flops_per_token"])
         return {
             **shown,
             "now": time.time(),
-            "run": self._source.facts(),
+            "run": {**facts, "link_bytes_per_s": self._link_bytes_per_s},
+            "health": health_of(status),
             "read": round(self._source.read_share(), 3),
             "status": status,
         }

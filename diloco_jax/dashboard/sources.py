@@ -5,13 +5,9 @@ Nothing here writes, and the coordinator is asked for its status alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import heapq
-import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +21,7 @@ from diloco_jax.dashboard.lines import NewLines
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.observability import segments
+from diloco_jax.planning.formula import analytic_flops
 from diloco_jax.wire.errors import WireError
 from diloco_jax.workdir import holds_run, read_facts
 
@@ -73,7 +70,7 @@ class OfWorkdir:
         self._looked = 0.0
 
     def new(self, timeline: Timeline) -> Lines:
-        """Yield what is new in the files, and what the processes here use now."""
+        """Yield what is new in the files."""
 
         def strike(line: Mapping[str, Any]) -> None:
             missed = line.get("missed")
@@ -90,53 +87,37 @@ class OfWorkdir:
             of(self._strikes, strike),
             key=lambda item: item[0],
         )
-        if (used := self._memory()) and timeline.newest:
-            free = shutil.disk_usage(self._workdir).free
-            now = time.time()
-            line = {"memory_bytes": used, "disk_bytes": free}
-            yield now, lambda one: timeline.machine(now, **one), line
 
     def status(self) -> dict[str, Any]:
         """Return the coordinator's status, or the summary that it left."""
         return read_status(str(self._workdir), self._placement)
 
     def facts(self) -> dict[str, Any]:
-        """Return the run's name and islands, and how its loss becomes bits per byte."""
+        """Return the run's name and islands, how its loss becomes bits per byte, and
+        its tokens FLOPs."""
         run = self._config.run
         begun = read_facts(self._workdir) if holds_run(self._workdir) else None
         return {
-            "from": str(self._workdir),
-            "name": self._workdir.name,
+            "name": self._workdir.resolve().name,
             "run_id": begun.run_id if begun else "",
             "total_tokens": run.total_tokens,
             "expected": sorted(self._config.islands),
             "whole": True,
             "bits_per_nat": BITS_PER_NAT if _of_bytes(run) else None,
+            "flops_per_token": _flops_per_token(run),
         }
 
     def read_share(self) -> float:
         """Return the share of the bytes of tape and metrics that were read."""
-        there = read = 0
-        for lines in (self._tape, self._metrics):
-            for file in (*segments.closed(lines.path), lines.path):
-                with contextlib.suppress(FileNotFoundError):
-                    there += file.stat().st_size
-            read += lines.read_bytes
+        both = (self._tape, self._metrics)
+        there = sum(segments.nbytes(lines.path) for lines in both)
+        read = sum(lines.read_bytes for lines in both)
         return min(1.0, read / there) if there else 1.0
 
     def close(self) -> None:
         """Close the files."""
         for lines in (self._tape, self._metrics, self._strikes):
             lines.close()
-
-    def _memory(self) -> int:
-        """Return the bytes that coordinator and workers hold, if they run here."""
-        try:
-            text = (self._workdir / run_files.PROCESSES).read_bytes()
-            pids = json.loads(text).get("coordinator", ())
-        except (OSError, ValueError, AttributeError):
-            return 0
-        return sum(_resident(pid) for pid in _with_children(pids))
 
 
 class OfAddress:
@@ -160,13 +141,13 @@ class OfAddress:
     def facts(self) -> dict[str, Any]:
         """Return where the status comes from."""
         return {
-            "from": self._address,
             "name": self._address,
             "run_id": "",
             "total_tokens": None,
             "expected": [],
             "whole": False,
             "bits_per_nat": None,
+            "flops_per_token": None,
         }
 
     def read_share(self) -> float:
@@ -191,6 +172,9 @@ class OfAddress:
         for text in status.get("alerts", ()):
             if text not in before.get("alerts", ()):
                 yield now, timeline.tape, {"kind": "alert", "text": text, "time": now}
+        machine = status.get("machine") or {}
+        if "memory_bytes" in machine:
+            yield now, timeline.metrics, {"kind": "machine", "time": now, **machine}
         model = status.get("merged_model")
         if model and model != before.get("merged_model"):
             yield now, timeline.metrics, {**model, "kind": "merged_model", "time": now}
@@ -245,21 +229,9 @@ def _of_bytes(run: RunConfig) -> bool:
     return not own and run.model.vocab_size == VOCAB_SIZE
 
 
-def _resident(pid: int) -> int:
-    """Return the resident bytes of a process of this machine; 0 if it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _with_children(pids: list[int]) -> list[int]:
-    """Return the processes and what they have started, as workers."""
-    found = []
-    for pid in pids:
-        found.append(pid)
-        with contextlib.suppress(OSError, ValueError):
-            text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-            found += [int(child) for child in text.split()]
-    return found
+def _flops_per_token(run: RunConfig) -> float | None:
+    """Return the FLOPs of a trained token; None where no formula is known: of a model
+    of the user's own, and of adapters."""
+    if run.model.factory or run.model.lora_rank:
+        return None
+    return analytic_flops(run.model, run.sequence_length) / run.sequence_length

@@ -20,6 +20,9 @@ def text_of(line: Mapping[str, Any]) -> str:
                 f"the coordinator is back, from snapshot {line['snapshot']} and "
                 f"{line['records']:,} records of its log"
             )
+        case "worker_recovered":
+            count = len(line["fragments"])
+            return f"worker {line['worker']} is back with its {count} fragments"
         case "term":
             return f"term {line['term']} begins with anchors of islands"
         case "hello":

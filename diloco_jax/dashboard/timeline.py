@@ -12,7 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco_jax.dashboard import telling
+from diloco_jax.dashboard.failures import Failures
 from diloco_jax.dashboard.grid import Grid
+from diloco_jax.dashboard.lane import Lane
+from diloco_jax.dashboard.merge import ShownMerge
 
 STATES = ("joining", "compiling", "training", "stopped", "quarantined", "absent")
 SUMS = (
@@ -21,7 +24,7 @@ SUMS = (
     *("bytes_up", "bytes_down", "lag", "lags"),
     # On the coordinator's row:
     *("merges", "cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds"),
-    *("memory", "memories", "disk", "disks"),
+    *("memory", "workers_memory", "memory_left", "disk", "looks"),
 )
 """Fields besides the seconds in each state. A mean has its sum and its count."""
 COUNTED = {
@@ -30,6 +33,12 @@ COUNTED = {
     "bytes_down": "bytes_down",
 }
 """Field of the grid by name in the metrics, of what an incarnation counts up."""
+MACHINE = {
+    "memory_bytes": "memory",
+    "memory_left_bytes": "memory_left",
+    "disk_free_bytes": "disk",
+}
+"""Likewise, of a look at the coordinator's machine."""
 COORDINATOR = 0
 """Row of the coordinator."""
 MERGES_KEPT = 20_000
@@ -39,50 +48,6 @@ POINTS_KEPT = 4_000
 LEFT_IN_ORDER = ("finished", "stopped")
 ROUTINE = ("island", "tick", "granted", "ticks", "measured", "digested", "merged")
 """Kinds of lines of the tape that are no events for people, or have views."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class Lane:
-    """One island as of the newest line about it, summed over nothing."""
-
-    name: str
-    row: int
-    state: str = ""
-    """One of `STATES`; empty: it is not in the run."""
-    since: float = 0.0
-    """Time up to which its states are in the grid."""
-    gap: float = 0.0
-    """Time at which the coordinator last heard of it before it was away itself."""
-    incarnation: int = 0
-    tokens_per_step: int = 0
-    median_step_seconds: float = 0.0
-    device: str = ""
-    stands_for: str = ""
-    steps: int = 0
-    told: float = 0.0
-    """Time of its last line of metrics."""
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)
-    adopted: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Version by fragment, and their sum."""
-    adoptions: int = 0
-    out: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Tick by fragment of takes without a verdict."""
-    out_since: float = 0.0
-
-
-@dataclasses.dataclass(kw_only=True)
-class ShownMerge:
-    """One merge: who took part, with how many tokens, and its measures."""
-
-    time: float
-    fragment: int
-    version: int
-    final: bool
-    share: float
-    tokens: dict[str, int]
-    stale: dict[str, int]
-    """Versions by which a delta's base was behind; only those that were."""
-    measures: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +75,7 @@ class Timeline:
         """(time, cycle, loss) of the merged model."""
         self.lost: deque[tuple[float, str, float]] = deque(maxlen=POINTS_KEPT)
         """(time, reason, tokens) of incarnations that ended with open steps."""
+        self.failures = Failures()
         self.newest = 0.0
         """Time of the newest line."""
         self._newest_merge: dict[int, ShownMerge] = {}
@@ -137,7 +103,11 @@ class Timeline:
             case "begun":
                 self._state(self.coordinator, "training", time)
             case "recovered" | "term":
-                self._came_back(before, time)
+                there = any(lane.state for lane in self.lanes.values())
+                since = self.failures.recovered(line, before, time, there=there)
+                self._came_back(since, time)
+            case "worker_recovered":
+                self.failures.worker(line, time)
             case "hello" | "joined":
                 self._joined(line, time)
             case "island":
@@ -148,19 +118,26 @@ class Timeline:
                 if lane := self.lanes.get(line["island"]):
                     self._answered(lane, line["fragment"], time)
             case "absent":
-                self._state(self._lane(line["island"]), "absent", time)
+                lane = self._lane(line["island"])
+                self.failures.absent(lane, line["why"], time)
+                self._state(lane, "absent", time)
             case "resumed":
                 lane = self._lane(line["island"])
+                self.failures.resumed(lane, time)
                 lane.gap = 0.0
                 if lane.state == "absent":
                     self._state(lane, "training", time)
             case "left":
                 self._left(line, time)
             case "quarantined" | "released":
-                bad = kind == "quarantined"
-                state = "quarantined" if bad else "training"
-                self._state(self._lane(line["island"]), state, time)
+                lane, bad = self._lane(line["island"]), kind == "quarantined"
+                if bad:
+                    self.failures.quarantined(line, lane, time)
+                else:
+                    self.failures.released(lane, time)
+                self._state(lane, "quarantined" if bad else "training", time)
             case "finished":
+                self.failures.over()
                 for lane in (self.coordinator, *self.lanes.values()):
                     self._state(lane, "", time)
             case "alert":
@@ -175,9 +152,7 @@ class Timeline:
     def _joined(self, line: Mapping[str, Any], time: float) -> None:
         lane = self._lane(line["island"])
         if line["kind"] == "hello":
-            lane.device = str(line["environment"].get("device_kind", ""))
-            lane.stands_for = str(line["config"].get("stands_for", ""))
-            return
+            return lane.hello(line)
         if lane.incarnation != line["incarnation"]:
             steps = (line.get("carried") or {}).get("steps", 0)
             self._begins(lane, line["incarnation"], time, steps)
@@ -195,6 +170,8 @@ class Timeline:
         if lost := sum(line["lost_tokens_by_fragment"]):
             self.lost.append((time, line["reason"], lost))
             self.grid.add("lost_tokens", lane.row, time, lost)
+        if self.coordinator.state:
+            self.failures.left(line, lane, time)
         if lane.incarnation == line["incarnation"]:
             self._away_since_gap(lane)
             # A run that is over says goodbye for those who did not.
@@ -238,6 +215,7 @@ class Timeline:
             if verdict != "pending":
                 self._answered(self._lane(name), fragment, time)
         self.grid.add("merges", COORDINATOR, time, 1)
+        self.failures.merged(tokens, time)
         self._published += version - self.versions.get(fragment, 0)
         self.versions[fragment] = version
         merge = ShownMerge(
@@ -280,6 +258,8 @@ class Timeline:
                 self._island(line, time)
             case "merge":
                 self._measured(line, time)
+            case "machine":
+                self._machine(line, time)
             case "merged_model":
                 if line["eval_loss"] is not None:
                     point = (time, line["cycle"], line["eval_loss"])
@@ -297,7 +277,10 @@ class Timeline:
             line["median_step_seconds"] or lane.median_step_seconds
         )
         row, told = lane.row, lane.told or time
-        steps, lane.steps = line["step"] - lane.steps, line["step"]
+        steps = line["step"] - lane.steps
+        if since := self.failures.reported(lane, steps, phase, time):
+            self._was_away(lane, since, time)
+        lane.steps = line["step"]
         if steps > 0:
             self.grid.spread("tokens", row, told, time, steps * lane.tokens_per_step)
         for name, field in COUNTED.items():
@@ -331,14 +314,14 @@ class Timeline:
                 self.grid.add(f"{field}s", COORDINATOR, time, 1)
         self.grid.add("merge_seconds", COORDINATOR, time, line["seconds"])
 
-    # ---- what else is seen ----------------------------------------------------------
+    def _machine(self, line: Mapping[str, Any], time: float) -> None:
+        for name, field in MACHINE.items():
+            self.grid.add(field, COORDINATOR, time, line[name])
+        workers = sum(line["workers_memory_bytes"])
+        self.grid.add("workers_memory", COORDINATOR, time, workers)
+        self.grid.add("looks", COORDINATOR, time, 1)
 
-    def machine(self, time: float, memory_bytes: int, disk_bytes: int) -> None:
-        """Note the memory of the coordinator and its workers, and the free disk."""
-        for field, value in (("memory", memory_bytes), ("disk", disk_bytes)):
-            plural = "memories" if field == "memory" else "disks"
-            self.grid.add(field, COORDINATOR, time, value)
-            self.grid.add(plural, COORDINATOR, time, 1)
+    # ---- what else is seen ----------------------------------------------------------
 
     def seen(self, time: float, name: str, island: Mapping[str, Any]) -> None:
         """Note an incarnation of a status, whose past is not known."""
@@ -351,7 +334,12 @@ class Timeline:
     def _clock(self, time: float) -> None:
         if self.grid.begin is None:
             self.grid.begin = time
+        if self.failures.heard(self.newest, time, self._trains):
+            self._was_away(self.coordinator, self.newest, time)
         self.newest = max(self.newest, time)
+
+    def _trains(self) -> bool:
+        return any(lane.state == "training" for lane in self.lanes.values())
 
     # ---- states ---------------------------------------------------------------------
 
@@ -374,6 +362,15 @@ class Timeline:
             self.grid.spread("out", lane.row, lane.out_since, time, seconds)
             lane.out_since = time
         lane.since = max(lane.since, time)
+
+    def _was_away(self, lane: Lane, start: float, stop: float) -> None:
+        """Note that a lane was not at work in [start, stop), though it seemed to be."""
+        if not lane.state:
+            return
+        self._paint(lane, stop)
+        seconds = stop - start
+        self.grid.spread(lane.state, lane.row, start, stop, -seconds)
+        self.grid.spread("absent", lane.row, start, stop, seconds)
 
     def _answered(self, lane: Lane, fragment: int, time: float) -> None:
         """Note that a take has its verdict."""

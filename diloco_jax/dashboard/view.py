@@ -7,6 +7,7 @@ points. Shapes: `S` states, `R` rows (the coordinator, then islands), `C` column
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.dashboard.grid import Array
-from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Lane, Timeline
+from diloco_jax.dashboard.lane import Lane
+from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Timeline
 from diloco_jax.observability.measures import IslandMeasure, goodput
 
 LETTERS = "jctsqa"
@@ -29,13 +31,24 @@ COLUMNS_OF_MANY = 440
 POINTS, POINTS_OF_MANY = 240, 120
 OF_ISLANDS = (
     *("loss", "losses", "eval_loss", "eval_losses", "tokens", "merged_tokens"),
-    *("bytes_up", "bytes_down", "lag", "lags"),
+    *("bytes_up", "bytes_down", "lag", "lags", "training"),
 )
 OF_COORDINATOR = (
     *("cosine", "cosines", "last_cosine", "last_cosines", "merge_seconds", "merges"),
-    *("memory", "memories", "disk", "disks"),
+    *("memory", "workers_memory", "memory_left", "disk", "looks"),
+)
+OF_WINDOW = (
+    *("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges"),
+    *("bytes_up", "bytes_down", "tokens", "training"),
 )
 MERGES_SHOWN = 60
+FAILURES_SHOWN = 200
+FAILURE = (
+    *("who", "began", "ended", "why", "lost_tokens", "idle_tokens", "without"),
+    "merged",
+)
+FEW_TRAIN = 0.25
+"""Share of all islands' seconds that are of training, below which MFU is left out."""
 ALERTS_SHOWN = 20
 MERGED_LOSSES_SHOWN = 240
 
@@ -49,9 +62,11 @@ class Window:
     columns: int
 
 
-def view(timeline: Timeline, window: Window) -> dict[str, Any]:
+def view(
+    timeline: Timeline, window: Window, flops_per_token: float | None = None
+) -> dict[str, Any]:
     """Return what the page draws of a window: JSON-compatible, NaN where it has
-    nothing."""
+    nothing. flops_per_token: None if it is not known, and with it MFU."""
     timeline.settle()
     lanes = sorted(timeline.lanes.values(), key=lambda lane: lane.name)
     many = len(lanes) > MANY_ISLANDS
@@ -61,10 +76,14 @@ def view(timeline: Timeline, window: Window) -> dict[str, Any]:
     begin = timeline.grid.begin or 0.0
     return {
         "span": [begin, timeline.newest],
+        "devices": sorted({lane.device for lane in lanes if lane.device}),
         "window": [window.start, window.stop],
         "columns": columns,
-        "lanes": _lanes(timeline, [timeline.coordinator, *lanes], window, columns),
-        "curves": _curves(timeline, lanes, window, points),
+        "lanes": _lanes(
+            timeline, [timeline.coordinator, *lanes], window, columns, flops_per_token
+        ),
+        "curves": _curves(timeline, lanes, window, points, flops_per_token),
+        "failures": _failures(timeline, window),
         "goodput": _where_it_went(timeline, lanes, window),
         "merges": _merges(timeline, [lane.name for lane in lanes], window),
         "alerts": [
@@ -74,19 +93,25 @@ def view(timeline: Timeline, window: Window) -> dict[str, Any]:
 
 
 def _lanes(
-    timeline: Timeline, lanes: list[Lane], window: Window, columns: int
+    timeline: Timeline,
+    lanes: list[Lane],
+    window: Window,
+    columns: int,
+    flops_per_token: float | None,
 ) -> list[dict[str, Any]]:
     rows = [lane.row for lane in lanes]
     at = (window.start, window.stop, columns)
     seconds = timeline.grid.columns(STATES, *at)[:, rows]
-    marks = timeline.grid.columns(("out", "adoptions", "merged_deltas", "merges"), *at)
+    found = timeline.grid.columns(("out", "adoptions", "merges"), *at)
     width = (window.stop - window.start) / columns
-    out, adoptions, merged, merges = marks[:, rows]
-    merged[0] = merges[0]
+    out, marks, merges = found[:, rows]
+    marks[0] = merges[0]
     best = np.argmax(seconds * STANDS_OUT[:, None, None], axis=0)
     nothing = seconds.sum(axis=0) < LEAST_OF_A_COLUMN * width
     codes = np.where(nothing, len(STATES), best)
-    sums = _sums(timeline, window)
+    found = timeline.grid.totals(OF_WINDOW, window.start, window.stop)
+    sums = dict(zip(OF_WINDOW, found, strict=True))
+    shares = _mfu(sums["tokens"][rows], sums["training"][rows], lanes, flops_per_token)
     return [
         {
             "name": lane.name,
@@ -94,8 +119,7 @@ def _lanes(
             "device": lane.stands_for or lane.device,
             "states": _runs(codes[n]),
             "out": _levels(out[n] / width),
-            "adoptions": _levels(np.minimum(adoptions[n], 1.0)),
-            "merged": _levels(np.minimum(merged[n], 1.0)),
+            "marks": _levels(np.minimum(marks[n], 1.0)),
             "absent_s": round(float(sums["absent"][lane.row]), 1),
             "lost_tokens": round(sums["lost_tokens"][lane.row] / timeline.fragments),
             "merged_tokens": round(
@@ -103,16 +127,22 @@ def _lanes(
             ),
             "in_merges": round(sums["merged_deltas"][lane.row]),
             "merges_count": round(sums["merges"][lane.row]),
+            "bytes_up": round(float(sums["bytes_up"][lane.row])),
+            "bytes_down": round(float(sums["bytes_down"][lane.row])),
+            "mfu": round(float(shares[n]), 4),
         }
         for n, lane in enumerate(lanes)
     ]
 
 
-def _sums(timeline: Timeline, window: Window) -> dict[str, Array]:
-    """Return the sums of the whole window, [R] by field."""
-    names = ("absent", "lost_tokens", "merged_tokens", "merged_deltas", "merges")
-    found = timeline.grid.totals(names, window.start, window.stop)
-    return dict(zip(names, found, strict=True))
+def _mfu(
+    tokens: Array, seconds: Array, lanes: list[Lane], flops_per_token: float | None
+) -> Array:
+    """Return model FLOPs utilisation, [R]: the FLOPs of the tokens, over those of the
+    devices at their peak in these seconds of training. NaN if the model or the device
+    has no known ones."""
+    peaks = np.array([lane.peak_flops_per_s for lane in lanes])
+    return _mean(tokens * (flops_per_token or math.nan), seconds * peaks)
 
 
 def _runs(codes: npt.NDArray[np.int64]) -> str:
@@ -133,7 +163,11 @@ def _levels(shares: Array) -> str:
 
 
 def _curves(
-    timeline: Timeline, lanes: list[Lane], window: Window, points: int
+    timeline: Timeline,
+    lanes: list[Lane],
+    window: Window,
+    points: int,
+    flops_per_token: float | None,
 ) -> dict[str, Any]:
     grid, rows = timeline.grid, [lane.row for lane in lanes]
     # A curve has no more points than the grid has bins.
@@ -146,6 +180,16 @@ def _curves(
     found = grid.columns(OF_COORDINATOR, *at, slice(0, 1))[:, COORDINATOR]
     of |= dict(zip(OF_COORDINATOR, found, strict=True))
     lag = _mean(of["lag"], of["lags"])
+    known = np.array([lane.peak_flops_per_s > 0 for lane in lanes], bool)
+    peaks = np.array([[lane.peak_flops_per_s] for lane in lanes]).reshape(-1, 1)
+    mfu = _mean(
+        of["tokens"][known].sum(axis=0) * (flops_per_token or math.nan),
+        (of["training"] * peaks).sum(axis=0),
+    )
+    # An island's first tokens are told with its first report, as if of the time since
+    # its hello.
+    few = of["training"].sum(axis=0) < FEW_TRAIN * seconds * max(1, len(lanes))
+    mfu = np.where(few, np.nan, mfu)
 
     def total(name: str, over: float) -> list[float]:
         return [float(f"{v:.4g}") for v in of[name].sum(axis=0) / over]
@@ -180,8 +224,11 @@ def _curves(
         "pairwise_cosine": mean("cosine", "cosines", 3),
         "cosine_to_last": mean("last_cosine", "last_cosines", 3),
         "merge_seconds": mean("merge_seconds", "merges", 4),
-        "memory": mean("memory", "memories", 0),
-        "disk": mean("disk", "disks", 0),
+        "mfu": _rounded(mfu, 4),
+        **{
+            name: mean(name, "looks", 0)
+            for name in ("memory", "workers_memory", "memory_left", "disk")
+        },
     }
 
 
@@ -265,6 +312,29 @@ def _where_it_went(
         "parts": {n: float(v / whole) if whole else 0.0 for n, v in parts.items()},
         "lost": reasons,
     }
+
+
+def _failures(timeline: Timeline, window: Window) -> dict[str, Any]:
+    """Return the newest failures of the window, the oldest first, in the order of
+    `FAILURE`, and how many there are. Times are seconds from the beginning of the run;
+    reasons are places in `whys`."""
+    begin = timeline.grid.begin or 0.0
+    found = list(timeline.failures.within(window.start, window.stop))
+
+    def after(time: float | None) -> float | None:
+        return None if time is None else round(time - begin, 1)
+
+    kept = found[FAILURES_SHOWN - 1 :: -1] if found else []
+    whys = list(dict.fromkeys(one.why for one in kept))
+    shown = [
+        [
+            *(one.who, after(one.began), after(one.ended), whys.index(one.why)),
+            *(round(one.lost_tokens / timeline.fragments), round(one.idle_tokens)),
+            *(one.without, after(one.merged)),
+        ]
+        for one in kept
+    ]
+    return {"count": len(found), "fields": FAILURE, "whys": whys, "shown": shown}
 
 
 def _merges(

@@ -1,18 +1,16 @@
-"""Progress of a reading that may take minutes: a bar on a terminal, lines in a log."""
+"""Progress of a reading that may take minutes."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import sys
 import threading
-import time
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+from diloco_jax.observability.bar import bar
 
 logger = logging.getLogger(__name__)
-
-LINE_EVERY_S = 10.0
 
 
 class ReadProgress:
@@ -24,30 +22,19 @@ class ReadProgress:
         self._what, self._total = what, total
         self._told = total >= told_from
         self._lock = threading.Lock()
-        self._done, self._next_line_s = 0, 0.0
-        self._bar: Progress | None = None
+        self._done = 0
+        self._shown = contextlib.ExitStack()
 
     def __enter__(self) -> ReadProgress:
-        if not self._told:
-            return self
-        # Seen without logging, too: a command may read before it has set that up.
-        logger.warning("%s (%.1f GB)", self._what, self._total / 1e9)
-        if sys.stderr.isatty():
-            self._bar = Progress(
-                BarColumn(),
-                DownloadColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._bar.add_task("", total=self._total)
-            self._bar.start()
-        self._next_line_s = time.monotonic() + LINE_EVERY_S
+        if self._told:
+            # Seen without logging, too: a command may read before it has set that up.
+            logger.warning("%s (%.1f GB)", self._what, self._total / 1e9)
+            doing = bar(Console(stderr=True), "reading")
+            self._report = self._shown.enter_context(doing)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._shown.close()
 
     def advance(self, nbytes: int) -> None:
         """Note that so many more bytes are read."""
@@ -55,10 +42,4 @@ class ReadProgress:
             return
         with self._lock:
             self._done += nbytes
-            if self._bar is not None:
-                self._bar.update(self._task, completed=self._done)
-            elif (now := time.monotonic()) >= self._next_line_s:
-                self._next_line_s = now + LINE_EVERY_S
-                logger.warning(
-                    "read %.1f of %.1f GB", self._done / 1e9, self._total / 1e9
-                )
+            self._report(self._done / self._total)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -39,23 +39,29 @@ def doctor_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from diloco_jax.observability.bar import bar
+
     console = Console(stderr=True, markup=False, highlight=False)
     findings = []
-    for finding in examine(options.folder):
-        findings.append(finding)
-        line = Text(f"{finding.level:8}", STYLES[finding.level])
-        line.append(f"{finding.what:12} {finding.found}", "default")
-        console.print(line, soft_wrap=True)
-        if finding.remedy:
-            console.print(" " * 21 + finding.remedy, style="dim", soft_wrap=True)
+    with bar(console, "examining this machine") as report:
+        for finding in examine(options.folder, report):
+            findings.append(finding)
+            line = Text(f"{finding.level:8}", STYLES[finding.level])
+            line.append(f"{finding.what:12} {finding.found}", "default")
+            console.print(line, soft_wrap=True)
+            if finding.remedy:
+                console.print(" " * 21 + finding.remedy, style="dim", soft_wrap=True)
     if options.json:
         print(json.dumps({"findings": msgspec.to_builtins(findings)}))
     broken = any(f.level is Level.PROBLEM for f in findings)
     return EXIT_FAILED if broken else 0
 
 
-def examine(folder: Path) -> Iterator[Finding]:
-    """Yield what every check finds, the quick ones first."""
+def examine(
+    folder: Path, report: Callable[[float], None] = lambda share: None
+) -> Iterator[Finding]:
+    """Yield what every check finds, the quick ones first. report: told the share of the
+    kinds of checks that are done."""
     from diloco_jax.doctor.devices import check_devices
     from diloco_jax.doctor.packages import check_packages
     from diloco_jax.doctor.system import check_system
@@ -63,6 +69,11 @@ def examine(folder: Path) -> Iterator[Finding]:
     version = metadata.version("diloco-jax")
     python = platform.python_version()
     yield ok("diloco_jax", f"{version}, Python {python}, {platform.platform()}")
-    yield from check_packages()
-    yield from check_system(folder)
-    yield from check_devices()
+    kinds: list[Callable[[], Iterator[Finding]]] = [
+        check_packages,
+        lambda: check_system(folder),
+        check_devices,
+    ]
+    for done, check in enumerate(kinds, start=1):
+        yield from check()
+        report(done / len(kinds))

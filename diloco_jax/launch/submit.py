@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from rich.console import Console
+
 from diloco_jax.launch.calls import CommandError, attempt, call, failure
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Command, Deployment, Owned, Resource
+from diloco_jax.observability.bar import bar
 
 
 class _HasOwner(Protocol):
@@ -238,19 +241,24 @@ class Submitter:
             return
         if not self._confirm(f"run these {len(steps)} commands?"):
             return
-        for step in steps:
-            if step.makes is not None:
-                self._record.add(step.makes, content="")
-            self._show(f"$ {shlex.join(step.command.arguments)}")
-            result = attempt(step.command)
-            if result.code and not (step.deletes and result.not_found):
-                raise failure(step.command, result)
-            if result.output.strip():
-                self._show(result.output.rstrip())
-            if step.makes is not None:
-                self._record.add(step.makes, step.makes.content)
-            if step.deletes:
-                self._record.remove(step.deletes)
+        with bar(Console(stderr=True), f"{len(steps)} commands") as report:
+            for done, step in enumerate(steps, start=1):
+                self._carry_out_one(step)
+                report(done / len(steps))
+
+    def _carry_out_one(self, step: LaunchStep) -> None:
+        if step.makes is not None:
+            self._record.add(step.makes, content="")
+        self._show(f"$ {shlex.join(step.command.arguments)}")
+        result = attempt(step.command)
+        if result.code and not (step.deletes and result.not_found):
+            raise failure(step.command, result)
+        if result.output.strip():
+            self._show(result.output.rstrip())
+        if step.makes is not None:
+            self._record.add(step.makes, step.makes.content)
+        if step.deletes:
+            self._record.remove(step.deletes)
 
 
 def _status_of(text: str) -> dict[str, Any]:

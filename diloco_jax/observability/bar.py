@@ -11,13 +11,26 @@ from rich.console import Console
 
 from diloco_jax.observability.terminal import LINE_EVERY_S, duration_text
 
+_shown: list[progress.Progress] = []
+"""What is shown now: a terminal has room for one."""
+
 
 @contextmanager
 def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
     """Show a bar on a terminal, and remove it at the end; elsewhere a line of text now
-    and then. Yields a function to call with the share that is done."""
+    and then. Yields a function to call with the share that is done.
+
+    A bar that is shown within another one stands below it."""
     if not console.is_terminal:
         yield lines(console, doing)
+        return
+    if _shown:
+        outer = _shown[0]
+        inner = outer.add_task(doing, total=1.0)
+        try:
+            yield lambda share: outer.update(inner, completed=share)
+        finally:
+            outer.remove_task(inner)
         return
     columns = (
         progress.TextColumn("{task.description}"),
@@ -27,7 +40,11 @@ def bar(console: Console, doing: str) -> Iterator[Callable[[float], None]]:
     )
     with progress.Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(doing, total=1.0)
-        yield lambda share: shown.update(task, completed=share)
+        _shown.append(shown)
+        try:
+            yield lambda share: shown.update(task, completed=share)
+        finally:
+            _shown.remove(shown)
 
 
 def lines(console: Console, doing: str) -> Callable[[float], None]:

@@ -32,6 +32,16 @@ class Readings(NamedTuple):
     free: Mapping[str, int] = {}
     """Free space by the name of the folder: "workdir", "checkpoints"."""
 
+    def named(self) -> dict[str, int]:
+        """Return the numbers by their names in `metrics.jsonl`; of several folders the
+        one with the least space."""
+        return {
+            "memory_bytes": self.resident,
+            "memory_left_bytes": self.left,
+            "memory_whole_bytes": self.whole,
+            "disk_free_bytes": min(self.free.values(), default=0),
+        }
+
 
 class Snapshot(NamedTuple):
     """The run as it was at one moment; nothing in it changes any more."""

@@ -94,14 +94,16 @@ class Metrics:
         self._waiting.append(record)
         self._write()
         kind = record["kind"]
-        if kind == "merge":
-            self.last_merge = record
-        if kind == "island":
-            name, step = record["island"], record["step"]
-        elif kind == "merged_model":
-            name, step = "by-cycle", record["cycle"]
-        else:
-            name, step = f"fragment-{record['fragment']}", record["version"]
+        match kind:
+            case "island":
+                name, step = record["island"], record["step"]
+            case "merged_model":
+                name, step = "by-cycle", record["cycle"]
+            case "merge":
+                self.last_merge = record
+                name, step = f"fragment-{record['fragment']}", record["version"]
+            case _:  # Bytes of the machine have no steps.
+                return
         for field in CURVES[kind]:
             value, curve = record[field], f"{kind}/{field}/{name}"
             of_parts = value if isinstance(value, dict) else {"": value}

@@ -124,7 +124,7 @@ class _Reader:
             elif line["kind"] == "merged_model":
                 loss = line["eval_loss"]
                 self._rows["evaluations"].append((now, math.nan, _number(loss)))
-            elif known := starts.get(line["island"]):
+            elif known := starts.get(line.get("island", "")):
                 at = bisect.bisect(known, (now, math.inf)) - 1
                 who = (line["island"], known[max(0, at)][1])
                 self._steps(who, line, now, before)

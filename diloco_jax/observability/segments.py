@@ -8,6 +8,7 @@ never changes. The whole tape is `cat tape.*.jsonl tape.jsonl`. The same holds f
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -49,6 +50,15 @@ def closed(path: Path) -> list[Path]:
     """Return the closed files of these lines, the oldest first."""
     name = re.compile(rf"{re.escape(path.stem)}\.\d{{6}}{re.escape(path.suffix)}")
     return sorted(file for file in path.parent.iterdir() if name.fullmatch(file.name))
+
+
+def nbytes(path: Path) -> int:
+    """Return the bytes of all files of these lines."""
+    found = 0
+    for file in (*closed(path), path):
+        with contextlib.suppress(FileNotFoundError):
+            found += file.stat().st_size
+    return found
 
 
 def missing(path: Path) -> str:

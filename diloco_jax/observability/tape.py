@@ -27,12 +27,18 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
 LAST_LINES = 1000
+LINES_TOLD = 1000
+"""Lines between two times that the progress is told."""
 BRIEF_CHARACTERS = 160
 """Longest part of a line that a message shows."""
 
 
 NOT_A_RECORD = (ValueError, KeyError, AttributeError, TypeError, RecursionError)
 """Errors that reading a line raises if the line is not a record."""
+
+
+Report = Callable[[float], None]
+"""Takes the share that is done."""
 
 
 class TapeError(ValueError):
@@ -129,8 +135,12 @@ class Tape(JsonLines):
         self._prev = _digest(line)
 
 
-def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_tape(
+    path: str | Path, report: Report = lambda share: None
+) -> Iterator[dict[str, Any]]:
     """Yield the records of a tape in order, without `prev`, each checked first.
+
+    report: told the share that is read, now and then.
 
     An unfinished last line (its writer is at work, or died) is left out. Raises
     TapeError with the number of the first bad line: not JSON, not a successor of the
@@ -142,7 +152,7 @@ def read_tape(path: str | Path) -> Iterator[dict[str, Any]]:
             f"{path}: the tape goes on from {missing}, which is missing; put it back"
         )
     expected = ""
-    for number, raw in enumerate(_whole_lines(path), start=1):
+    for number, raw in enumerate(_whole_lines(path, report), start=1):
         line = raw[:-1]
         try:
             record = json.loads(line)
@@ -232,10 +242,11 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
+def _whole_lines(path: Path, report: Report) -> Iterator[bytes]:
     """Yield the lines without an unfinished last one; raise TapeError if a file that
-    was put aside ends in one."""
+    was put aside ends in one. report: told the share that is read."""
     number, cut_off = 0, False
+    read, whole = 0, segments.nbytes(path)
     for file in segments.files(path):
         if cut_off:
             raise TapeError(
@@ -246,6 +257,9 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
             number += 1
             if cut_off := not line.endswith(b"\n"):
                 break
+            read += len(line)
+            if number % LINES_TOLD == 0:
+                report(min(1.0, read / whole))  # Its writer may be at work.
             yield line
 
 

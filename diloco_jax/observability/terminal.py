@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco_jax.observability.health import STYLES, health_of, health_text
+
 LINE_EVERY_S = 10.0
 ALERTS_SHOWN = 3
 STATE_STYLES = {
@@ -34,7 +36,9 @@ STATE_STYLES = {
 
 
 def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableType:
-    """Return the live view: table of islands, progress bar, latest alerts."""
+    """Return the live view: health, table of islands, progress bar, latest alerts."""
+    health = health_of(status)
+    glance = Text(health_text(health), style=STYLES.get(health["state"], ""))
     # A bare bar fills the width without a line end, and the text after it is cut off.
     bar = Padding(ProgressBar(total=1.0, completed=_number(status, "progress")), 0)
     headline = Text(_headline(status, seconds_left))
@@ -45,7 +49,7 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
     workers = [Text(_worker(w), style="dim") for w in status.get("workers", ())]
     mandate = [Text(standby_text(m), style="dim") for m in _mandates(status)]
     below = (_bandwidth(status), *workers, *mandate, *alerts)
-    return Group(island_table(status), bar, headline, *below)
+    return Group(glance, island_table(status), bar, headline, *below)
 
 
 def island_table(status: Mapping[str, Any]) -> Table:
@@ -97,7 +101,8 @@ def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
         f" loss {_loss(island, 'loss')}"
         for name, island in status.get("islands", {}).items()
     )
-    return f"{_headline(status, seconds_left)} | {islands}"
+    health = health_text(health_of(status))
+    return f"{health} | {_headline(status, seconds_left)} | {islands}"
 
 
 class Dashboard:

@@ -21,7 +21,7 @@ from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusals
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.evenness import to_even
-from diloco_jax.planning.flops import analytic_flops
+from diloco_jax.planning.formula import analytic_flops
 from diloco_jax.planning.price import price_per_hour
 from diloco_jax.planning.rates import MachineRates
 from diloco_jax.planning.results import Advice

@@ -35,6 +35,8 @@ class Chip:
     v5p: only if this holds for all axes.
     """
     wraps_together: bool
+    device_kinds: tuple[str, ...]
+    """Names under which JAX shows the chip (`Device.device_kind`)."""
 
 
 GIB = 1 << 30
@@ -47,6 +49,7 @@ CHIPS = {
         links=6,
         wraps_from=4,
         wraps_together=True,
+        device_kinds=("TPU v5", "TPU v5p"),
     ),
     "v6e": Chip(
         flops_per_s=918e12,
@@ -56,6 +59,7 @@ CHIPS = {
         links=4,
         wraps_from=16,
         wraps_together=False,
+        device_kinds=("TPU v6 lite", "TPU v6e"),
     ),
 }
 
@@ -69,6 +73,15 @@ def chip_of(found: Slice) -> Chip:
             f"{' or '.join(CHIPS)}"
         )
     return CHIPS[name]
+
+
+def peak_flops_per_s(device_kind: str) -> float | None:
+    """Return the peak of a chip by the name that JAX has for it; None if that is not in
+    the table."""
+    for chip in CHIPS.values():
+        if device_kind in chip.device_kinds:
+            return chip.flops_per_s
+    return None
 
 
 def ici_bytes_per_s(found: Slice) -> float:

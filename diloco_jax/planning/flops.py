@@ -14,9 +14,10 @@ import dataclasses
 
 import jax
 
-from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
+from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.models.build import build
 from diloco_jax.models.model import abstract_batch
+from diloco_jax.planning.formula import analytic_flops
 from diloco_jax.planning.products import product_flops
 
 
@@ -43,23 +44,6 @@ def count_flops(run: RunConfig, island: IslandConfig) -> Flops:
         analytic=None if analytic is None else island.batch_size * analytic,
         executed=island.batch_size * _products(run, island),
     )
-
-
-def analytic_flops(model: ModelConfig, length: int) -> float:
-    """Count forward and backward pass of one sequence of `length` tokens.
-
-    The formula is 6 per weight of a matrix product and token, and 12 per head element
-    and pair of positions.
-    """
-    weights = model.vocab_size * model.d_model + model.num_layers * layer_weights(model)
-    attended = model.num_layers * model.num_heads * model.head_dim
-    return 6.0 * weights * length + 12.0 * attended * length**2
-
-
-def layer_weights(model: ModelConfig) -> int:
-    """Weights of the matrix products of one layer."""
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    return model.d_model * (heads * model.head_dim + 3 * model.mlp_dim)
 
 
 def _products(run: RunConfig, island: IslandConfig) -> float:

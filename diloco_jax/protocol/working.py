@@ -94,6 +94,8 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
     alerts: tuple[str, ...]
     memory_bytes: int
     """The most memory that the process has had."""
+    resident_bytes: int
+    """The memory that the process has now."""
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,15 +246,27 @@ def read_folder(folder: Path, model: ModelConfig) -> Params:
     return names.views(model, arrays)
 
 
-def whole(pieces: Params) -> Params:
-    """Return parameters as f32 arrays, with the layers of `first_pieces` stacked."""
+def whole(
+    pieces: Params, report: Callable[[float], None] = lambda share: None
+) -> Params:
+    """Return parameters as f32 arrays, with the layers of `first_pieces` stacked.
+    report: told the share that is read."""
+
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, list)
+
+    total = sum(leaf.size for leaf in jax.tree.leaves(pieces))
+    read = 0
 
     def join(leaf: Any) -> np.ndarray:
-        if isinstance(leaf, list):
-            return np.stack(leaf).astype(np.float32, copy=False)
-        return np.asarray(leaf, np.float32)
+        nonlocal read
+        array = np.stack(leaf) if isinstance(leaf, list) else np.asarray(leaf)
+        array = array.astype(np.float32, copy=False)
+        read += array.size
+        report(read / total)
+        return array
 
-    joined: Params = jax.tree.map(join, pieces, is_leaf=lambda x: isinstance(x, list))
+    joined: Params = jax.tree.map(join, pieces, is_leaf=is_leaf)
     return joined
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -67,14 +68,19 @@ def generate_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.models.generation import generate
+    from diloco_jax.observability.bar import bar
     from diloco_jax.weights.speaker import open_speaker
 
-    with Console(stderr=True).status("reading the weights"):
+    console = Console(stderr=True)
+    with bar(console, "reading the weights") as report:
         speaker = open_speaker(
-            options.source, options.dtype, trust_code=options.trust_code
+            options.source,
+            options.dtype,
+            trust_code=options.trust_code,
+            report=report,
         )
     began, tokens, shown = time.monotonic(), list[int](), ""
-    for token in generate(
+    made = generate(
         speaker.model,
         speaker.params,
         speaker.encode(options.prompt),
@@ -84,13 +90,20 @@ def generate_command(arguments: Sequence[str]) -> int:
         seed=options.seed,
         ends=speaker.ends,
         dtype=options.dtype,
-    ):
-        tokens.append(token)
-        text = speaker.decode(tokens)
-        # A character may be of several tokens.
-        if not options.json and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+    )
+    # Otherwise the text itself shows how far it is.
+    silent = bar(console, "generating") if options.json else nullcontext(None)
+    with silent as report_tokens:
+        for token in made:
+            tokens.append(token)
+            if report_tokens is not None:
+                report_tokens(len(tokens) / options.max_tokens)
+                continue
+            text = speaker.decode(tokens)
+            # A character may be of several tokens.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
     seconds = time.monotonic() - began
     if options.json:
         text = speaker.decode(tokens)

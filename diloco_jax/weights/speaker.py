@@ -18,7 +18,8 @@ from diloco_jax.data.tokenizers.opening import (
     require_fitting,
 )
 from diloco_jax.data.tokenizers.tokenizer import Tokenizer
-from diloco_jax.evaluation import load_params
+from diloco_jax.evaluation import params_of
+from diloco_jax.models.build import build
 from diloco_jax.models.model import Params
 from diloco_jax.weights import families
 from diloco_jax.weights.adapted import base_run, merged
@@ -44,11 +45,13 @@ def open_speaker(
     cycle: int | None = None,
     *,
     trust_code: bool = False,
+    report: Callable[[float], None] = lambda share: None,
 ) -> Speaker:
     """Open a run's workdir, with its newest parameters or those of a kept cycle, or a
     folder of weights.
 
-    trust_code: execute code that the run's config names, whoever wrote it.
+    trust_code: execute code that the run's config names, whoever wrote it. report: told
+    the share of the weights that is read.
 
     Raises ConfigError if it is neither, or has no tokenizer that fits its model.
     """
@@ -57,10 +60,10 @@ def open_speaker(
             f"RUN_OR_EXPORT: {source} is a file; give its folder, {source.parent}"
         )
     if workdirs.holds_run(source):
-        run = workdirs.read_config(source, trust_code=trust_code).run
-        model = run.model
+        config = workdirs.read_config(source, trust_code=trust_code)
+        run, model = config.run, config.run.model
         _require_bundled(model)
-        params = load_params(source, cycle, trust_code=trust_code)
+        params, _ = params_of(config, source, build(run), cycle, report)
         beside = source / run_files.SOURCE
         if model.lora_rank:
             model, params = base_run(run).model, merged(run, params)
@@ -68,7 +71,7 @@ def open_speaker(
     else:
         found = read_json(source / CONFIG)
         model = families.read(found, str(source / CONFIG))
-        params, beside = whole(read_folder(source, model)), source
+        params, beside = whole(read_folder(source, model), report), source
         spells_bytes = model.vocab_size == VOCAB_SIZE
     tokenizer = _tokenizer(beside, model, spells_bytes)
     return Speaker(

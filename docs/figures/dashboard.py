@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="beyond the screen")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        process, port = start(workdir_of(given.workdir, Path(scratch) / "run"))
+        process, port = start(workdir_of(given.workdir, Path(scratch)))
         try:
             with Browser(Path(scratch) / "profile") as browser:
                 width, height = map(int, given.size.split("x"))
@@ -68,7 +68,7 @@ def move(browser: Browser, place: int) -> None:
 
 
 def workdir_of(given: str, folder: Path) -> Path:
-    """Return the workdir; make one of `made:ISLANDS`."""
+    """Return the workdir, whose name the page shows; make one of `made:ISLANDS`."""
     kind, _, islands = given.partition(":")
     if kind != "made":
         return Path(given)
@@ -82,7 +82,7 @@ def workdir_of(given: str, folder: Path) -> Path:
         outages=outages,
         coordinator_away=(800, 830),
     )
-    return write_run(run, folder)
+    return write_run(run, folder / f"pretrain-12b-{islands}-islands")
 
 
 if __name__ == "__main__":

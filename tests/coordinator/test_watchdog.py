@@ -80,6 +80,30 @@ def test_an_island_without_steps_hangs_after_three_budgets(world):
     assert "island b has made no step" in again
 
 
+def test_what_is_wrong_now_is_known_until_it_is_over(world):
+    assert world.dog.wrong == []
+    world.pass_s(3 * BUDGET_S + 1, "b")
+    world.free = 1 << 20
+    world.pass_s(6, "b")
+    assert world.dog.wrong == ["little space is left in /run", "b makes no step"]
+    world.free = 100 * GB
+    world.pass_s(6)
+    assert world.dog.wrong == []
+
+
+def test_the_machine_is_looked_at_every_five_seconds(world):
+    world.resident, world.left, world.free = 3 * GB, (5 * GB, 9 * GB), 7 * GB
+    before = world.dog.machine
+    world.pass_s(5.5)
+    assert world.dog.machine is not before
+    assert world.dog.machine.named() == {
+        "memory_bytes": 3 * GB,
+        "memory_left_bytes": 5 * GB,
+        "memory_whole_bytes": 9 * GB,
+        "disk_free_bytes": 7 * GB,
+    }
+
+
 def test_slow_steps_take_their_time(world):
     world.islands["b"]["median_step_seconds"] = 20.0
     assert world.pass_s(399, "b") == []

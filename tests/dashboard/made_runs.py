@@ -6,6 +6,7 @@ Every line is made of the coordinator's own records, so that it has their form.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -25,6 +26,10 @@ BEGIN = 1_790_000_000.0
 FRAGMENTS = 24
 TOKENS_PER_STEP = 4096
 COMPILE_S = 20
+LOOK_S = 5
+"""Seconds between two looks at the coordinator's machine."""
+KINDS = {"v5p": "TPU v5", "v6e": "TPU v6 lite"}
+"""What JAX calls the devices of an island, by the first letters of its name."""
 
 Line = tuple[str, dict[str, Any]]
 """("tape" or "metrics", the line)"""
@@ -52,7 +57,7 @@ class MadeRun:
     coordinator_away: tuple[int, int] = (0, 0)
     """From when and until when, in seconds."""
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         return [f"v{'5p' if n % 3 else '6e'}-{n:02}" for n in range(self.islands)]
 
@@ -66,6 +71,9 @@ class Writing:
 
     def __init__(self, run: MadeRun) -> None:
         self.run, self.random = run, random.Random(0)
+        self.of: dict[str, list[Outage]] = {}
+        for outage in run.outages:
+            self.of.setdefault(run.names[outage.island], []).append(outage)
         self.incarnations = dict.fromkeys(run.names, 1)
         self.joined = dict.fromkeys(run.names, 0)
         self.versions = [0] * FRAGMENTS
@@ -92,6 +100,8 @@ class Writing:
             yield from self.outages(second)
             if second % self.run.every_s == 0:
                 yield from self.metrics(second)
+            if second % LOOK_S == 0:
+                yield self.machine(second)
             yield from self.merges(second)
         yield self.tape(records.Stopping(tokens=1), self.run.seconds)
         yield self.tape(records.Finished(), self.run.seconds + 1.0)
@@ -103,7 +113,7 @@ class Writing:
             island=name,
             incarnation=incarnation,
             config={"stands_for": f"{name[:3]}-16"},
-            environment={"device_kind": "TPU"},
+            environment={"device_kind": KINDS[name[:3]]},
             peer="ipv4:10.0.0.1:1",
         )
         yield self.tape(hello, time)
@@ -156,10 +166,8 @@ class Writing:
                 yield from self.join(name, second)
 
     def away(self, name: str, second: int) -> bool:
-        return any(
-            self.run.names[o.island] == name and o.at_s <= second < o.at_s + o.seconds
-            for o in self.run.outages
-        )
+        outages = self.of.get(name, ())
+        return any(o.at_s <= second < o.at_s + o.seconds for o in outages)
 
     def trains(self, name: str, second: int) -> bool:
         here = second - self.joined[name] >= COMPILE_S
@@ -191,6 +199,17 @@ class Writing:
                     "bytes_down": 900_000 * step,
                 },
             )
+
+    def machine(self, second: int) -> Line:
+        return "metrics", {
+            "kind": "machine",
+            "time": BEGIN + second + 0.1,
+            "memory_bytes": round(1e9 * (150 + 8 * math.sin(second / 60))),
+            "memory_left_bytes": 260_000_000_000,
+            "memory_whole_bytes": 448_000_000_000,
+            "disk_free_bytes": 1_400_000_000_000 - 40_000_000 * second,
+            "workers_memory_bytes": [],
+        }
 
     def merges(self, second: int) -> Iterator[Line]:
         if second % self.run.tick_s:
@@ -283,8 +302,8 @@ class Writing:
 def write_run(run: MadeRun, workdir: Path, *, over: bool = True) -> Path:
     """Write the run's files into a folder; over: with a summary."""
     workdir.mkdir(parents=True, exist_ok=True)
-    write_config_json(read_config("configs/quickstart.py"), workdir / run_files.CONFIG)
-    RunFacts(run_id="made", begun_unix=BEGIN).write(workdir)
+    write_config_json(read_config("mixed_12b"), workdir / run_files.CONFIG)
+    RunFacts(run_id="7c41d2e8", begun_unix=BEGIN).write(workdir)
     with (
         (workdir / run_files.TAPE).open("w") as tape,
         (workdir / run_files.METRICS).open("w") as metrics,

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import io
 import json
+import math
 import re
 import signal
 import socket
@@ -223,6 +224,10 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
         "phase": "running",
         "total_tokens": 1000,
         "alerts": [],
+        "machine": {
+            **{"memory_bytes": 2e9, "memory_left_bytes": 3e9, "disk_free_bytes": 4e9},
+            **{"memory_whole_bytes": 9e9, "workers_memory_bytes": [5e8]},
+        },
         "merged_model": None,
         "islands": {
             "a": {
@@ -251,6 +256,11 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
     computed = [value for value in found["curves"]["computed"] if value]
     assert computed == pytest.approx([50.0] * len(computed), rel=0.05)
     assert found["alerts"][0][1] == "look out"
+    assert found["health"] == {"state": "down", "why": ["no island trains", "a absent"]}
+    assert [who for who, *_ in found["failures"]["shown"]] == ["a"]
+    for field, value in (("memory", 2e9), ("workers_memory", 5e8), ("disk", 4e9)):
+        told = {each for each in found["curves"][field] if not math.isnan(each)}
+        assert told == {value}
     assert not found["run"]["whole"]
     events = onlooker.events("away", None, None)["events"]
     assert [text for *_, text in events] == ["a #2 is away: absent"]

@@ -21,7 +21,11 @@ HOUR = MadeRun(
     seconds=HOUR_S,
     every_s=4,
     tick_s=4,
-    outages=(DEAD, Outage(island=12, at_s=2000, seconds=400)),
+    outages=(
+        DEAD,
+        Outage(island=12, at_s=2000, seconds=400),
+        *(Outage(island=20 + n % 40, at_s=60 + 20 * n, seconds=10) for n in range(170)),
+    ),
     coordinator_away=(1800, 1830),
 )
 WINDOWS = [(0, HOUR_S), (1700, 2000), (590, 650), (3595, 3600), (-500, 5000)]
@@ -48,9 +52,15 @@ def short():
     )
 
 
-def seen(timeline: Timeline, start: float, stop: float, columns: int = 720):
+def seen(
+    timeline: Timeline,
+    start: float,
+    stop: float,
+    columns: int = 720,
+    flops: float | None = None,
+):
     window = Window(start=BEGIN + start, stop=BEGIN + stop, columns=columns)
-    return msgspec.json.decode(msgspec.json.encode(view(timeline, window)))
+    return msgspec.json.decode(msgspec.json.encode(view(timeline, window, flops)))
 
 
 def lengths(states: str) -> list[tuple[str, int]]:
@@ -83,7 +93,7 @@ def test_lanes_have_a_state_for_every_column(hour):
     assert len(found["lanes"]) == 65
     for lane in found["lanes"]:
         assert sum(n for _, n in lengths(lane["states"])) == found["columns"]
-        for marks in ("out", "adoptions", "merged"):
+        for marks in ("out", "marks"):
             assert re.fullmatch(rf"\d{{{found['columns']}}}", lane[marks])
 
 
@@ -127,6 +137,67 @@ def test_merges_have_weights_and_cosines(short):
     assert found[0]["time"] < found[-1]["time"]
     assert found[-1]["weights"] == [333, 333, 333]
     assert found[-1]["pairwise_cosine"] > 0.2
+
+
+def test_model_flops_utilisation_is_against_each_device_s_peak(short):
+    flops = 5e10
+    found = seen(short, 50, 90, flops=flops)
+    of_v6e, of_v5p = 4096 * flops / 918e12, 4096 * flops / 459e12
+    for lane in found["lanes"][1:]:
+        peak = of_v6e if lane["name"].startswith("v6e") else of_v5p
+        assert lane["mfu"] == pytest.approx(peak, rel=0.05), lane["name"]
+    together = 3 * 4096 * flops / (918e12 + 2 * 459e12)
+    values = found["curves"]["mfu"]
+    assert values == pytest.approx([together] * len(values), rel=0.1)
+
+
+def test_it_is_not_known_without_a_formula_or_a_peak(short):
+    found = seen(short, 50, 90)
+    assert {lane["mfu"] for lane in found["lanes"]} == {None}
+    assert set(found["curves"]["mfu"]) == {None}
+    for lane in short.lanes.values():
+        assert lane.peak_flops_per_s > 0
+    unknown = read(MadeRun(islands=3, seconds=60))
+    for lane in unknown.lanes.values():
+        lane.peak_flops_per_s = 0.0
+    assert set(seen(unknown, 40, 60, flops=1e9)["curves"]["mfu"]) == {None}
+
+
+def test_memory_and_disk_are_those_of_their_time(short):
+    curves = seen(short, 50, 90)["curves"]
+    memory = [value for value in curves["memory"] if value is not None]
+    assert len(memory) >= 7
+    assert all(140e9 < value < 160e9 for value in memory)
+    disk = [value for value in curves["disk"] if value is not None]
+    assert disk == sorted(disk, reverse=True)
+    assert disk[0] > disk[-1]
+
+
+def failures_of(found) -> list[dict]:
+    fields, whys = found["failures"]["fields"], found["failures"]["whys"]
+    rows = [dict(zip(fields, row, strict=True)) for row in found["failures"]["shown"]]
+    return [{**row, "why": whys[row["why"]]} for row in rows]
+
+
+def test_all_failures_of_an_hour_under_chaos_are_shown(hour):
+    found = seen(hour, 0, HOUR_S)
+    assert found["failures"]["count"] == len(failures_of(found)) >= 172
+    began = [one["began"] for one in failures_of(found)]
+    assert began[0] < 70
+    assert began[-1] > 3400
+
+
+def test_failures_have_times_of_the_run_and_their_cost(short):
+    (one,) = failures_of(seen(short, 0, 200))
+    assert (one["who"], one["began"]) == ("v5p-01", 100)
+    assert one["ended"] == pytest.approx(129, abs=1.5)
+    assert one["lost_tokens"] == 2 * 4096
+    assert one["idle_tokens"] == pytest.approx(29 * 4096, rel=0.1)
+    assert one["without"] > 3
+    assert one["merged"] > one["ended"]
+    assert one["why"].startswith("its process ended")
+    assert failures_of(seen(short, 0, 90)) == []
+    assert seen(short, 110, 120)["failures"]["count"] == 1
 
 
 def test_a_window_before_the_run_is_empty(short):

@@ -32,7 +32,7 @@ def test_it_reports_on_this_machine(tmp_path, capsys):
 
 def test_a_problem_is_an_exit_code_and_has_a_remedy(monkeypatch, capsys):
     found = [ok("a", "well"), problem("b", "broken", "mend it")]
-    monkeypatch.setattr(command, "examine", lambda folder: iter(found))
+    monkeypatch.setattr(command, "examine", lambda folder, report: iter(found))
     assert cli.main(["doctor"]) == 1
     assert "mend it" in capsys.readouterr().err
 

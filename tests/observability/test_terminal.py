@@ -64,6 +64,7 @@ def test_the_headline_has_a_line_of_its_own(terminal, colour):
     seen = text_of(render(STATUS, 90), 60, color_system=colour, **terminal)
     (line,) = [line for line in seen.splitlines() if "running" in line]
     assert line.startswith("running")
+    assert seen.lstrip("\x1b[0123456789;m").startswith("degraded: v5p-b restarting")
     assert "25% of 1,000,000 tokens | 34 merges" in line
 
 

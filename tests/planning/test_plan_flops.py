@@ -6,7 +6,8 @@ import pytest
 
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.flops import analytic_flops, count_flops, layer_weights
+from diloco_jax.planning.flops import count_flops
+from diloco_jax.planning.formula import analytic_flops, layer_weights
 
 RUN = RunConfig(model=preset("12b"), sequence_length=4096)
 

@@ -1,5 +1,5 @@
 // Curves over time, by ECharts. Text in tooltips is drawn, never read as HTML.
-import { bytes, clock, colour, count, duration, legend, tickStep } from "./format.js";
+import { bytes, clock, colour, count, duration, legend, percent, tickStep } from "./format.js";
 
 const FEW = 8;
 const charts = new Map();
@@ -16,7 +16,7 @@ export function resize() {
 }
 
 // Draw one chart: `series` are {name, data, colour, dashed, wide, points}.
-function draw(id, view, series, { format = count, max = null, min = null, tip = null } = {}) {
+function draw(id, view, series, { format = count, min = null, tip = null, empty = "nothing in this window" } = {}) {
   const [start, stop] = view.window.map((time) => time - view.span[0]);
   const there = series.filter((one) => one.data.some((point) => point[1] !== null));
   const [ink, quiet, line, card] = ["ink", "quiet", "line", "card"].map(colour);
@@ -32,7 +32,7 @@ function draw(id, view, series, { format = count, max = null, min = null, tip = 
       axisLine: { lineStyle: { color: line } }, splitLine: { show: false },
     },
     yAxis: {
-      type: "value", scale: min === null, min, max, splitNumber: 4,
+      type: "value", scale: min === null, min, splitNumber: 4,
       axisLabel: { color: quiet, formatter: (value) => format(value), hideOverlap: true },
       splitLine: { lineStyle: { color: line } },
     },
@@ -54,11 +54,11 @@ function draw(id, view, series, { format = count, max = null, min = null, tip = 
       itemStyle: { color: one.colour },
     })),
     graphic: there.length ? [] : [{ type: "text", left: "center", top: "middle",
-      style: { text: "nothing in this window", fill: quiet, font: "13px system-ui, sans-serif" } }],
+      style: { text: empty, fill: quiet, font: "13px system-ui, sans-serif" } }],
   }, { notMerge: true });
   const told = there.slice(0, FEW).map((one) => `${one.name} ${format(last(one.data))}`);
   document.getElementById(id).setAttribute("aria-label",
-    told.length ? `Newest values: ${told.join(", ")}` : "Nothing in this window");
+    told.length ? `Newest values: ${told.join(", ")}` : empty);
   const list = document.getElementById(`${id}-legend`);
   const named = there.filter((one) => !one.thin);
   const entries = named.map((one) => [one.name, one.colour, one.dashed ? "thin dashed" : "thin"]);
@@ -110,11 +110,30 @@ export function drawCurves(view, chosen) {
   draw("bandwidth", view, [line("up", curves.up, "c0"), line("down", curves.down, "c1", { dashed: true })],
     { format: (value) => `${bytes(value)}/s`, min: 0 });
   draw("behind", view, [line("mean of the islands", curves.behind_mean, "c0"),
-    line("the most", curves.behind_most, "c1", { dashed: true })], { min: 0 });
-  // What the machine holds is known while the run goes on, where the coordinator runs.
-  const disk = last(pairs(curves.disk));
-  document.getElementById("machine-section").hidden = disk === null;
-  if (disk === null) return;
-  draw("machine", view, [line("memory", curves.memory, "c0")], { format: bytes, min: 0 });
-  document.getElementById("machine-said").textContent = `${bytes(disk)} of its disk are free.`;
+    line("the most", curves.behind_most, "c1", { dashed: true })], { min: 0, empty: "nobody has adopted a version in this window" });
+  const share = (value) => percent(value);
+  draw("mfu", view, [line("of all islands", curves.mfu, "c0")], { format: share, min: 0, empty: "not known" });
+  const held = [line("coordinator", curves.memory, "c0")];
+  if (curves.workers_memory.some((value) => value)) held.push(line("its workers", curves.workers_memory, "c1", { dashed: true }));
+  draw("machine", view, held, { format: bytes, min: 0 });
+  said(view, last(pairs(curves.memory_left)), last(pairs(curves.disk)));
+}
+
+// What a curve cannot say: what is not known, and shares of what there is.
+function said(view, memory, disk) {
+  const { run, lanes, devices } = view;
+  const tell = (id, text) => { document.getElementById(id).textContent = text; };
+  tell("machine-said", disk === null ? "" :
+    `At the end of the window ${bytes(memory)} of its machine's memory and ${bytes(disk)} of its disk were free.`);
+  tell("mfu-said", view.curves.mfu.some((value) => value !== null) ? ""
+    : !run.whole ? "Not known from a coordinator's status: it needs the workdir."
+      : run.flops_per_token === null ? "Not known: there is no formula for a model of your own, or for adapters."
+        : `Not known: no peak is published for ${devices.join(", ") || "devices that have not said hello"}.`);
+  const seconds = Math.max(1e-3, view.window[1] - view.window[0]);
+  const most = ["bytes_up", "bytes_down"].map((way) => Math.max(0, ...lanes.slice(1).map((lane) => lane[way])) / seconds);
+  const [up, down] = most.map((rate) => bytes(rate));
+  const link = run.link_bytes_per_s;
+  tell("bandwidth-said", `Busiest island in this window: ${up}/s up, ${down}/s down on average` +
+    (link ? `, ${percent(most[0] / link, 1)} and ${percent(most[1] / link, 1)} of a link of ${bytes(link)}/s each way.`
+      : ". With --link-gbit-per-s, the dashboard shows how much of its link that is."));
 }

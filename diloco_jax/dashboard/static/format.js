@@ -25,9 +25,9 @@ function trim(value) {
   return Number(value.toPrecision(3)).toString();
 }
 
-export function percent(share) {
+export function percent(share, digits = 0) {
   if (share === null || share === undefined) return "–";
-  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? Math.max(1, digits) : digits)} %`;
 }
 
 // Seconds as 1:02:03 or 2:03; with tenths where a tick is shorter than a second.

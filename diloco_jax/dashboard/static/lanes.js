@@ -72,7 +72,7 @@ export class Lanes {
       if (tall) pen.fillRect(this.left + n * each, top + this.high - tall, each + 0.3, tall);
     }
     pen.fillStyle = paint.adoption;
-    const marks = row === 0 ? lane.merged : lane.adoptions;
+    const { marks } = lane;
     for (let n = 0; n < marks.length; n += 1) {
       const tall = (Number(marks[n]) / 9) * thin;
       if (tall) pen.fillRect(this.left + n * each, top, Math.min(each, 1.5), tall);

@@ -3,6 +3,7 @@ import { drawCurves, resize } from "./curves.js";
 import { duration } from "./format.js";
 import { Lanes } from "./lanes.js";
 import { Merges } from "./merges.js";
+import { drawFailures } from "./failures.js";
 import { drawAlerts, drawEvents, drawGoodput, drawIslands, drawNumbers } from "./tables.js";
 
 const LIVE_MS = 2000;
@@ -82,6 +83,7 @@ function draw() {
   if (!view) return;
   for (const section of document.querySelectorAll("[data-tape], #merges-section")) section.hidden = !view.run.whole;
   drawNumbers(view);
+  drawFailures(view);
   lanes.draw(view, chosen);
   merges.draw(view, chosen);
   drawCurves(view, chosen);

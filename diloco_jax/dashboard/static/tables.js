@@ -15,7 +15,13 @@ export function drawNumbers(view) {
   const phase = status.unreachable ? "no answer" : status.phase ?? "starting";
   at("name").textContent = run.name;
   document.title = `${run.name}: ${phase}`;
-  at("from").textContent = `${run.from === run.name ? "" : run.from}${run.run_id ? ` · run ${run.run_id}` : ""}`;
+  at("from").textContent = run.run_id ? `run ${run.run_id}` : "";
+  const { state, why } = view.health;
+  // The phase says it already where both are one word.
+  at("health").hidden = state === phase && !why.length;
+  at("health").className = state;
+  at("health").replaceChildren(make("b", { textContent: state }), why.slice(0, 4).join("; ") +
+    (why.length > 4 ? `; and ${why.length - 4} more` : ""));
   at("phase").textContent = phase;
   at("phase").className = `badge ${{ done: "done", stopped: "stopped", "no answer": "away" }[phase] ?? ""}`;
   at("progress").value = status.progress ?? 0;
@@ -29,6 +35,7 @@ export function drawNumbers(view) {
   const live = islands.filter((island) => ["training", "compiling", "joining", "quarantined"].includes(island.state));
   const over = status.wall_seconds !== undefined;
   const speed = islands.reduce((sum, island) => sum + (island.tokens_per_second ?? 0), 0);
+  const mfu = last(view.curves.mfu.map((value) => [0, value]));
   const numbers = [
     ["tokens", `${count(status.tokens)} of ${count(status.total_tokens ?? run.total_tokens)}`],
     ["progress", percent(status.progress)],
@@ -37,6 +44,7 @@ export function drawNumbers(view) {
     over ? ["took", duration(status.wall_seconds)] : ["time left", left(view, status)],
     over ? ["islands", String(islands.length)] : ["islands", `${live.length} of ${Math.max(islands.length, run.expected.length)}`],
     ...(over ? [] : [["tokens/s undisturbed", count(speed)]]),
+    ...(mfu === null ? [] : [["MFU", percent(mfu, 1)]]),
     ...loss(status),
     ...Object.entries(status.eval_tasks ?? {}).filter(([, score]) => typeof score === "number")
       .slice(0, 4).map(([name, score]) => [name, score.toFixed(3)]),
@@ -89,16 +97,16 @@ export function drawIslands(view, chosen, choose) {
   const seconds = view.window[1] - view.window[0];
   const merges = view.lanes[0]?.merges_count ?? 0;
   const total = lanes.reduce((sum, lane) => sum + lane.merged_tokens, 0) || 1;
-  const now = view.status.islands ?? {};
   const bits = bitsPerNat(view);
-  const told = Object.values(now).some((island) => island.bytes_up_per_second !== undefined);
-  const heads = ["island", "stands for", "state at the end", "tokens/s merged", "loss", ...(bits ? ["bits/byte"] : []),
-    "deltas merged", "in merges", "weight", "away", "tokens lost", ...(told ? ["up now", "down now"] : [])];
+  const used = lanes.some((lane) => lane.mfu !== null);
+  const link = view.run.link_bytes_per_s;
+  const rate = (sum) => `${bytes(sum / seconds)}/s${link ? ` (${percent(sum / seconds / link)})` : ""}`;
+  const heads = ["island", "stands for", "state", "tokens/s", "loss", ...(bits ? ["bits/byte"] : []),
+    "deltas", "in merges", "weight", "away", "tokens lost", ...(used ? ["MFU"] : []), "up", "down"];
   const rows = lanes.map((lane) => {
     const curve = (view.curves.loss[lane.name] ?? []).map((value) => [0, value]);
     const loss = last(curve);
     const state = statesOf(lane.states).at(-1);
-    const status = now[lane.name] ?? {};
     const button = make("button", { type: "button", textContent: lane.name + (lane.incarnation > 1 ? ` #${lane.incarnation}` : "") });
     button.setAttribute("aria-pressed", String(lane.name === chosen));
     button.addEventListener("click", () => choose(lane.name));
@@ -106,7 +114,7 @@ export function drawIslands(view, chosen, choose) {
       ...(bits ? [loss === null ? "–" : (loss * bits).toFixed(3)] : []),
       count(lane.in_merges), merges ? percent(Math.min(1, lane.in_merges / merges)) : "–", percent(lane.merged_tokens / total),
       lane.absent_s ? `${lane.absent_s} s` : "–", lane.lost_tokens ? count(lane.lost_tokens) : "–",
-      ...(told ? [bytes(status.bytes_up_per_second), bytes(status.bytes_down_per_second)].map((text) => `${text}/s`) : [])];
+      ...(used ? [percent(lane.mfu, 1)] : []), rate(lane.bytes_up), rate(lane.bytes_down)];
     const row = make("tr", { className: lane.name === chosen ? "chosen" : "" }, make("td", {}, button),
       ...cells.map((text, n) => make("td", { textContent: text, className: n < 2 ? "text" : "" })));
     return row;

@@ -65,7 +65,8 @@ def calibrate_command(arguments: Sequence[str]) -> int:
     )
     if options.seeds < 1:
         raise ConfigError(f"--seeds {options.seeds}; choose at least 1")
-    calibration = calibrate(options.workdir)
+    with bar("reading the tape") as progress:
+        calibration = calibrate(options.workdir, progress)
     config, _ = parse_with_config(
         read_config(options.config or options.workdir / run_files.CONFIG),
         overrides,

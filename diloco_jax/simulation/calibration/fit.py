@@ -20,7 +20,7 @@ import numpy as np
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.observability.tape import TapeError
+from diloco_jax.observability.tape import Report, TapeError
 from diloco_jax.protocol import records
 from diloco_jax.simulation.replay.recording import read_begun, read_records
 from diloco_jax.workdir import read_config, read_facts, read_summary
@@ -147,8 +147,9 @@ def _work(run: RunConfig, island: IslandConfig) -> tuple[Any, ...]:
     return run.model, run.sequence_length, alike
 
 
-def calibrate(workdir: Path) -> Calibration:
-    """Fit all numbers to the files that a finished run left in its workdir.
+def calibrate(workdir: Path, report: Report = lambda share: None) -> Calibration:
+    """Fit all numbers to the files that a finished run left in its workdir. report:
+    told the share of the tape that is read.
 
     Raises ConfigError naming what is missing, altered, of another version or not
     finished, and the remedy.
@@ -159,7 +160,7 @@ def calibrate(workdir: Path) -> Calibration:
         if not (workdir / name).is_file():
             raise ConfigError(f"{workdir} has no {name}; give the workdir of a run")
     facts, summary = read_facts(workdir), read_summary(workdir)
-    tape = _Tape(workdir / run_files.TAPE, config)
+    tape = _Tape(workdir / run_files.TAPE, config, report)
     if not (tape.finished_at and summary):
         raise ConfigError(
             f"{workdir / run_files.TAPE} lacks the end of the run ('finished'), "
@@ -233,7 +234,7 @@ class _Tape:
     transfers: by island, from the last take that a merge waited for to the merge.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, config: Config, report: Report) -> None:
         """Raise ConfigError if the tape cannot be read."""
         self.finished_at = 0.0
         self.outages: list[float] = []
@@ -244,7 +245,7 @@ class _Tape:
         self._path, self._config = path, config
         self._at, self._down_at = 0.0, math.nan
         try:
-            read_records(path, self._read)
+            read_records(path, self._read, report)
         except TapeError as error:
             raise ConfigError(
                 f"{error}; calibrate on a tape as it was written"

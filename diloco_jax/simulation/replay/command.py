@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import setting
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.observability.bar import bar
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.options import WorkdirOptions, parse
@@ -44,20 +47,21 @@ def replay_command(arguments: Sequence[str]) -> int:
     )
     # Faults of the recorded run are no news.
     setup_logging("ERROR")
+    console = Console(stderr=True, markup=False)
     try:
-        recording = read_recording(
-            options.workdir,
-            options.until,
-            options.paths or None,
-            trust_code=options.trust_code,
-        )
+        with bar(console, "reading the tape") as report:
+            recording = read_recording(
+                options.workdir,
+                options.until,
+                options.paths or None,
+                trust_code=options.trust_code,
+                report=report,
+            )
         # This must happen before anything imports jax.
         recording.prepare_environment()
-        from rich.console import Console
-
         from diloco_jax.simulation.replay.replay import run
 
-        outcome = run(recording, Console(stderr=True, markup=False), options.save)
+        outcome = run(recording, console, options.save)
     except TapeError as error:
         raise ConfigError(str(error)) from error
     if options.json:

@@ -15,7 +15,7 @@ import msgspec
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
-from diloco_jax.observability.tape import TapeError, brief, read_tape
+from diloco_jax.observability.tape import Report, TapeError, brief, read_tape
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.protocol.values import Contribution, Record, Version
 
@@ -272,13 +272,16 @@ def passes_like(recorded: Environment) -> Passes | None:
     )
 
 
-def read_records(path: Path, take: Callable[[int, Mapping[str, Any]], None]) -> None:
-    """Give every record of a tape to the function, with the number of its line.
+def read_records(
+    path: Path, take: Callable[[int, Mapping[str, Any]], None], report: Report
+) -> None:
+    """Give every record of a tape to the function, with the number of its line. report:
+    told the share that is read.
 
     Raises TapeError that names the first line that is no record, or is out of order;
     ConfigError for a tape that begins with a later term.
     """
-    for line, record in enumerate(read_tape(path), start=1):
+    for line, record in enumerate(read_tape(path, report), start=1):
         try:
             _refuse_term(path, record)
             if (line == 1) != (record["kind"] == "begun"):

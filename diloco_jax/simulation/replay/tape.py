@@ -17,7 +17,7 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import notes
-from diloco_jax.observability.tape import TapeError
+from diloco_jax.observability.tape import Report, TapeError
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.recording import (
@@ -41,6 +41,7 @@ def read_recording(
     text: Sequence[str] | None = None,
     *,
     trust_code: bool = False,
+    report: Report = lambda share: None,
 ) -> Recording:
     """Read the files that a run left in its workdir: `config.json` and `tape.jsonl`.
 
@@ -59,7 +60,7 @@ def read_recording(
     if not path.is_file():
         raise ConfigError(f"{workdir} has no tape.jsonl; give the workdir of a run")
     reader = _Reader(path, config)
-    read_records(path, reader.read)
+    read_records(path, reader.read, report)
     recording = reader.recording(until)
     recording.refuse_other_versions()
     return recording

@@ -1,0 +1,169 @@
+"""What failed is found in the lines of a run, with its reason and its cost."""
+
+from __future__ import annotations
+
+import pytest
+from made_runs import BEGIN, MadeRun, Outage
+from test_timeline import Told, recovered
+
+from diloco_jax.coordinator import notes
+from diloco_jax.dashboard import failures
+from diloco_jax.dashboard.timeline import Timeline
+from diloco_jax.protocol import records
+
+OF_A = {"island": "a", "incarnation": 1}
+
+
+@pytest.fixture
+def told():
+    """A run whose island a trains, a step and a line a second, up to 30 s."""
+    told = Told()
+    told.join(0.0)
+    trains(told, 1, 30)
+    return told
+
+
+def trains(told: Told, first: int, last: int, more: int = 0) -> None:
+    for second in range(first, last + 1):
+        told.metrics(float(second), second + more)
+
+
+def found(told: Told) -> list[failures.ShownFailure]:
+    return list(told.timeline.failures.within(BEGIN, BEGIN + 1000))[::-1]
+
+
+def test_nothing_failed(told):
+    told.tape(31.0, records.Stopping(tokens=1))
+    told.left(32.0, "finished")
+    told.tape(32.0, records.Finished())
+    assert found(told) == []
+
+
+def test_a_killed_island_failed_until_its_next_life_makes_steps(told):
+    told.tape(30.5, records.Absent(why="disconnected", **OF_A))
+    told.left(33.0, "died")
+    told.join(33.1, incarnation=2)
+    told.metrics(35.0, 0, "compiling")
+    told.metrics(40.0, 2)
+    (one,) = found(told)
+    assert (one.who, one.began - BEGIN, one.ended - BEGIN) == ("a", 30.5, 38.0)
+    assert one.why.startswith("its process ended without a word")
+    assert one.lost_tokens == 400
+    assert one.idle_tokens == pytest.approx(7.5 * 100)
+
+
+def test_one_that_nobody_missed_failed_when_it_was_last_heard(told):
+    told.join(32.0, incarnation=2)
+    told.left(32.1, "failed")
+    (one,) = found(told)
+    assert one.why == "its process ended with an error"
+    assert one.ended is None
+    told.metrics(35.0, 1)
+    assert found(told)[0].ended == BEGIN + 34
+
+
+def test_a_connection_that_broke_is_not_a_process_that_ended(told):
+    told.tape(30.5, records.Absent(why="disconnected", **OF_A))
+    told.tape(32.0, records.Resumed(steps=32, **OF_A))
+    (one,) = found(told)
+    assert one.why == "its connection broke; the same process is back"
+    assert one.ended == BEGIN + 32
+
+
+@pytest.mark.parametrize(
+    ("steps", "why", "idle"),
+    [(30, failures.STOOD, 600.0), (36, failures.LINK, 0.0)],
+    ids=["stood still", "link"],
+)
+def test_a_gap_tells_by_its_steps_what_it_was(told, steps, why, idle):
+    keeps_writing(told, 30.5, 36.0)
+    told.metrics(36.0, steps)
+    (one,) = found(told)
+    assert (one.who, one.why, one.idle_tokens) == ("a", why, idle)
+    assert (one.began - BEGIN, one.ended - BEGIN) == (30.0, 36.0)
+
+
+def keeps_writing(told: Told, start: float, stop: float) -> None:
+    """The coordinator writes of others, twice a second."""
+    while start < stop:
+        told.tape(start, notes.Alert(text="of something else"))
+        start += 0.5
+
+
+def test_a_coordinator_that_stood_still_is_not_its_islands_failure(told):
+    trains(told, 35, 40)
+    (one,) = found(told)
+    assert (one.who, one.why) == ("coordinator", failures.STALL)
+    assert (one.began - BEGIN, one.ended - BEGIN) == (30.0, 35.0)
+
+
+@pytest.mark.parametrize("lacked", [False, True])
+def test_a_coordinator_that_came_back_had_ended(told, lacked):
+    if lacked:  # Lines of its log that the tape lacks come first, at the same time.
+        told.tape(35.9, records.Absent(why="disconnected", **OF_A))
+    told.tape(36.0, recovered())
+    told.tape(36.5, records.Resumed(steps=36, **OF_A))
+    told.merged(38.0)
+    (one,) = [f for f in found(told) if f.who == "coordinator"]
+    assert one.why.startswith("its process ended: killed, crashed or stopped")
+    assert (one.began - BEGIN, one.ended - BEGIN) == (30.0, 36.0)
+    assert one.merged == BEGIN + 38
+    assert told.seconds(0, 36, "coordinator")["absent"] == pytest.approx(6)
+
+
+def test_a_run_that_was_stopped_as_a_whole_did_not_fail(told):
+    told.left(31.0, "stopped")
+    told.tape(500.0, recovered())
+    assert found(told) == []
+
+
+def test_merges_without_it_and_the_first_with_it_are_counted(told):
+    told.tape(30.5, records.Absent(why="disconnected", **OF_A))
+    told.timeline.failures.merged({"b": 1}, BEGIN + 31)
+    told.timeline.failures.merged({"b": 1}, BEGIN + 32)
+    told.tape(32.5, records.Resumed(steps=32, **OF_A))
+    told.timeline.failures.merged({"a": 1, "b": 1}, BEGIN + 34)
+    (one,) = found(told)
+    assert (one.without, one.merged) == (2, BEGIN + 34)
+
+
+def test_quarantine_is_a_failure_until_the_release(told):
+    told.tape(31.0, records.Quarantined(refused=8, **OF_A))
+    told.metrics(32.0, 32)
+    (one,) = found(told)
+    assert "8 of its deltas in a row" in one.why
+    assert one.ended is None
+    told.tape(35.0, records.Released(fit=4, **OF_A))
+    assert found(told)[0].ended == BEGIN + 35
+
+
+def test_a_worker_that_came_back_had_ended(told):
+    told.tape(
+        31.0,
+        notes.WorkerRecovered(worker=2, fragments=(1, 3), snapshot_versions=()),
+    )
+    assert [one.who for one in found(told)] == ["worker 2"]
+
+
+def test_the_list_is_bounded():
+    told = Told()
+    for life in range(failures.KEPT + 50):
+        told.join(2.0 * life, incarnation=life + 1)
+        told.left(2.0 * life + 1, "died", incarnation=life + 1)
+    assert len(list(told.timeline.failures.within(0, BEGIN + 1e6))) == failures.KEPT
+
+
+def test_a_made_run_has_the_outages_that_were_made():
+    run = MadeRun(
+        islands=3,
+        seconds=200,
+        outages=(Outage(island=1, at_s=100, seconds=9),),
+        coordinator_away=(140, 160),
+    )
+    timeline = Timeline()
+    for which, line in run.lines():
+        getattr(timeline, which)(line)
+    coordinator, island = timeline.failures.within(0, 1e10)
+    assert (coordinator.who, island.who) == ("coordinator", run.names[1])
+    assert coordinator.began - BEGIN == pytest.approx(140, abs=1.5)
+    assert island.began - BEGIN == 100

@@ -1,0 +1,72 @@
+"""One word for a run, and what is wrong now."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from diloco_jax.observability.health import health_of, health_text
+
+WELL = {"state": "training", "steps": 9, "loss": 2.0}
+
+
+def status(phase="running", more=None, **islands):
+    found = {"phase": phase, "islands": {"a": WELL, "b": WELL, **islands}}
+    return {**found, **(more or {})}
+
+
+def test_a_run_whose_islands_train_is_healthy():
+    assert health_of(status()) == {"state": "healthy", "why": []}
+    starting = {"state": "compiling", "steps": 0, "loss": None}
+    assert health_of(status(c=starting))["state"] == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (status(c={"state": "absent"}), "c absent"),
+        (status(c={**WELL, "state": "quarantined"}), "c quarantined"),
+        (status(c={**WELL, "loss": math.nan}), "c without a finite loss"),
+        (status(c={"state": "gone"}), "c gone"),
+        (status(more={"wrong": ["b makes no step"]}), "b makes no step"),
+        (status(more={"workers": [{"worker": 1, "address": ""}]}), "worker 1 is away"),
+        (status("gathering"), "the coordinator has lost its state"),
+    ],
+    ids=str,
+)
+def test_it_is_degraded_with_the_reason(given, why):
+    found = health_of(given)
+    assert found["state"] == "degraded"
+    assert found["why"][0].startswith(why)
+    assert health_text(found).startswith(f"degraded: {why}")
+
+
+@pytest.mark.parametrize(
+    ("given", "state"),
+    [
+        ({"unreachable": "nobody answers"}, "down"),
+        ({"phase": "unreachable", "islands": {}}, "down"),
+        ({"phase": "running", "islands": {"a": {"state": "absent"}}}, "down"),
+        ({"phase": "starting", "islands": {}}, "starting"),
+        ({"phase": "running", "islands": {"a": {"state": "starting"}}}, "starting"),
+        ({"phase": "done", "islands": {"a": {}}}, "done"),
+        ({"phase": "stopped", "islands": {"a": {}}}, "stopped"),
+    ],
+    ids=str,
+)
+def test_one_word_says_the_rest(given, state):
+    assert health_of(given)["state"] == state
+
+
+def test_islands_that_left_at_the_end_are_not_missed():
+    ends = status("flushing", a={"state": "gone"}, b={"state": "stopped"})
+    assert health_of(ends) == {"state": "healthy", "why": []}
+
+
+def test_many_troubles_are_counted():
+    away = {f"i{n}": {"state": "absent"} for n in range(7)}
+    assert "i0, i1, i2, i3 and 3 more absent" in health_text(health_of(status(**away)))
+    wrong = [f"{n} is wrong" for n in range(6)]
+    text = health_text(health_of(status(more={"wrong": wrong})))
+    assert text.endswith("3 is wrong; and 2 more")
