@@ -36,7 +36,7 @@ def main(workdir: Path) -> None:
     workers.restore(RestoreFragments(fragments=first))
     heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
     workers.answer(heard.put, heard.put)
-    take = workers.told(hello(config), TakeRequest(fragment=0, tick=1))
+    take = workers.completed(hello(config), TakeRequest(fragment=0, tick=1))
     shown = workers.processes()
     say(
         addresses=[worker.address for worker in shown],
