@@ -133,8 +133,13 @@ def test_the_check_sees_circles() -> None:
     assert circles(through_a_package) == [["p.c", "p.q"]]
 
 
+PEERS = PACKAGE.parent / "benchmarks" / "peers" / "requirements.txt"
+
+
 def declared(extra: str | None = None) -> set[str]:
-    """Top modules of what setup.cfg installs."""
+    """Top modules of what setup.cfg installs, or of what the peers' venv has."""
+    if extra == "peers":
+        return set(re.findall(r"^\w+", PEERS.read_text(), re.M))
     setup = configparser.ConfigParser()
     setup.read(PACKAGE.parent / "setup.cfg")
     lines = (
@@ -151,13 +156,13 @@ def declared(extra: str | None = None) -> set[str]:
     [
         ("diloco_jax", ("gcs", "text", "eval")),
         ("tests", ("test", "fixtures")),
-        ("benchmarks", ("test", "fixtures")),
+        ("benchmarks", ("test", "fixtures", "peers")),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     files = list((PACKAGE.parent / folder).rglob("*.py"))
     scripts = (*files, *(PACKAGE.parent / "benchmarks").glob("*.py"))
-    ours = {"diloco_jax", "", *(path.stem for path in scripts)}
+    ours = {"diloco_jax", "benchmarks", "", *(path.stem for path in scripts)}
     known = declared().union(*(declared(extra) for extra in extras))
     wrong = [
         f"{path.relative_to(PACKAGE.parent)} imports {module}"
