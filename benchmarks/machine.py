@@ -26,7 +26,10 @@ CpuSamples = dict[tuple[str, int], list[tuple[float, float]]]
 
 def machine_facts() -> dict[str, str]:
     """Return command, date, machine and versions."""
-    command = [Path(sys.executable).name, f"benchmarks/{Path(sys.argv[0]).name}"]
+    script = Path(sys.argv[0])
+    command = [Path(sys.executable).name, f"benchmarks/{script.name}"]
+    if script.name == "__main__.py":
+        command[1:] = ["-m", f"benchmarks.{script.parent.name}"]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
     return {

@@ -2,8 +2,9 @@
 
 A checkpoint is a numbered folder with trees of arrays and a JSON object. It appears
 under its number only when all of it is written. Folders are local, or
-gs://BUCKET/FOLDER. Several hosts write one checkpoint together, each the shards that it
-holds; the reader may have another mesh and another number of hosts.
+gs://BUCKET/FOLDER, not s3:// (`islands_elsewhere`). Several hosts write one checkpoint
+together, each the shards that it holds; the reader may have another mesh and another
+number of hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.plan import other_model
-from diloco_jax.paths import is_bucket
+from diloco_jax.paths import S3, is_bucket
 from diloco_jax.sealed import sync_path
 
 logger = logging.getLogger(__name__)
@@ -50,18 +51,25 @@ class UnreadableError(ConfigError):
 
 def snapshots_folder(placement: Placement, workdir: Path) -> Folder:
     """Return the folder of the coordinator's snapshots."""
-    return _root(placement, workdir) / "coordinator"
+    return _root(placement.checkpoints, workdir) / "coordinator"
 
 
 def island_folder(placement: Placement, workdir: Path, island: str) -> Folder:
     """Return the folder of an island's checkpoints."""
-    return _root(placement, workdir) / ISLANDS / island
+    asked = placement.checkpoints if islands_elsewhere(placement) else ""
+    return _root(asked, workdir) / ISLANDS / island
 
 
-def _root(placement: Placement, workdir: Path) -> Folder:
+def islands_elsewhere(placement: Placement) -> bool:
+    """Return True if islands' checkpoints are where `placement.checkpoints` says, False
+    if they are in the workdir. orbax writes to folders and to gs:// alone."""
+    return bool(placement.checkpoints) and not placement.checkpoints.startswith(S3)
+
+
+def _root(asked: str, workdir: Path) -> Folder:
     # A folder of checkpoints may hold nothing else: in a bucket, orbax takes other
     # folders there for unfinished checkpoints, and removes them.
-    return epath.Path(placement.checkpoints or workdir / run_files.CHECKPOINTS)
+    return epath.Path(asked or workdir / run_files.CHECKPOINTS)
 
 
 def open_folder(

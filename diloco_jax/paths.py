@@ -8,13 +8,16 @@ from pathlib import Path
 
 from diloco_jax.errors import ConfigError
 
+S3 = "s3://"
+
 
 class StorageAway(Exception):  # noqa: N818
     """A bucket did not answer. That is temporary, so the supervisor tries again."""
 
 
 def is_bucket(folder: str) -> bool:
-    """Return True for gs://BUCKET/FOLDER, False for a folder of this machine."""
+    """Return True for gs://BUCKET/FOLDER and s3://BUCKET/FOLDER, False for a folder of
+    this machine."""
     return "://" in folder
 
 

@@ -134,8 +134,13 @@ def test_the_check_sees_circles() -> None:
     assert circles(through_a_package) == [["p.c", "p.q"]]
 
 
+PEERS = PACKAGE.parent / "benchmarks" / "peers" / "requirements.txt"
+
+
 def declared(extra: str | None = None) -> set[str]:
-    """Top modules of what setup.cfg installs."""
+    """Top modules of what setup.cfg installs, or of what the peers' venv has."""
+    if extra == "peers":
+        return set(re.findall(r"^\w+", PEERS.read_text(), re.M))
     setup = configparser.ConfigParser()
     setup.read(PACKAGE.parent / "setup.cfg")
     lines = (
@@ -152,7 +157,7 @@ def declared(extra: str | None = None) -> set[str]:
     [
         ("diloco_jax", ("gcs", "text", "eval", "wandb")),
         ("tests", ("test", "fixtures")),
-        ("benchmarks", ("test", "fixtures")),
+        ("benchmarks", ("test", "fixtures", "peers")),
     ],
 )
 def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> None:
@@ -160,7 +165,7 @@ def test_what_is_imported_is_declared(folder: str, extras: tuple[str, ...]) -> N
     # A benchmark may open the page in the browser of the dashboard's tests.
     shared = ("benchmarks", "docs", "tests/dashboard")
     scripts = (path for name in shared for path in (PACKAGE.parent / name).glob("*.py"))
-    ours = {path.stem for path in (*files, *scripts)} | {"diloco_jax", ""}
+    ours = {path.stem for path in (*files, *scripts)} | {"diloco_jax", "benchmarks", ""}
     known = declared().union(*(declared(extra) for extra in extras))
     wrong = [
         f"{path.relative_to(PACKAGE.parent)} imports {module}"

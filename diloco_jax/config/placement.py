@@ -137,7 +137,8 @@ class Placement:
         "",
         group=CHECKPOINTS,
         help="Folder, or gs://BUCKET/FOLDER, of the coordinator's snapshots and the "
-        "islands' checkpoints; empty = checkpoints in the workdir.",
+        "islands' checkpoints; empty = checkpoints in the workdir. s3://BUCKET/FOLDER "
+        "takes the snapshots alone.",
     )
     snapshot_every_s: float = setting(
         30.0,

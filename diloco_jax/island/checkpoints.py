@@ -51,7 +51,7 @@ class Checkpoints:
         placement = config.placement
         self._every_s = placement.checkpoint_every_s
         self._keep = placement.checkpoints_kept
-        self._explicit = bool(placement.checkpoints)
+        self._explicit = checkpoint.islands_elsewhere(placement)
         self._config, self._name, self._folder = config, name, folder
         self._deadlines = placement.deadlines
         self._hosts = config.island(name).hosts
@@ -70,6 +70,13 @@ class Checkpoints:
         )
         if self._every_s and self._explicit:
             storage.require_access(folder)
+        elif self._every_s and placement.checkpoints:
+            logger.info(
+                "checkpoints of island %s stay in %s: orbax cannot write to %s",
+                name,
+                folder,
+                placement.checkpoints,
+            )
 
     def open(self, identity: Identity, plan: FragmentPlan, hosts: Hosts | None) -> None:
         """Look for checkpoints in the folder. All hosts must call it.

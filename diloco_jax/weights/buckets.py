@@ -77,12 +77,13 @@ def _copy(kind: str, there: Folder, here: Path, *, arrays: bool) -> None:
     except (ConfigError, FileNotFoundError) as error:
         raise ConfigError(
             f"{there} is no source of weights ({error}); give --init "
-            f"{kind}:gs://BUCKET/FOLDER of a folder that has config.json"
+            f"{kind}:gs://BUCKET/FOLDER, or s3://, of a folder that has config.json"
         ) from error
     except Exception as error:
-        # Each bucket backend has its own error classes; a full disk is ours.
+        # Each bucket backend has its own error classes, and S3's makes OSErrors of
+        # them; a full disk is ours.
         storage.raise_if_away(there, error)
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno and error.__cause__ is None:
             raise
         raise ConfigError(storage.cannot_read(there, error)) from error
 

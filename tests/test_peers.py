@@ -1,0 +1,143 @@
+"""The comparison with peers gives all of them the same work, and keeps torchft's books
+as the ledger keeps ours."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import one, ours, torchft_books, torchft_group
+from benchmarks.peers.work import SCENARIOS, Merge, Outcome, Work, useful_tokens
+from diloco_jax.models.build import build
+from diloco_jax.models.plan import build_plan
+
+WORK = Work(scenario="undisturbed", replicas=3, seconds=30.0)
+
+
+def test_what_is_possible_follows_from_the_steps():
+    assert WORK.capacity == pytest.approx(3 * 128 / 0.1)
+    slow = Work(scenario="slow", replicas=3, seconds=30.0)
+    assert slow.capacity / WORK.capacity == pytest.approx((2 + 1 / 4) / 3)
+    assert (WORK.survivors, slow.survivors) == (("r0", "r1", "r2"), ("r0", "r1"))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_our_run_is_of_that_work(scenario):
+    work = Work(scenario=scenario, replicas=2, seconds=30.0)
+    config = ours.config_of(work)
+    sync = config.run.sync
+    assert (sync.steps_per_cycle, sync.fragments) == (12, 4)
+    assert {sync.codec_up, sync.codec_down} == {"f32"}
+    steps = [island.step_seconds for island in config.islands.values()]
+    assert steps == [work.pace(name) for name in work.names]
+    who = {"killed": "r1", "coordinator lost": "coordinator"}.get(scenario)
+    assert [fault.partition("@")[0] for fault in config.placement.faults] == (
+        [who] if who else []
+    )
+
+
+def test_the_models_are_of_one_size():
+    """Torch is not here: its tensors' sizes are those of the script's constants."""
+    text = torchft_group.REPLICA.read_text()
+    names = "V, D, N, K, H, F_, LAYERS"
+    (values,) = re.findall(rf"^{names} = (.*)$", text, re.M)
+    v, d, n, k, h, f, layers = map(int, values.split(","))
+    layer = 2 * d + d * h * (n + 2 * k) + n * h * d + 3 * d * f
+    run = ours.config_of(WORK).run
+    assert 2 * v * d + layers * layer + d == sum(build_plan(run, build(run)).sizes)
+
+
+def log(*lines: tuple) -> list[dict]:
+    """Lines of a replica with two fragments of a quarter and three quarters."""
+    kinds = {"began": {"sizes": [1, 3]}, "step": {}, "healed": {}}
+    return [
+        {
+            "kind": kind,
+            "time": float(time),
+            **kinds.get(kind, {}),
+            **(dict(zip(("fragment", "committed"), rest, strict=True)) if rest else {}),
+        }
+        for time, (kind, *rest) in enumerate(lines)
+    ]
+
+
+def test_steps_count_once_their_fragment_is_committed():
+    step, began = ("step",), ("began",)
+    books = torchft_books.books_of(
+        "r0",
+        log(began, step, step, ("round", 0, True), step, ("round", 1, False), step),
+        8,
+    )
+    assert books.merges == [Merge(3.0, {"r0": 2 * 8 / 4})]
+    assert books.lost == 3 * 8 * 3 / 4
+
+
+def test_a_death_and_a_copy_of_another_lose_what_is_open():
+    step, began = ("step",), ("began",)
+    books = torchft_books.books_of(
+        "r0", log(began, step, began, step, ("healed",), ("round", 1, True), step), 8
+    )
+    assert books.lost == 2 * 8
+    assert useful_tokens(books.merges, 0.0, 10.0) == 0
+
+
+def test_a_model_that_begins_anew_is_noticed():
+    rounds = [
+        {"kind": "round", "committed": True, "time": time, "number": number}
+        for time, number in ((1.0, 5), (1.1, 5), (2.0, 6), (2.2, 5), (8.0, 0), (9.0, 1))
+    ]
+    assert torchft_books.forgotten_at(rounds[:4]) == 0.0
+    assert torchft_books.forgotten_at(rounds) == 8.0
+
+
+def outcome(system: str, scenario: str, rate: float) -> Outcome:
+    return Outcome(
+        system=system,
+        version="1",
+        scenario=scenario,
+        replicas=3,
+        parameters=10,
+        useful_per_second=rate,
+        capacity=100.0,
+        longest_gap_steps=1.0,
+        went_on=True,
+        ended=0,
+        tokens_lost=0.0,
+        bytes_loopback=None,
+        tokens_useful=1.0,
+        loss=1.0,
+    )
+
+
+def test_each_system_is_compared_with_itself():
+    own, torchft, examples = one.SYSTEMS
+    found = [
+        outcome(own, "undisturbed", 100.0),
+        outcome(torchft, "undisturbed", 50.0),
+        outcome(own, "killed", 90.0),
+        outcome(torchft, "killed", 40.0),
+        outcome(examples, "killed", 20.0),
+    ]
+    rows = [peers.row_of(each, found) for each in found]
+    shown = [row["useful tokens/s, relative"] for row in rows]
+    assert shown == ["1.00", "1.00", "0.90", "0.80", "0.40"]
+
+
+def test_every_scenario_is_run_by_both():
+    for quick in (False, True):
+        found = {(system, work.scenario) for system, work in peers.runs(quick, None)}
+        for scenario in SCENARIOS:
+            for system in one.SYSTEMS[:2]:
+                assert (system, scenario) in found
+
+
+def test_it_says_how_it_is_used(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["peers", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        peers.main()
+    assert ended.value.code == 0
+    assert "--venv" in capsys.readouterr().out
