@@ -142,10 +142,9 @@ class Replay(contextlib.ExitStack):
         compilation.use_cache(compilation.of_user())
         self._recording = recording
         self._run = run = recording.config.run
-        rows, fields = (
-            load_data(run).index(run.seed),
-            build(run).fields(run.data.arrays),
-        )
+        model = build(run)
+        model.require_loss()  # Only they know their steps, if loops of users joined.
+        rows, fields = load_data(run).index(run.seed), model.fields(run.data.arrays)
         self._reader = BatchReader(rows, fields, run.sequence_length)
         self._store = _new_store(recording)
         # One per life of the coordinator; all, so that none is refused half-way.
