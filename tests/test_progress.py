@@ -81,7 +81,10 @@ SHOWN = {
     "simulate scavenge": command("simulate", "scavenge", "--hours", "0.1"),
     "simulate faults": command("simulate", "faults", "--seeds", "3"),
     "emulate": command("emulate", "{config}"),
-    "data": command("data", "prepare", "{out}", "docs", "--sequence-length", "64"),
+    "data": command(
+        *("data", "prepare", "{out}", "docs/design", "--sequence-length", "64"),
+        *("--validation-fraction", "0.3"),
+    ),
     "doctor": command("doctor"),
     "plan": plan,
     "launch": launch,
