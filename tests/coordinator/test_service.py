@@ -25,6 +25,7 @@ def serve(posted: list[Any]) -> Service:
     nothing: Any = None
     lead = SimpleNamespace(
         post=lambda event, then, peer=None: posted.append(event),
+        after_shown=lambda do, peer=None: posted.append(None),
         config=SimpleNamespace(fragments=1),
         state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
     )
