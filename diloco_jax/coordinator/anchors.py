@@ -85,6 +85,9 @@ class LostFragments:
         self._closing = closing
         self._submit, self._tell = submit, tell
         self._awaited: dict[int, AwaitAnchor] = {}
+        self._begun: dict[int, set[DeltaKey]] = {}
+        """Anchors in the inbox, by fragment: one island may send those of several."""
+        self._begins = threading.Lock()
         self._prepared: dict[int, tuple[Version, dict[str, list[Any]]]] = {}
         self._keeping = threading.Lock()
 
@@ -169,6 +172,8 @@ class LostFragments:
     def begin(self, start: bulk.UploadStart) -> memoryview:
         """Return the place of a stripe of an awaited anchor; see `Inbox.begin`."""
         self.term_of(start)
+        with self._begins:
+            self._begun.setdefault(start.fragment, set()).add(key_of(start))
         return self._inbox.begin(keyed(start))
 
     def end(self, start: bulk.UploadStart, place: memoryview) -> bool:
@@ -224,6 +229,8 @@ class LostFragments:
 
     def _drop(self, fragment: int) -> None:
         """Await no anchor of the fragment; free what came of it."""
-        before = self._awaited.pop(fragment, None)
-        if before is not None:
-            self._inbox.drop_island(before.island, before.incarnation + 1)
+        self._awaited.pop(fragment, None)
+        with self._begins:
+            begun = self._begun.pop(fragment, set())
+        for key in begun:
+            self._inbox.drop(key)
