@@ -39,7 +39,7 @@ from machine import disk_bytes, machine_facts
 
 from diloco_jax.files import write_json
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 WITHIN_S = 600.0
 """Until the dashboard shows the kill; the run's own deadline is twice that."""
 VICTIM = "v5p-b"

@@ -5,6 +5,8 @@
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m "not dist"
+#   bash launch/test.sh --fast       under three minutes: the cheapest files (tests/fast.py)
+#   bash launch/test.sh --measure    writes anew which these are: tests/seconds.json
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
@@ -13,7 +15,10 @@ export PATH="$PWD/$VENV/bin:$PATH"
 ruff format --check .
 ruff check .
 mypy diloco_jax
-[ $# -eq 0 ] || exec pytest "$@"
-pytest -m "not timing and not nightly" --numprocesses auto --maxprocesses 4 \
-  --dist loadfile --no-loadscope-reorder
+share=(--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+case "${1:-}" in
+  --fast | --measure) exec pytest "${share[@]}" "$@" ;;
+  ?*) exec pytest "$@" ;;
+esac
+pytest -m "not timing and not nightly" "${share[@]}"
 exec pytest -m "timing and not nightly"

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import fast
 import hypothesis
 import pytest
 
@@ -29,6 +30,16 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--fast` and `--measure` (`fast.py`)."""
+    fast.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Do what they ask for."""
+    fast.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

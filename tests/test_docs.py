@@ -24,7 +24,8 @@ PAGES = [
 ]
 BY_BENCHMARKS = re.compile(
     r"results/(calibration|checkpoints|codecs|data|decisions|faults|finetune|large_run"
-    r"|liars|many_islands|mixed_meshes|mutation|overhead|quality_appendix|unequal_islands|wan|wire)\.md"
+    r"|liars|many_islands|mixed_meshes|mutation|overhead|peers|quality_appendix"
+    r"|unequal_islands|wan|wire)\.md"
 )
 MAX_COLUMNS = 100
 MAX_ROW = 160

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.peers import ours, torchft_group
 from benchmarks.peers.work import Outcome, Work
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {
     given.name: given for given in (torchft_group.PATIENT, torchft_group.EXAMPLES)
 }

@@ -87,6 +87,16 @@ def test_test_gives_its_arguments_to_pytest(installed):
     assert started.stdout.splitlines()[3:] == ["pytest tests/core -x"]
 
 
+@pytest.mark.parametrize("option", ["--fast", "--measure"])
+def test_test_shares_the_cores_for_what_is_cheap(installed, option):
+    started = bash(installed, "launch/test.sh", option, "-x")
+    checks = started.stdout.splitlines()
+    assert checks[2] == "mypy diloco_jax"
+    assert checks[3].startswith("pytest --numprocesses auto")
+    assert checks[3].endswith(f" {option} -x")
+    assert len(checks) == 4
+
+
 @pytest.mark.parametrize("script", ["local.sh", "test.sh"])
 def test_a_python_that_is_too_old_is_named_with_the_remedy(checkout, script):
     """It prints its version, and 3 is the exit code of the probe."""
