@@ -16,9 +16,7 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, Refused
 
-PLAN = plan_fragments(
-    {"x": (40,), "y": (30,)}, {"x": ("embed",), "y": ("embed",)}, 2
-)
+PLAN = plan_fragments({"x": (40,), "y": (30,)}, {"x": ("embed",), "y": ("embed",)}, 2)
 FRAGMENTS = PLAN.fragments
 
 
