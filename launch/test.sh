@@ -5,7 +5,7 @@
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m "not dist"
-#   bash launch/test.sh --fast       under three minutes: the cheapest files (tests/fast.py)
+#   bash launch/test.sh --fast       the cheapest files: 150 CPU seconds (tests/fast.py)
 #   bash launch/test.sh --measure    writes anew which these are: tests/seconds.json
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-"""`--fast`: the tests that fit into three minutes, chosen by what each file costs.
+"""`--fast`: tests for three minutes of two cores, chosen by what each file costs.
 
 `tests/seconds.json` has the CPU seconds of each file's tests that have no marker, as
 `pytest --measure` measured them; the machine's load does not change them much. `--fast`
@@ -50,7 +50,7 @@ def read_list() -> dict[str, float]:
 def add_options(parser: pytest.Parser) -> None:
     """Add `--fast` and `--measure`."""
     group = parser.getgroup("diloco_jax")
-    group.addoption("--fast", action="store_true", help="three minutes' worth of tests")
+    group.addoption("--fast", action="store_true", help="the cheapest files of tests")
     group.addoption(
         "--measure", action="store_true", help="write tests/seconds.json of what runs"
     )
