@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -42,7 +41,7 @@ class ControlStream:
         self._outbox = ByteQueue(OUTBOX_BYTES)
         self.send(hello)
         self._inbox = ByteQueue(INBOX_BYTES)
-        self._call = method(self._requests())
+        self._call = method(self._outbox.items())
         if not self._call.add_callback(self._outbox.close):
             self._outbox.close()
         self._reader = threading.Thread(
@@ -133,15 +132,6 @@ class ControlStream:
         self._outbox.close(discard=True)
         self._inbox.close(discard=True)
         self._call.cancel()
-
-    def _requests(self) -> Iterator[bytes]:
-        while True:
-            try:
-                raw = self._outbox.get()
-            except QueueClosed:
-                return
-            if raw is not None:
-                yield raw
 
     def _read(self) -> None:
         error: WireError = self._dead()

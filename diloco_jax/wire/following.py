@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -44,7 +44,7 @@ class FollowStream:
         self._outbox = ByteQueue(ANSWERS_BYTES)
         self._outbox.put(encode(request))
         self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Follow")(
-            self._requests()
+            self._outbox.items()
         )
 
     def run(self, got: Callable[[follow.FromPrimary], None]) -> None:
@@ -70,12 +70,3 @@ class FollowStream:
         """End the stream."""
         self._outbox.close(discard=True)
         self._call.cancel()
-
-    def _requests(self) -> Iterator[bytes]:
-        while True:
-            try:
-                raw = self._outbox.get()
-            except QueueClosed:
-                return
-            if raw is not None:
-                yield raw

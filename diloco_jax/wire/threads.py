@@ -78,6 +78,13 @@ class ByteQueue:
             self._condition.notify_all()
             return item
 
+    def items(self) -> Iterator[bytes]:
+        """Yield what is put, until the queue is closed."""
+        with contextlib.suppress(QueueClosed):
+            while True:
+                if (item := self.get()) is not None:
+                    yield item
+
     def close(self, error: WireError | None = None, *, discard: bool = False) -> None:
         """Accept no more items; what is held is still read unless `discard`. The first
         call's error stays."""

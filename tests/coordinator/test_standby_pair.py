@@ -153,6 +153,7 @@ def numbers(workdir: Path) -> list[int]:
     return [line["n"] for line in durable.read(workdir / "log", -1)]
 
 
+@pytest.mark.timing
 def test_a_standby_in_step_has_all_that_was_shown_and_takes_over(
     tmp_path: Path, lead: Lead
 ) -> None:
