@@ -58,6 +58,7 @@ class ManagedProcess:
         restarts: int,
         restart_delay_s: float,
         stop_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
         self.log = log
@@ -73,6 +74,7 @@ class ManagedProcess:
         self._restarts = restarts
         self._restart_delay_s = restart_delay_s
         self._stop_s = stop_s
+        self._clock = clock
         self._processes: list[subprocess.Popen[bytes]] = []
         self._crashes, self._started_at = 0, 0.0
         self._restart_at = 0.0
@@ -95,18 +97,18 @@ class ManagedProcess:
                 child = start_child(command, self._environment, log, log)
             self._processes.append(child)
         self.state, self.reason = "running", ""
-        self._started_at = time.monotonic()
+        self._started_at = self._clock()
         logger.info("%s started as process %s", self.name, self.pids)
 
     def poll(self) -> State:
         """Reap, restart or kill the children where that is due; return the state."""
-        if self.state == "restarting" and time.monotonic() >= self._restart_at:
+        if self.state == "restarting" and self._clock() >= self._restart_at:
             self.start()
         if self._processes:
             code = self._exit_code()
             if code is not None:
                 self._ended(code)
-            elif time.monotonic() >= self._kill_at:
+            elif self._clock() >= self._kill_at:
                 logger.warning(
                     "%s did not end within %g s; killed", self.name, self._patience_s
                 )
@@ -123,7 +125,7 @@ class ManagedProcess:
                 self.state = "stopped"
         elif self._kill_at == float("inf"):
             self._patience_s = self._stop_s + more_s
-            self._kill_at = time.monotonic() + self._patience_s
+            self._kill_at = self._clock() + self._patience_s
             for process in self._processes:
                 process.terminate()
 
@@ -168,7 +170,7 @@ class ManagedProcess:
         logger.info("%s %s (%s)", self.name, self.state, self.reason or ended)
 
     def _crashed(self, ended: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._crashes = crashes_in_a_row(self._crashes, now - self._started_at)
         if self._crashes > self._restarts:
             self.state = "failed"
