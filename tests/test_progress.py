@@ -107,6 +107,7 @@ ELSEWHERE = {
     "chaos": "as run",
     "island": "it is a service; its start is in its log",
     "manifest": "tests/data/test_text.py",
+    "profile": "the same bar; a trace of an idle machine takes less than two seconds",
     "dashboard": "the page says how much is read",
     "simulate bandwidth": "formulas",
     **dict.fromkeys(("status", "admit", "release"), "one call with a deadline"),
