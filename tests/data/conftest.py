@@ -1,4 +1,4 @@
-"""Tokenizers that several tests of data need, trained once."""
+"""Tokenizers and texts that several tests of data need."""
 
 from pathlib import Path
 
@@ -12,3 +12,17 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     made = {name: make(root / name) for name, make in make_tokenizers.KINDS.items()}
     return {"bytes": Path(""), **made}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Files of text of many lengths, by name."""
+    (tmp_path / "in").mkdir()
+    sizes = [1, 2, 31, 32, 33, 64, 65, 66, 500, *range(3, 60)]
+    found = {
+        f"t{number:03}.txt": "".join(chr(65 + (number + i) % 58) for i in range(size))
+        for number, size in enumerate(sizes)
+    }
+    for name, text in found.items():
+        (tmp_path / "in" / name).write_text(text)
+    return found

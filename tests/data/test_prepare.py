@@ -2,99 +2,29 @@
 
 import gzip
 import itertools
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import make_tokenizers
-import msgspec
 import numpy as np
 import pyarrow
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from prepare_support import LENGTH, documents_of, made, many, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax import cli
-from diloco_jax.config import ConfigError
 from diloco_jax.data.corpus import is_validation
 from diloco_jax.data.prepare import parts as parts_module
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.packing import Tokenised, pack
 from diloco_jax.data.prepare.parts import SourceKind, find_sources, make_parts
 from diloco_jax.data.prepare.reading import read
-from diloco_jax.data.prepare.work import prepare
-from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.prepared.contents import (
-    CHUNK_BYTES,
-    NAME,
-    read_manifest,
-    require_whole,
-)
 from diloco_jax.data.prepared.records import RecordFormat
-from diloco_jax.data.prepared.source import PreparedRows
-from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.opening import open_tokenizer
-
-LENGTH = 32
-
-
-def recipe(tokenizer=None, length=LENGTH, fraction=0.25, **reader):
-    return Recipe(
-        tokenizer=tokenizer or Bytes(),
-        reader=Reader(**reader),
-        sequence_length=length,
-        validation_fraction=fraction,
-    )
-
-
-def made(tmp_path, how=None, out="out", **options):
-    """Prepare tmp_path/in; return the manifest and the rows of both splits."""
-    options = {"workers": 1, "part_bytes": 1 << 20, **options}
-    folder = tmp_path / out
-    prepared = prepare(folder, (str(tmp_path / "in"),), how or recipe(), **options)
-    splits = (prepared.train, prepared.validation)
-    return prepared, *(PreparedRows(folder, prepared, split) for split in splits)
-
-
-def documents_of(*sources):
-    """All segments' predicted tokens, as bytes; and checks every row's arrays."""
-    found = []
-    for source in sources:
-        for number in range(len(source)):
-            row = source[number]
-            tokens, segments, weights = (row[name] for name in source.fields)
-            assert (tokens.dtype, segments.dtype) == (np.int32, np.int32)
-            for field, shape in zip(source.fields.values(), row.values(), strict=True):
-                assert shape.shape == field.shape_of(len(weights))
-            change = np.diff(segments)
-            assert set(change[segments[1:] > 0]) <= {0, 1}
-            assert not weights[(change != 0) | (segments[1:] == 0)].any()
-            for segment in range(1, segments.max() + 1):
-                part = tokens[segments == segment]
-                learned = np.concatenate([[0], weights])[segments == segment] > 0
-                found.append((part, learned))
-    return found
-
-
-@pytest.fixture
-def texts(tmp_path):
-    """Files of text of many lengths, by name."""
-    (tmp_path / "in").mkdir()
-    sizes = [1, 2, 31, 32, 33, 64, 65, 66, 500, *range(3, 60)]
-    found = {
-        f"t{number:03}.txt": "".join(chr(65 + (number + i) % 58) for i in range(size))
-        for number, size in enumerate(sizes)
-    }
-    for name, text in found.items():
-        (tmp_path / "in" / name).write_text(text)
-    return found
-
 
 # ---- packing ---------------------------------------------------------------------
 
@@ -246,11 +176,6 @@ OBJECTS = [
 ]
 
 
-def write_lines(path: Path, objects, opened=open):
-    with opened(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(found) + "\n" for found in objects)
-
-
 def learned_of(part, learned):
     return bytes(part[learned].astype(np.uint8)).decode()
 
@@ -330,15 +255,6 @@ def content(folder: Path):
     return {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def many(tmp_path, count=400):
-    (tmp_path / "in").mkdir(exist_ok=True)
-    for number in range(4):
-        objects = [
-            {"text": f"{number}/{i} " + "word " * (i % 50)} for i in range(count)
-        ]
-        write_lines(tmp_path / "in" / f"{number}.jsonl", objects)
-
-
 @pytest.mark.dist
 def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers):
     many(tmp_path)
@@ -396,214 +312,3 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path):
     assert content(again) == whole
     assert not list(out.rglob("*.tmp"))
     assert not (out / "parts").exists()
-
-
-# ---- bad input -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "shown"),
-    [
-        ("a.txt", b"good\xff", r"a.txt is not text: .* not UTF-8 at offset 4"),
-        ("a.txt", b"go\0od", r"a NUL byte at offset 2"),
-        ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"a.jsonl, offset 14: .*Expecting"),
-        ("a.jsonl", b"[1]\n", r"it is no object"),
-        ("a.jsonl", b'{"txt": "a"}\n', r"its fields are txt; it needs 'text'"),
-        ("a.jsonl", b'{"text": 3}\n', r"its fields are text \(int\); it needs 'text'"),
-        ("a.jsonl", b'{"messages": [{"role": 1}]}', r"needs a role and a content"),
-        ("a.jsonl.gz", b"none", r"a.jsonl.gz cannot be read"),
-        ("a.parquet", b"none", r"a.parquet cannot be read as Parquet"),
-    ],
-)
-def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes(data)
-    with pytest.raises(ConfigError, match=shown):
-        made(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-    (tmp_path / "in" / name).unlink()
-    for number in range(40):
-        (tmp_path / "in" / f"{number}.txt").write_text("text")
-    made(tmp_path)
-
-
-def test_an_option_that_fits_no_document_is_refused_before_the_work(
-    texts, tmp_path, monkeypatch
-):
-    write_lines(tmp_path / "in" / "z.jsonl", [{"body": "text"}] * 9)
-    work = "diloco_jax.data.prepare.work.do_parts"
-    monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
-    with pytest.raises(ConfigError, match=r"z.jsonl, offset 0: .*fields are body"):
-        made(tmp_path)
-
-
-def test_a_table_without_text_names_its_columns(tmp_path):
-    (tmp_path / "in").mkdir()
-    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
-    with pytest.raises(ConfigError, match=r"its columns are body\); give --text-field"):
-        made(tmp_path)
-    how = recipe(text_field="body", fraction=0.5)
-    with pytest.raises(ConfigError, match=r"fraction = 0.5 puts . documents"):
-        made(tmp_path, how)
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_half_a_character_of_json_is_replaced(tmp_path):
-    (tmp_path / "in").mkdir()
-    lines = "".join(f'{{"text": "{n} \\ud800"}}\n' for n in range(40))
-    (tmp_path / "in" / "a.jsonl").write_text(lines)
-    _, train, validation = made(tmp_path)
-    assert len(documents_of(train, validation)) == 40
-
-
-def test_other_options_do_not_go_on(texts, tmp_path, monkeypatch):
-    with monkeypatch.context() as inside:
-        finish = "diloco_jax.data.prepare.work._finish"
-        inside.setattr(finish, lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            made(tmp_path)
-    with pytest.raises(ConfigError, match="sequence_length = 32, now it is 16; give"):
-        made(tmp_path, recipe(length=16))
-    path = tmp_path / "in" / "t003.txt"
-    path.write_text(path.read_text() + "more")
-    with pytest.raises(ConfigError, match=r"began with sources = .*t003.txt"):
-        made(tmp_path)
-    path.write_text("back"[:0])
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"began with sources"):
-        made(tmp_path)
-
-
-def test_a_source_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
-    real = parts_module.make_parts
-
-    def late(*arguments):
-        found = real(*arguments)
-        os.utime(tmp_path / "in" / "t005.txt", (1, 1))
-        return found
-
-    monkeypatch.setattr("diloco_jax.data.prepare.work.make_parts", late)
-    with pytest.raises(ConfigError, match=r"t005.txt has changed since the work began"):
-        made(tmp_path)
-
-
-def test_a_folder_that_is_there_stays(texts, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    line = ["data", "prepare", str(tmp_path / "out"), str(tmp_path / "in")]
-    assert cli.main(line) == 2
-    assert "exists; give the name of a new folder" in capsys.readouterr().err
-    assert cli.main(["data", "mix"]) == 2
-    assert "found 'mix'" in capsys.readouterr().err
-    assert cli.main([*line[:2], str(tmp_path / "x"), *line[3:], "--turn", "a"]) == 2
-    assert "--turn: the turn 'a' has 0 places" in capsys.readouterr().err
-
-
-def test_what_is_refused_after_a_part_is_done_keeps_the_part(tmp_path):
-    (tmp_path / "in").mkdir()
-    write_lines(tmp_path / "in" / "a.jsonl", [{"text": f"{n}"} for n in range(40)])
-    write_lines(tmp_path / "in" / "b.jsonl", [{"text": "b"}, {"body": "late"}])
-    with pytest.raises(ConfigError, match=r"b.jsonl, offset 14: .*fields are body"):
-        made(tmp_path, part_bytes=200)
-    parts = tmp_path / "out.partial" / "parts"
-    assert any(parts.glob("*.json"))
-
-
-def test_a_place_that_is_no_folder_is_named(texts, tmp_path, capsys):
-    (tmp_path / "x.partial").write_text("mine")
-    line = ["data", "prepare", str(tmp_path / "x"), str(tmp_path / "in")]
-    assert cli.main(line) == 2
-    assert "x.partial, where the work lies until it is" in capsys.readouterr().err
-    assert (tmp_path / "x.partial").read_text() == "mine"
-    assert cli.main([*line, "--text-field", ""]) == 2
-    assert "--text-field is empty" in capsys.readouterr().err
-
-
-def test_a_bucket_is_neither_a_source_nor_a_result(texts, tmp_path, capsys):
-    out, texts = str(tmp_path / "x"), str(tmp_path / "in")
-    assert cli.main(["data", "prepare", "gs://b/x", texts]) == 2
-    assert "OUT: gs://b/x is a bucket; give a folder of" in capsys.readouterr().err
-    assert cli.main(["data", "prepare", out, texts, "s3://b/in"]) == 2
-    assert "SOURCES: s3://b/in is a bucket; mount it" in capsys.readouterr().err
-    assert not list(tmp_path.glob("x*"))
-
-
-def test_files_are_those_of_the_manifest(texts, tmp_path):
-    prepared, *_ = made(tmp_path)
-    folder = tmp_path / "out"
-    require_whole(folder, read_manifest(folder))
-    assert read_manifest(folder).digest == prepared.digest
-    path = folder / prepared.train.shards[0].name
-    data = bytearray(path.read_bytes())
-    assert len(data) < CHUNK_BYTES
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"digest of bytes from 0 on is .* there"):
-        require_whole(folder, prepared)
-    path.write_bytes(data[:-1])
-    with pytest.raises(ConfigError, match=f"size is {len(data) - 1} here, {len(data)}"):
-        require_whole(folder, prepared)
-    path.unlink()
-    with pytest.raises(ConfigError, match=r"size is No such file or directory here"):
-        require_whole(folder, prepared)
-    newer = msgspec.structs.replace(prepared, format=99)
-    (folder / NAME).write_bytes(msgspec.json.encode(newer))
-    with pytest.raises(ConfigError, match="has format 99, this version reads format 1"):
-        read_manifest(folder)
-
-
-def test_a_prepared_folder_needs_no_other_manifests(
-    texts, tmp_path, monkeypatch, capsys
-):
-    made(tmp_path)
-    monkeypatch.setattr("diloco_jax.data.manifest.MAPPED_FROM", 1)
-    (tmp_path / "out" / "beside").mkdir()
-    (tmp_path / "out" / "beside" / "a.txt").write_text("text")
-    assert cli.main(["manifest", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().err
-    assert "a.txt: 4 tokens" in said
-    assert "3 files in prepared folders have theirs already" in said
-    assert not list((tmp_path / "out").glob("*.manifest"))
-
-
-def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
-    many(tmp_path, 100)
-    prepared, train, _ = made(tmp_path, part_bytes=2000)
-    assert len(prepared.train.shards) > 5
-    want = [train[number]["tokens"] for number in range(len(train))]
-    monkeypatch.setattr("diloco_jax.data.prepared.source.MOST_OPEN", 2)
-    few = PreparedRows(tmp_path / "out", prepared, prepared.train)
-    for number in np.random.default_rng(0).permutation(len(train)):
-        np.testing.assert_array_equal(few[int(number)]["tokens"], want[number])
-    assert len(few._open) == 2
-    with ThreadPoolExecutor(8) as pool:
-        order = np.random.default_rng(1).permutation(len(train)).tolist()
-        for number, row in zip(order, pool.map(few.__getitem__, order), strict=True):
-            np.testing.assert_array_equal(row["tokens"], want[number])
-    with pytest.raises(IndexError, match=f"row {len(train)} of {len(train)}"):
-        train[len(train)]
-
-
-def test_a_row_that_cannot_be_read_is_named(tmp_path):
-    many(tmp_path, 100)
-    prepared, train, _ = made(tmp_path)
-    want = [train[number]["tokens"].tobytes() for number in range(len(train))]
-    path = tmp_path / "out" / prepared.train.shards[0].name
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 3
-    data[middle : middle + 99] = bytes(byte ^ 90 for byte in data[middle : middle + 99])
-    path.write_bytes(data)
-    rows = PreparedRows(tmp_path / "out", prepared, prepared.train)
-    found = []
-
-    def read_all():
-        for number in range(len(rows)):
-            found.append(rows[number]["tokens"].tobytes())
-
-    with pytest.raises(OSError, match=rf"row \d+ of .*{path.name} cannot be read"):
-        read_all()
-    assert found
-    assert found == want[: len(found)]
-    path.unlink()
-    gone = PreparedRows(tmp_path / "out", prepared, prepared.train)
-    with pytest.raises(OSError, match=f"row 5 of .*{path.name} cannot be read"):
-        gone[5]

@@ -1,0 +1,138 @@
+"""What `diloco data prepare` refuses, by name, with nothing half-written."""
+
+import os
+
+import pyarrow
+import pytest
+from prepare_support import documents_of, made, recipe, write_lines
+from pyarrow import parquet
+
+from diloco_jax import cli
+from diloco_jax.config import ConfigError
+from diloco_jax.data.prepare import parts as parts_module
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "shown"),
+    [
+        ("a.txt", b"good\xff", r"a.txt is not text: .* not UTF-8 at offset 4"),
+        ("a.txt", b"go\0od", r"a NUL byte at offset 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"text"\n', r"a.jsonl, offset 14: .*Expecting"),
+        ("a.jsonl", b"[1]\n", r"it is no object"),
+        ("a.jsonl", b'{"txt": "a"}\n', r"its fields are txt; it needs 'text'"),
+        ("a.jsonl", b'{"text": 3}\n', r"its fields are text \(int\); it needs 'text'"),
+        ("a.jsonl", b'{"messages": [{"role": 1}]}', r"needs a role and a content"),
+        ("a.jsonl.gz", b"none", r"a.jsonl.gz cannot be read"),
+        ("a.parquet", b"none", r"a.parquet cannot be read as Parquet"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=shown):
+        made(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    (tmp_path / "in" / name).unlink()
+    for number in range(40):
+        (tmp_path / "in" / f"{number}.txt").write_text("text")
+    made(tmp_path)
+
+
+def test_an_option_that_fits_no_document_is_refused_before_the_work(
+    texts, tmp_path, monkeypatch
+):
+    write_lines(tmp_path / "in" / "z.jsonl", [{"body": "text"}] * 9)
+    work = "diloco_jax.data.prepare.work.do_parts"
+    monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
+    with pytest.raises(ConfigError, match=r"z.jsonl, offset 0: .*fields are body"):
+        made(tmp_path)
+
+
+def test_a_table_without_text_names_its_columns(tmp_path):
+    (tmp_path / "in").mkdir()
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "in" / "a.parquet")
+    with pytest.raises(ConfigError, match=r"its columns are body\); give --text-field"):
+        made(tmp_path)
+    how = recipe(text_field="body", fraction=0.5)
+    with pytest.raises(ConfigError, match=r"fraction = 0.5 puts . documents"):
+        made(tmp_path, how)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_half_a_character_of_json_is_replaced(tmp_path):
+    (tmp_path / "in").mkdir()
+    lines = "".join(f'{{"text": "{n} \\ud800"}}\n' for n in range(40))
+    (tmp_path / "in" / "a.jsonl").write_text(lines)
+    _, train, validation = made(tmp_path)
+    assert len(documents_of(train, validation)) == 40
+
+
+def test_other_options_do_not_go_on(texts, tmp_path, monkeypatch):
+    with monkeypatch.context() as inside:
+        finish = "diloco_jax.data.prepare.work._finish"
+        inside.setattr(finish, lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made(tmp_path)
+    with pytest.raises(ConfigError, match="sequence_length = 32, now it is 16; give"):
+        made(tmp_path, recipe(length=16))
+    path = tmp_path / "in" / "t003.txt"
+    path.write_text(path.read_text() + "more")
+    with pytest.raises(ConfigError, match=r"began with sources = .*t003.txt"):
+        made(tmp_path)
+    path.write_text("back"[:0])
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"began with sources"):
+        made(tmp_path)
+
+
+def test_a_source_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
+    real = parts_module.make_parts
+
+    def late(*arguments):
+        found = real(*arguments)
+        os.utime(tmp_path / "in" / "t005.txt", (1, 1))
+        return found
+
+    monkeypatch.setattr("diloco_jax.data.prepare.work.make_parts", late)
+    with pytest.raises(ConfigError, match=r"t005.txt has changed since the work began"):
+        made(tmp_path)
+
+
+def test_a_folder_that_is_there_stays(texts, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    line = ["data", "prepare", str(tmp_path / "out"), str(tmp_path / "in")]
+    assert cli.main(line) == 2
+    assert "exists; give the name of a new folder" in capsys.readouterr().err
+    assert cli.main(["data", "mix"]) == 2
+    assert "found 'mix'" in capsys.readouterr().err
+    assert cli.main([*line[:2], str(tmp_path / "x"), *line[3:], "--turn", "a"]) == 2
+    assert "--turn: the turn 'a' has 0 places" in capsys.readouterr().err
+
+
+def test_what_is_refused_after_a_part_is_done_keeps_the_part(tmp_path):
+    (tmp_path / "in").mkdir()
+    write_lines(tmp_path / "in" / "a.jsonl", [{"text": f"{n}"} for n in range(40)])
+    write_lines(tmp_path / "in" / "b.jsonl", [{"text": "b"}, {"body": "late"}])
+    with pytest.raises(ConfigError, match=r"b.jsonl, offset 14: .*fields are body"):
+        made(tmp_path, part_bytes=200)
+    parts = tmp_path / "out.partial" / "parts"
+    assert any(parts.glob("*.json"))
+
+
+def test_a_place_that_is_no_folder_is_named(texts, tmp_path, capsys):
+    (tmp_path / "x.partial").write_text("mine")
+    line = ["data", "prepare", str(tmp_path / "x"), str(tmp_path / "in")]
+    assert cli.main(line) == 2
+    assert "x.partial, where the work lies until it is" in capsys.readouterr().err
+    assert (tmp_path / "x.partial").read_text() == "mine"
+    assert cli.main([*line, "--text-field", ""]) == 2
+    assert "--text-field is empty" in capsys.readouterr().err
+
+
+def test_a_bucket_is_neither_a_source_nor_a_result(texts, tmp_path, capsys):
+    out, texts = str(tmp_path / "x"), str(tmp_path / "in")
+    assert cli.main(["data", "prepare", "gs://b/x", texts]) == 2
+    assert "OUT: gs://b/x is a bucket; give a folder of" in capsys.readouterr().err
+    assert cli.main(["data", "prepare", out, texts, "s3://b/in"]) == 2
+    assert "SOURCES: s3://b/in is a bucket; mount it" in capsys.readouterr().err
+    assert not list(tmp_path.glob("x*"))
