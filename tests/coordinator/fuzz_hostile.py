@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 from door_support import ADMITTED, LAYOUTS, PLAN, RUN
-from fuzz_steady import FIRST, SHARED, STEP_S, Steady, raw
-from fuzz_support import UNIX, Move, World, carried, chunked, paths
+from fuzz_shrinking import paths
+from fuzz_steady import FIRST, SHARED, STEP_S, Steady, chunked, raw
+from fuzz_support import UNIX, Move, World, carried
 
 EDGES = (-1, 0, 1, 2, 63, 2**16, 2**24, 2**31, 2**40, 2**47, 2**48, 2**48 + 1, 2**53)
 HUGE = (2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), FIRST, FIRST + 10**6)

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 from door_support import ADMITTED, LAYOUTS, PLAN, RUN
-from fuzz_support import UNIX, Move, World, chunked
+from fuzz_support import UNIX, Move, World
 
 from diloco_jax.config import shared_fields
 from diloco_jax.protocol import messages
+from diloco_jax.wire import frames
 
 STEP_S = 0.1
 FIRST = int(UNIX)
@@ -227,3 +228,9 @@ class Steady:
             record |= {"fragment": fragment, "tick": take["tick"]}
             self.records.append(record)
             del self.takes[fragment]
+
+
+def chunked(data: bytes, begin: int = 0) -> tuple[bytes, ...]:
+    """The chunks of a stripe that begins there, as they are sent."""
+    cut = frames.chunks((data,), 0, len(data), begin)
+    return tuple(header + part for header, part in cut)

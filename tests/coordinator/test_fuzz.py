@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from door_support import PLAN, RUN, SHAPES
 from fuzz_hostile import Hostile
+from fuzz_shrinking import shrink
 from fuzz_steady import Steady
-from fuzz_support import Move, Scenario, World, shrink
+from fuzz_support import Move, Scenario, World
 
 from diloco_jax.coordinator.store import Store
 from diloco_jax.protocol.coordinator import schedule

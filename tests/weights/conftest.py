@@ -1,4 +1,4 @@
-"""A run that has begun, and the float64 reference of its parameters."""
+"""Configs and runs of a tiny model, and the float64 reference of its parameters."""
 
 from __future__ import annotations
 
@@ -44,3 +44,17 @@ def exported(workdir):
     target = workdir.parent / "export"
     assert cli.main(["export", str(workdir), str(target)]) == 0
     return reference.load(target)
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("one line of text\n" * 2000)
+    run = RunConfig(
+        model=tiny.MODEL,
+        data=DataConfig(paths=(str(text),)),
+        sync=SyncConfig(fragments=3),
+        sequence_length=tiny.SEQUENCE_LENGTH,
+    )
+    return Config(run=run, islands={"a": IslandConfig()})

@@ -1,4 +1,4 @@
-"""Weights of files start a run and come back from it, and bad files are named."""
+"""Weights of files start a run and come back from it."""
 
 import dataclasses
 import json
@@ -9,62 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from begin_support import FAMILIES, NAMES, QUICKSTART, begun
 from safetensors.numpy import load_file, save_file
 
-from diloco_jax import checkpoint, cli, run_files
+from diloco_jax import checkpoint, cli
 from diloco_jax.config import (
     Config,
     ConfigError,
-    DataConfig,
-    IslandConfig,
-    RunConfig,
     SyncConfig,
 )
-from diloco_jax.config.resolving import resolve
-from diloco_jax.coordinator import main
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.paths import StorageAway
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights import families, files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import fill, first_params, first_pieces, started_from
 from diloco_jax.workdir import read_config
-
-FAMILIES = Path(__file__).parents[1] / "models" / "families"
-NAMES = sorted(path.name for path in FAMILIES.iterdir())
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
-
-
-@pytest.fixture
-def config(tmp_path) -> Config:
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("one line of text\n" * 2000)
-    run = RunConfig(
-        model=tiny.MODEL,
-        data=DataConfig(paths=(str(text),)),
-        sync=SyncConfig(fragments=3),
-        sequence_length=tiny.SEQUENCE_LENGTH,
-    )
-    return Config(run=run, islands={"a": IslandConfig()})
-
-
-def begun(config: Config, source: str, workdir: Path) -> Path:
-    """The workdir of a run that has begun, and merged nothing."""
-    if source:
-        config = started_from(config, source)
-    coordinator = main.Coordinator(resolve(config.validate()), workdir, init=True)
-    try:
-        coordinator.start()
-    finally:
-        coordinator.close()
-    return workdir
 
 
 def in_files(folder: Path) -> dict[str, np.ndarray]:
@@ -160,253 +125,6 @@ def test_the_tokenizer_travels_with_the_weights(config, tmp_path):
     assert written["torch_dtype"] == "float32"
 
 
-# ---- bad input -------------------------------------------------------------------
-
-
-def without(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    del found["model.layers.1.mlp.up_proj.weight"]
-    save_file(found, folder / "model.safetensors")
-
-
-def surplus(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    found["model.layers.7.mlp.up_proj.weight"] = found["model.norm.weight"]
-    save_file(found, folder / "model.safetensors")
-
-
-def misshapen(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    name = "model.layers.2.self_attn.q_proj.weight"
-    found[name] = np.ascontiguousarray(found[name].T)
-    save_file(found, folder / "model.safetensors")
-
-
-def integers(folder: Path) -> None:
-    found = load_file(folder / "model.safetensors")
-    found["model.norm.weight"] = found["model.norm.weight"].astype(np.int32)
-    save_file(found, folder / "model.safetensors")
-
-
-def truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def gone(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-
-
-def unknown(folder: Path) -> None:
-    change(folder, model_type="quen3")
-
-
-def capped(folder: Path) -> None:
-    change(folder, final_logit_softcapping=30.0)
-
-
-def change(folder: Path, **settings) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (without, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
-        (surplus, r"the tensor model\.layers\.7\.mlp\.up_proj\.weight and 0 others"),
-        (misshapen, r"q_proj\.weight has shape \(32, 64\), .* says \(64, 32\)"),
-        (integers, r"model\.norm\.weight is I32; weights are read as F32, BF16"),
-        (truncated, r"model\.safetensors is no whole safetensors file \(.*\); copy it"),
-        (gone, r"there is no .*model\.safetensors"),
-        (unknown, r"'quen3' is no known family; did you mean 'qwen3'"),
-        (capped, r"final_logit_softcapping = 30\.0; .* has None"),
-    ],
-)
-def test_bad_weights_are_named_before_a_run_begins(
-    spoil, message, config, tmp_path, capsys
-):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
-    spoil(source)
-    with pytest.raises(ConfigError, match=message):
-        started_from(config, f"hf:{source}")
-
-
-ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "shown"),
-    [
-        ({"hidden_size": "64"}, r"hidden_size = '64': Expected `int`, got `str`; copy"),
-        ({"hidden_size": 64.5}, r"hidden_size = 64.5: Expected `int`"),
-        ({"hidden_size": None}, r"has no hidden_size"),
-        ({"num_attention_heads": 0}, r"num_attention_heads = 0: Expected `int` >= 1"),
-        ({"rms_norm_eps": "x"}, r"rms_norm_eps = 'x': Expected `float`"),
-        ({"rope_theta": -5}, r"rope_theta = -5: Expected `float` > 0"),
-        (
-            {"tie_word_embeddings": "yes"},
-            r"tie_word_embeddings = 'yes': Expected `bool`",
-        ),
-        ({"layer_types": 3}, r"layer_types = 3: Expected `array`"),
-        ({"hidden_act": [1]}, r"hidden_act = \[1\]: Expected `str`"),
-        ({"rope_parameters": 3}, r"rope_parameters = 3: Expected `object`"),
-        ({"rope_parameters": ROPE}, r"scaling of positions has no original_max_posi"),
-        (
-            {"rope_parameters": {**ROPE, "factor": "x"}},
-            r"config.json, rope_parameters: factor = 'x': Expected `float`",
-        ),
-        ({"model_type": "gemma3", "text_config": 3}, r"text_config = 3, but a gemma3"),
-    ],
-)
-def test_a_value_of_a_wrong_type_is_named(settings, shown, config, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
-    change(source, **settings)
-    with pytest.raises(ConfigError, match=shown):
-        started_from(config, f"hf:{source}")
-
-
-@pytest.mark.parametrize(
-    "index", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 3}}']
-)
-def test_an_index_that_names_no_files_is_refused(index, config, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
-    (source / files.INDEX).write_text(index)
-    with pytest.raises(ConfigError, match=r"index.json: weight_map names no files"):
-        started_from(config, f"hf:{source}")
-
-
-def test_a_snapshot_that_is_cut_short_says_what_to_do(config, tmp_path, capsys):
-    workdir = begun(config, "", tmp_path / "run")
-    for path in (workdir / "checkpoints" / "coordinator").glob("0*/*.snapshot"):
-        path.write_bytes(path.read_bytes()[:-50])
-    for command in (
-        ["export", str(workdir), str(tmp_path / "o")],
-        ["eval", str(workdir)],
-    ):
-        assert cli.main(command) == 2
-        said = capsys.readouterr().err
-        assert "ends before its last byte; copy the workdir again" in said
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["generate", "FILE/config.json"], "is a file; give its folder, "),
-        (["generate", "ENDS", "--prompt", "a"], "eos_token_id = 'x'; it is a number"),
-        (["export", "RUN", "/proc/x"], "no file can be made there"),
-        (["export", "127.0.0.1:1", "/proc/x"], "no file can be made there"),
-    ],
-)
-def test_a_place_or_file_that_does_not_do_is_named(
-    command, said, config, tmp_path, capsys
-):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
-    (source / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    run = str(begun(config, "", tmp_path / "run")) if "RUN" in command else ""
-    places = {
-        "FILE/config.json": f"{source}/config.json",
-        "ENDS": str(source),
-        "RUN": run,
-    }
-    assert cli.main([places.get(word, word) for word in command]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_weights_that_go_bad_later_begin_no_run(config, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(FAMILIES / "qwen3", source)
-    ready = resolve(started_from(config, f"hf:{source}").validate())
-    truncated(source)
-    with pytest.raises(ConfigError, match="no whole safetensors file"):
-        main.Coordinator(ready, tmp_path / "run", init=True)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("source", ["hf:", "hub:x/y", "somewhere", "hf:gs://"])
-def test_a_source_is_of_a_known_kind(source, config):
-    with pytest.raises(ConfigError, match=f"--init {source}: write hf:DIR"):
-        started_from(config, source)
-    with pytest.raises(ConfigError, match="write from-island:NAME, one of a"):
-        started_from(config, "from-island:")
-
-
-def test_a_bucket_that_does_not_answer_is_no_failure_of_the_disk(config, monkeypatch):
-    class UnreachableError(OSError):
-        """As that of the library of buckets, which has an errno too."""
-
-    UnreachableError.__module__ = "aiohttp.client"
-
-    def files_of(*arguments, **options):
-        raise UnreachableError(-2, "no such host")
-
-    monkeypatch.setattr("diloco_jax.weights.buckets._files", files_of)
-    with pytest.raises(StorageAway, match=r"gs://b/w does not answer: .*no such host"):
-        started_from(config, "hf:gs://b/w")
-
-
-def test_an_export_leaves_nothing_half_written(config, tmp_path, monkeypatch):
-    workdir = begun(config, "", tmp_path / "run")
-    before = sorted(tmp_path.iterdir())
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("diloco_jax.weights.export.fill", full)
-    with pytest.raises(OSError, match="No space"):
-        export(read_config(workdir), workdir, tmp_path / "out")
-    assert sorted(tmp_path.iterdir()) == before
-    with pytest.raises(ConfigError, match="text exists; give the name of a new"):
-        export(read_config(workdir), workdir, tmp_path / "text")
-
-
-@pytest.mark.parametrize(
-    ("changes", "lacking"),
-    [
-        ({"post_norms": True}, "model.post_norms = True"),
-        ({"window": 8}, "model.window = 8"),
-        ({"attention_bias": "qkv", "qk_norm": True}, "model.qk_norm = True"),
-    ],
-)
-def test_a_model_of_no_family_is_refused_with_what_is_lacking(changes, lacking):
-    model = dataclasses.replace(tiny.MODEL, **changes)
-    with pytest.raises(ConfigError, match=f"the nearest lacks {lacking}"):
-        families.write(model, 16)
-
-
-def test_a_picture_encoder_is_left_out(config, tmp_path):
-    """The decoder of a Gemma 3 with pictures, under the names of old and new files."""
-    source = FAMILIES / "gemma3"
-    settings = json.loads((source / "config.json").read_text())
-    for prefix in ("language_model.", "model.language_model."):
-        folder = tmp_path / prefix
-        folder.mkdir()
-        outer = {"model_type": "gemma3", "text_config": settings}
-        (folder / "config.json").write_text(json.dumps(outer))
-        cut = "model." if prefix.startswith("model.") else ""
-        renamed = {
-            prefix + name.removeprefix(cut): array
-            for name, array in in_files(source).items()
-        }
-        renamed["vision_tower.weight"] = np.ones(3, np.float32)
-        save_file(renamed, folder / "model.safetensors")
-        theirs = started_from(config, f"hf:{source}").run
-        ours = started_from(config, f"hf:{folder}").run
-        assert_same(
-            flat(first_params(ours, build(ours))),
-            flat(first_params(theirs, build(theirs))),
-        )
-
-
-def test_a_workdir_keeps_the_source_where_a_run_keeps_its_files():
-    assert run_files.SOURCE in run_files.NAMES
-
-
 @pytest.mark.parametrize(
     ("command", "runs"),
     [
@@ -492,3 +210,27 @@ def test_a_kept_cycle_leaves_as_a_snapshot_of_the_same_versions_does(config, tmp
         )
     assert not (tmp_path / "none").exists()
     assert not (tmp_path / "o").exists()
+
+
+def test_a_picture_encoder_is_left_out(config, tmp_path):
+    """The decoder of a Gemma 3 with pictures, under the names of old and new files."""
+    source = FAMILIES / "gemma3"
+    settings = json.loads((source / "config.json").read_text())
+    for prefix in ("language_model.", "model.language_model."):
+        folder = tmp_path / prefix
+        folder.mkdir()
+        outer = {"model_type": "gemma3", "text_config": settings}
+        (folder / "config.json").write_text(json.dumps(outer))
+        cut = "model." if prefix.startswith("model.") else ""
+        renamed = {
+            prefix + name.removeprefix(cut): array
+            for name, array in in_files(source).items()
+        }
+        renamed["vision_tower.weight"] = np.ones(3, np.float32)
+        save_file(renamed, folder / "model.safetensors")
+        theirs = started_from(config, f"hf:{source}").run
+        ours = started_from(config, f"hf:{folder}").run
+        assert_same(
+            flat(first_params(ours, build(ours))),
+            flat(first_params(theirs, build(theirs))),
+        )
