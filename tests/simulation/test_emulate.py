@@ -1,11 +1,10 @@
-"""Emulation: the oracle's bits in lockstep, and what failures and joins do."""
+"""Emulation: the oracle's bits in lockstep, what its seeds decide, and its command."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,87 +12,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emulate_support import CYCLES, check_books, make_config, with_placement
 from interruption import until_it_is_raised
 from oracle_support import expected_history
 from tiny import MODEL, SEQUENCE_LENGTH
 
-from diloco_jax import Emulation, EmulationOptions, cli, emulate
+from diloco_jax import EmulationOptions, cli, emulate
 from diloco_jax.config import (
-    Config,
     ConfigError,
     DataConfig,
-    InnerConfig,
     IslandConfig,
-    OuterConfig,
-    Placement,
-    RunConfig,
-    SyncConfig,
 )
-from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.loading import Data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
-from diloco_jax.protocol.coordinator.events import Alert
-from diloco_jax.simulation.emulation import attendance
 from diloco_jax.simulation.emulation.bodies import TrainedBody
 from diloco_jax.simulation.virtual.line import LineSpeed
-from diloco_jax.simulation.virtual.world import World
-
-CYCLES = 3
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    words = np.random.default_rng(0)
-    for index in range(20):
-        line = " ".join(str(n) for n in words.integers(0, 99, 200))
-        (folder / f"{index}.txt").write_text(line)
-    return str(folder)
-
-
-def make_config(text: str, *, steps: int = 16, **sync) -> Config:
-    """Islands `a` and `b` do so many steps of a second each, together."""
-    settings = {"steps_per_cycle": 4, "fragments": 2, "overlap_steps": 1, "quorum": 2}
-    run = RunConfig(
-        model=MODEL,
-        data=DataConfig(
-            paths=(text,),
-            validation_fraction=0.2,
-            digest=load_corpus((text,), 0.2).digest,
-        ),
-        inner=InnerConfig(
-            learning_rate=1e-2, schedule="constant", warmup_fraction=0, rewarm_steps=0
-        ),
-        outer=OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9),
-        sync=SyncConfig(**{**settings, **sync}),
-        sequence_length=SEQUENCE_LENGTH,
-        total_tokens=steps * 6 * SEQUENCE_LENGTH,
-    )
-    islands = {
-        "b": IslandConfig(batch_size=2, step_seconds=1.0),
-        "a": IslandConfig(batch_size=4, step_seconds=1.0),
-    }
-    return Config(run=run, islands=islands)
-
-
-def with_placement(config: Config, **placement) -> Config:
-    return dataclasses.replace(config, placement=Placement(**placement))
-
-
-def check_books(result: Emulation) -> None:
-    """Every token is accounted for, and the history says the same."""
-    summary = result.summary
-    for part in (summary, *summary["islands"].values()):
-        lost = sum(part["tokens_lost"].values())
-        assert part["tokens_computed"] == (
-            part["tokens_merged"] + lost + part["tokens_in_flight"]
-        )
-    merges = result.history.merges
-    by_fragment = [
-        int(merges["contributions"][merges["fragment"] == f].sum()) for f in range(2)
-    ]
-    assert by_fragment == summary["tokens_merged_by_fragment"]
 
 
 @pytest.mark.parametrize(
@@ -238,114 +172,6 @@ def test_packed_data_is_refused_by_a_model_that_knows_no_documents(
     )
     with pytest.raises(ConfigError, match=r"flat\.py:make.* data is packed .*tokens"):
         emulate(dataclasses.replace(config, run=run))
-
-
-def test_a_kill_costs_what_was_not_merged(text) -> None:
-    config = with_placement(make_config(text, steps=40), faults=("b@13:kill",))
-    result = emulate(config, options=EmulationOptions(down_seconds=3.0))
-    check_books(result)
-    victim = result.summary["islands"]["b"]
-    # The steps of less than a cycle in every fragment.
-    assert 0 < victim["tokens_lost"]["died"] <= 4 * 2 * SEQUENCE_LENGTH
-    assert victim["joins"] == 2
-    assert result.summary["islands"]["a"]["tokens_lost"] == {}
-    lives = result.history.frame("lives")
-    assert lives[lives.island == "b"].end.tolist() == ["died", "finished"]
-    died, back = lives[lives.island == "b"].iloc[0], lives[lives.island == "b"].iloc[1]
-    assert back.began == died.ended + 3.0
-    # It begins at the newest version, not at those that it once joined with.
-    adoptions = result.history.frame("adoptions")
-    again = adoptions[(adoptions.island == "b") & (adoptions.incarnation == 2)]
-    assert again.version.min() > 3
-
-
-def test_crashes_use_up_restarts_and_failures_of_machines_do_not(text) -> None:
-    config = make_config(text, steps=40, quorum=1)
-
-    def deaths(*faults: str, restarts: int, **options: float) -> tuple[int, str]:
-        """Return the number of b's deaths, and how its last life ended."""
-        placed = with_placement(config, faults=faults, restarts=restarts)
-        history = emulate(placed, options=EmulationOptions(**options)).history
-        ends = history.frame("lives").query("island == 'b'").end.tolist()
-        return ends.count("died"), ends[-1]
-
-    twice = ("b@3:kill", "b#2@3:kill")
-    assert deaths(*twice, restarts=0) == (1, "died")
-    assert deaths(*twice, restarts=1) == (2, "died")
-    assert deaths(*twice, restarts=2) == (2, "finished")
-    often = {"failure_every_seconds": 20.0, "down_seconds": 2.0}
-    assert deaths(restarts=0, **often) == (1, "finished")
-    apart = deaths("b@3:kill", "b#3@3:kill", restarts=1, chance_seed=7, **often)
-    assert apart == (3, "finished"), "the machine failed between its crashes"
-    nobody = with_placement(config, faults=("b@3:kill", "a@5:kill"), restarts=0)
-    with pytest.raises(ConfigError, match=r"restarts = 0 .* of a, b: at .*no island"):
-        emulate(nobody)
-
-
-def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> None:
-    monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 20)
-
-    hopeless = EmulationOptions(failure_every_seconds=0.01)
-    with pytest.raises(ConfigError, match=r"seconds = 0.01: .* 20 .* of its 1536") as e:
-        emulate(make_config(text), options=hopeless)
-    with pytest.raises(ConfigError, match=re.escape(str(e.value))):
-        emulate(make_config(text), options=hopeless)
-    # Those with progress between them are counted anew.
-    monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 3)
-    options = EmulationOptions(failure_every_seconds=20.0, down_seconds=2.0)
-    found = emulate(make_config(text, steps=60, quorum=1), options=options)
-    assert found.history.lives["end"].tolist().count("died") > 3
-
-
-def test_alerts_are_as_many_as_a_runs_and_name_absent_islands(
-    text, monkeypatch
-) -> None:
-    class Alerting(World):
-        def run(self, until: float = float("inf")) -> None:
-            for number in range(25):
-                self.coordinator.carry_out(Alert(text=f"{number}"))
-            super().run(until)
-
-    monkeypatch.setattr("diloco_jax.simulation.emulation.emulate.World", Alerting)
-    options = EmulationOptions(joins={"b": (1000.0, 2000.0)})
-    found = emulate(make_config(text, quorum=1), options=options).summary["alerts"]
-    assert found == [
-        *(f"{number}" for number in range(5, 25)),
-        "island b never made a step: see its log",
-    ]
-
-
-def test_a_diverged_emulation_tells_of_skipped_steps(text) -> None:
-    config = make_config(text)
-    inner = dataclasses.replace(config.run.inner, learning_rate=1e12)
-    run = dataclasses.replace(config.run, inner=inner)
-    result = emulate(dataclasses.replace(config, run=run))
-    steps = result.history.frame("steps")
-    for name, island in result.summary["islands"].items():
-        diverged = int(steps[steps.island == name].loss.isna().sum())
-        assert 0 < diverged <= island["skipped_steps"] < island["steps"]
-
-
-def test_an_island_takes_part_for_a_while(text) -> None:
-    config = make_config(text, steps=30, quorum=1)
-    options = EmulationOptions(joins={"b": (5.0, 15.5)})
-    result = emulate(config, options=options)
-    check_books(result)
-    steps = result.history.frame("steps")
-    mine = steps[steps.island == "b"]
-    assert (mine.began.min(), mine.time.max()) == (5.0, 15.0)
-    assert result.history.lives["end"].tolist() == ["finished", "left"]
-    computed = result.summary["islands"]["b"]["tokens_computed"]
-    assert computed == len(mine) * 2 * SEQUENCE_LENGTH
-    # Without it, the other one goes on alone, and the run has its tokens.
-    assert result.summary["islands"]["a"]["steps"] > 30
-    assert result.summary["phase"] == "done"
-
-
-def test_if_everybody_leaves_the_user_is_told(text) -> None:
-    options = EmulationOptions(joins={"a": (0.0, 5.0), "b": (0.0, 6.0)})
-    with pytest.raises(ConfigError, match=r"at .* s no island is left.* of its 1536"):
-        emulate(make_config(text), options=options)
 
 
 def test_slower_islands_and_pauses_take_their_time(text) -> None:
