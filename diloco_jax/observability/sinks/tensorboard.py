@@ -40,5 +40,10 @@ class TensorBoard:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file, also where the disk does not take its last points."""
+        try:
+            self._file.close()
+        except OSError:
+            # `EventsWriter` flushes first, and leaves the file open if that fails.
+            self._file._py_recordio_writer.close()
+            raise
