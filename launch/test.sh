@@ -20,5 +20,6 @@ case "${1:-}" in
   --fast | --measure) exec pytest "${share[@]}" "$@" ;;
   ?*) exec pytest "$@" ;;
 esac
-pytest -m "not timing and not nightly" "${share[@]}"
+pytest -m "not tpu_compile and not timing and not nightly" "${share[@]}"
+pytest -m "tpu_compile and not timing and not nightly" "${share[@]}"
 exec pytest -m "timing and not nightly"
