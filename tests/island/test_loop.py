@@ -4,6 +4,7 @@ import coordinator_says as says
 import jax
 import numpy as np
 import pytest
+from loop_support import Network
 from pieces import to_pieces
 
 from diloco_jax import config as configs
@@ -30,34 +31,6 @@ from diloco_jax.protocol.values import Span, Version
 
 STEPS, BATCH, LENGTH = 12, 2, 16
 TEXT = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8)
-
-
-class Network:
-    """Records what the loop sends, and acts at chosen steps, through `sleep`, which
-    the loop calls once per step because step_seconds is above 0."""
-
-    def __init__(self, mailbox):
-        self.mailbox, self.now = mailbox, 0.0
-        self.sent, self.forgotten, self.at, self.anchors = [], [], {}, []
-        self.steps = 0
-
-    def put(self, fragment, tick, encoded):
-        self.sent.append((fragment, tick, [np.asarray(a) for a in encoded]))
-
-    def forget(self, fragment, tick):
-        self.forgotten.append((fragment, tick))
-
-    def send_anchor(self, fragment, version, ticket=b""):
-        self.anchors.append((fragment, version, self.steps))
-
-    def clock(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-        self.steps += 1
-        if self.steps in self.at:
-            self.at[self.steps]()
 
 
 @pytest.fixture(scope="module")

@@ -108,3 +108,11 @@ def test_a_fenced_incarnation_has_no_ticket_any_more() -> None:
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="31 bytes, expected 32"):
         make(KEY[:31], TAKE, UNTIL)
+
+
+def test_a_ticket_that_ends_early_permits_nothing() -> None:
+    ticket, check = make(KEY, TAKE, UNTIL), Checker(KEY)
+    assert check.flaw(ticket, TAKE, 1e9) == ""
+    for length in range(len(ticket)):
+        assert check.flaw(ticket[:length], TAKE, 1e9) == "malformed"
+        assert check.flaw(ticket[length + 1 :], TAKE, 1e9) == "malformed"
