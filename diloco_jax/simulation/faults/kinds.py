@@ -217,7 +217,7 @@ class SnapshotFailure(DrawnFault, frozen=True):
     """The next snapshot is not completed."""
 
     def strike(self, world: FaultyWorld) -> bool:
-        world.fail_snapshot(self)
+        world.snapshots.fail(self)
         return True
 
 
@@ -250,7 +250,7 @@ class DiskGone(DrawnFault, frozen=True):
             return False
         world.disk.empty = True
         world.clock.after(self.gone_s, lambda: self._back(world))
-        world.crash_coordinator(self.restart)
+        world.crash_coordinator(world.coordinator, self.restart)
         gathers_s = self.restart.down_s + world.new_term_within_s
         return world.begun(self, max(self.gone_s, gathers_s))
 
@@ -267,7 +267,7 @@ class DiskLost(DrawnFault, frozen=True):
         if world.coordinator is None:
             return False
         world.disk.empty = True
-        world.crash_coordinator(self.restart)
+        world.crash_coordinator(world.coordinator, self.restart)
         return world.begun(self, self.restart.down_s + world.new_term_within_s)
 
 

@@ -10,6 +10,8 @@ from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsla
 from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
 from diloco_jax.simulation.virtual.clock import Clock
 
+Peer = FaultyCoordinator | VirtualGatherer
+
 
 class Links:
     """Connections between the processes of a world."""
@@ -28,7 +30,7 @@ class Links:
         """Try until the island is connected, or has ended."""
         if island.ended is not None or island.line is not None:
             return
-        network, peer = self.networks[island.name], self.coordinator or self.gatherer
+        network, peer = self.networks[island.name], self._peer_for(island)
         if peer is None or network.held:
             self.clock.after(RETRY_S, lambda: self.connect(island))
         else:
@@ -90,6 +92,14 @@ class Links:
 
     def _notice(self, island: FaultyIsland) -> None:
         """Let the coordinator see that the connection is gone."""
-        peer = self.coordinator or self.gatherer
+        peer = self._peer_of(island)
         if peer is not None and island.peer is not None:
             peer.disconnected(island.peer)
+
+    def _peer_for(self, island: FaultyIsland) -> Peer | None:
+        """Return the peer that an island's next attempt reaches, if it reaches one."""
+        return self.coordinator or self.gatherer
+
+    def _peer_of(self, island: FaultyIsland) -> Peer | None:
+        """Return the peer that may see that an island's connection is gone."""
+        return self.coordinator or self.gatherer

@@ -11,6 +11,7 @@ from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Event, Persist, WorkerBack
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import (
@@ -19,11 +20,13 @@ from diloco_jax.protocol.holding import (
     Commit,
     DeltaArrived,
     Drop,
+    Merge,
     MergePrepared,
     ToHolder,
 )
 from diloco_jax.protocol.messages import AnchorRequest
-from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.protocol.records import Durable
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, DigestBody
 from diloco_jax.simulation.faults.disk import DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
@@ -58,12 +61,13 @@ class FaultyCoordinator(VirtualCoordinator):
             world.clock,
             state,
             anchors,
-            world.persist,
+            self._append_record,
             merge_seconds=lambda merge: world.schedule.merge_s,
             clock_offset=clock_offset,
-            written=functools.partial(world.write, anchors),
+            written=self._write_publish,
         )
         self.anchors, self._world = anchors, world
+        self.disk, self.monitor = world.disk, world.monitor
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()
@@ -80,6 +84,24 @@ class FaultyCoordinator(VirtualCoordinator):
         """Anchors that are on disk and not committed."""
         self._heir: FaultyCoordinator | None = None
         """The next lead of the same workers, once this one is dead."""
+
+    def _append_record(self, record: Durable) -> None:
+        try:
+            self.disk.append(records.line(record))
+        except DiskError as failure:
+            if failure.complete:
+                self.monitor.persisted(record)
+            raise
+        self.monitor.persisted(record)
+        self._world.persisted(record)
+
+    def _write_publish(self, merge: Merge, prepared: Prepared) -> bool:
+        """Write the publish of a computed merge; False if the disk is full."""
+        fragment, version = merge.fragment, merge.version
+        written = self.disk.prepare(fragment, version, self.anchors.publish(fragment))
+        if written:
+            self.monitor.prepared(fragment, version, prepared.digest)
+        return written
 
     @property
     def waits(self) -> bool:
@@ -112,12 +134,12 @@ class FaultyCoordinator(VirtualCoordinator):
     def _act(self) -> None:
         """Carry out what is decided, up to a record that finds no space."""
         while self._effects and not self.dead:
-            if (
-                isinstance(self._effects[0], Persist)
-                and not self._world.disk.has_space()
-            ):
+            if isinstance(self._effects[0], Persist) and not self.disk.has_space():
                 return
-            self.carry_out(self._effects.popleft())
+            self._pass_on(self._effects.popleft())
+
+    def _pass_on(self, effect: AnyEffect) -> None:
+        self.carry_out(effect)
 
     def _wait(self, event: Event) -> None:
         came = self.clock.now + self.clock_offset
@@ -131,7 +153,7 @@ class FaultyCoordinator(VirtualCoordinator):
         if key.fragment in self.lost_fragments:
             return
         if key.fragment not in self.dead_fragments:
-            self._world.monitor.arrived(key)
+            self.monitor.arrived(key)
         super().arrived(key, encoded)
 
     def leave_deltas_to(self, heir: FaultyCoordinator) -> None:
@@ -154,7 +176,7 @@ class FaultyCoordinator(VirtualCoordinator):
             return
         delta, refusal, norm = self.merging.receive(key, encoded)
         self._deltas[key] = delta
-        self._world.monitor.arrived(key)
+        self.monitor.arrived(key)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
     def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
@@ -235,11 +257,11 @@ class FaultyCoordinator(VirtualCoordinator):
                 self.clock.after(RETRY_S, lambda: again() if wanted() else None)
             return
         first = anchor._replace(version=Version(asked.term, anchor.version.number))
-        if not self._world.disk.begin_fragment(fragment, first):
+        if not self.disk.begin_fragment(fragment, first):
             self.clock.after(WRITE_AGAIN_S, again)
             return
         self._kept[fragment] = first
-        digest, monitor = first.value.hex(), self._world.monitor
+        digest, monitor = first.value.hex(), self.monitor
         monitor.worker_back([fragment])
         monitor.prepared(fragment, first.version, digest)
         self.hear(
@@ -261,7 +283,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
         effects = super().decide(event, now)
-        monitor = self._world.monitor
+        monitor = self.monitor
         if isinstance(event, WorkerBack) and event.lost:
             monitor.lost(event.lost)
         monitor.decided(self.state, effects)
@@ -269,20 +291,20 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def carry_out(self, effect: AnyEffect) -> None:
         self._world.worker_crashes.strike_if_due()
-        if not self._world.survives():
+        if not self._world.survives(self):
             return
-        self._world.monitor.carrying_out(effect)
+        self.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._world.disk_failed()
+            self._world.disk_failed(self)
         if (
             isinstance(effect, Commit)
             and self.has(effect.fragment)
             and effect.fragment not in self.parted
         ):
             anchor = self.anchors.anchors[effect.fragment]
-            self._world.monitor.published(effect.fragment, anchor)
+            self.monitor.published(effect.fragment, anchor)
 
 
 class FaultyIsland(VirtualIsland):

@@ -13,13 +13,11 @@ from collections import Counter
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
-from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
-from diloco_jax.protocol.values import Prepared
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors
-from diloco_jax.simulation.faults.disk import Disk, DiskError, EmptyDiskError
+from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
@@ -36,6 +34,7 @@ from diloco_jax.simulation.faults.schedule import (
     RETRY_S,
     Schedule,
 )
+from diloco_jax.simulation.faults.snapshots import Snapshots
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
@@ -44,10 +43,6 @@ from diloco_jax.simulation.virtual.island import IslandSpec
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 100_000
 """Calls of the clock at most; a run has some thousand."""
-SNAPSHOT_EVERY_S = 6.0
-"""Seconds for a round of snapshots of all fragments."""
-SNAPSHOT_S = 0.7
-"""Seconds for writing all fragments, while the run goes on."""
 
 
 class FaultyWorld(Links):
@@ -77,7 +72,7 @@ class FaultyWorld(Links):
         self.worker_crashes = WorkerCrashes(self, liveness.gathered_within_s(schedule))
         self.operator = Operator(self)
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
-        self._snapshot_failures: list[DrawnFault] = []
+        self.snapshots = Snapshots(self)
 
     def play(self) -> None:
         """Play until the run is over. Raises ViolationError."""
@@ -88,8 +83,7 @@ class FaultyWorld(Links):
             self.start_island(name)
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
-        every_s = SNAPSHOT_EVERY_S / self.config.fragments
-        self.clock.after(every_s, functools.partial(self._snapshot, 0))
+        self.snapshots.begin()
         if not self.schedule.faults:
             self._healed()
         self.clock.after(PATIENCE_S, self._out_of_patience)
@@ -172,10 +166,15 @@ class FaultyWorld(Links):
                 self.monitor.restored(fragment, anchor)
                 self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
-        self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
+        self.coordinator = self._made(state, merging, offset_s)
         self.coordinator.lost_fragments = lost
         self.worker_crashes.lead_is_up(self.coordinator)
         self.operator.act()  # Before any island comes.
+
+    def _made(
+        self, state: State, merging: Anchors, offset_s: float
+    ) -> FaultyCoordinator:
+        return FaultyCoordinator(self, state, merging, offset_s)
 
     @property
     def new_term_within_s(self) -> float:
@@ -220,34 +219,22 @@ class FaultyWorld(Links):
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
 
-    def write(self, merging: Anchors, merge: Merge, prepared: Prepared) -> bool:
-        """Write the publish of a computed merge; False if the disk is full."""
-        fragment, version = merge.fragment, merge.version
-        written = self.disk.prepare(fragment, version, merging.publish(fragment))
-        if written:
-            self.monitor.prepared(fragment, version, prepared.digest)
-        return written
-
-    def persist(self, record: records.Durable) -> None:
-        """Append a record to the log."""
-        try:
-            self.disk.append(records.line(record))
-        except DiskError as failure:
-            if failure.complete:
-                self.monitor.persisted(record)
-            raise
-        self.monitor.persisted(record)
+    def persisted(self, record: records.Durable) -> None:
+        """Count what a coordinator that counts has appended to its log."""
         if isinstance(record, records.Merged):
             self.merges[record.fragment] += 1
 
-    def crash_coordinator(self, restart: Restart) -> None:
-        """Kill the coordinator; every connection breaks."""
-        assert self.coordinator is not None
-        self.worker_crashes.lead_dies(self.coordinator, restart)
-        self.coordinator = None
+    def crash_coordinator(self, dying: FaultyCoordinator, restart: Restart) -> None:
+        """Kill a coordinator; every connection to it breaks."""
+        self.worker_crashes.lead_dies(dying, restart)
         self.crashes += 1
         if restart.power_cut:
-            self.torn_snapshots += self.disk.tear_snapshots()
+            self.torn_snapshots += dying.disk.tear_snapshots()
+        self._went_down(dying, restart)
+
+    def _went_down(self, dead: FaultyCoordinator, restart: Restart) -> None:
+        """Break the connections of a coordinator that died; start it again later."""
+        self.coordinator = None
         for island in self.processes:
             self.lose_connection(island, restart.noticed_s)
         start = functools.partial(self._start_coordinator, restart.clock_s)
@@ -260,15 +247,15 @@ class FaultyWorld(Links):
         self._crash, self._effects_left = (fault, restart), effects
         return True
 
-    def survives(self) -> bool:
-        """Tell whether the coordinator lives to carry out its next effect."""
+    def survives(self, coordinator: FaultyCoordinator) -> bool:
+        """Tell whether a coordinator lives to carry out its next effect."""
         if self._crash is None:
             return True
         self._effects_left -= 1
         if self._effects_left >= 0:
             return True
         (fault, restart), self._crash = self._crash, None
-        self.crash_coordinator(restart)
+        self.crash_coordinator(coordinator, restart)
         self.begun(fault, max(restart.down_s, restart.noticed_s))
         return False
 
@@ -282,57 +269,22 @@ class FaultyWorld(Links):
         self.disk.fails_in, self.disk.written_share = appends, written_share
         return True
 
-    def disk_failed(self) -> None:
-        """End the coordinator, which could not write a record."""
+    def disk_failed(self, coordinator: FaultyCoordinator) -> None:
+        """End a coordinator that could not write a record."""
         assert self._disk_failure is not None
         (fault, restart), self._disk_failure = self._disk_failure, None
-        self.crash_coordinator(restart)
+        self.crash_coordinator(coordinator, restart)
         self.begun(fault, max(restart.down_s, restart.noticed_s))
-
-    def fail_snapshot(self, fault: DrawnFault) -> None:
-        """Arm a failure of the next snapshot."""
-        self._snapshot_failures.append(fault)
 
     def fill_disk(self, for_s: float, *, brimful: bool) -> None:
         """Leave room for small records only, or for nothing, for a while."""
         self.disk.full, self.disk.brimful = True, brimful
-        self.clock.after(for_s, self._free_disk)
+        self.clock.after(for_s, functools.partial(self._free, self.disk))
 
-    def _free_disk(self) -> None:
-        self.disk.full = self.disk.brimful = False
+    def _free(self, disk: Disk) -> None:
+        disk.full = disk.brimful = False
         if self.coordinator is not None:
             self.coordinator.go_on()
-
-    def _snapshot(self, fragment: int) -> None:
-        """Write a fragment; after the last one, the state. The next has its turn."""
-        count = self.config.fragments
-        following = functools.partial(self._snapshot, (fragment + 1) % count)
-        self.clock.after(SNAPSHOT_EVERY_S / count, following)
-        coordinator = self.coordinator
-        if coordinator is None or coordinator.waits or not coordinator.has(fragment):
-            return
-        newest, state = coordinator.anchors.anchors, coordinator.state
-        anchor = newest[fragment]
-        number = self.disk.rotate() if fragment == count - 1 else None
-        if self._snapshot_failures:
-            self.begun(self._snapshot_failures.pop(), 0.0)
-            return
-
-        def complete() -> None:
-            if (
-                self.coordinator is not coordinator
-                or not coordinator.has(fragment)
-                or anchor.version.term != newest[fragment].version.term
-            ):
-                return
-            if self.disk.save_fragment(fragment, anchor):
-                self.monitor.cut(
-                    fragment, self.disk.saved(fragment), self.disk.published(fragment)
-                )
-            if number is not None:
-                self.disk.save_state(number, state)
-
-        self.clock.after(SNAPSHOT_S / count, complete)
 
     # ---- islands ------------------------------------------------------------------
 
