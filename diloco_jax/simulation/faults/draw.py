@@ -12,6 +12,7 @@ from diloco_jax.config import GraceWindow
 from diloco_jax.core.adopt import RULES
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
+from diloco_jax.simulation.faults.draw_standby import with_standby
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.operator import Removal
@@ -44,6 +45,9 @@ REMOVED_SHARE = 0.2
 """Share of the other schedules in which an operator puts an island out for a while."""
 LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
+STANDBY_SHARE = 0.3
+"""Share of the schedules without faults of workers in which the coordinator has a
+standby."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -142,6 +146,10 @@ def draw(seed: int) -> Schedule:
     outlived = random.Random(f"outlived {seed}")
     if schedule.workers > 1:
         faults = [_perhaps_outlived(outlived, fault) for fault in faults]
+    standby = random.Random(f"standby {seed}")
+    alone = not any(isinstance(fault, WorkerCrash) for fault in faults)
+    if alone and standby.random() < STANDBY_SHARE:
+        schedule, faults = with_standby(standby, schedule, faults, storm_s)
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,

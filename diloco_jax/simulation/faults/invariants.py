@@ -19,6 +19,7 @@ from diloco_jax.simulation.faults import (
     safe_disk,
     safe_door,
     safe_merges,
+    safe_standby,
     safe_terms,
     safe_versions,
 )
@@ -49,6 +50,9 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_disk.ChainsKept,
     safe_disk.RestoredExactly,
     safe_terms.GatheredExactly,
+    safe_standby.OneLeads,
+    safe_standby.InStep,
+    safe_standby.SeenStays,
 )
 
 OBSERVATIONS = tuple(

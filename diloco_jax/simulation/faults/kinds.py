@@ -11,6 +11,12 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.operator import Removal
+from diloco_jax.simulation.faults.standby_faults import (
+    MandateAway,
+    NodeStop,
+    StandbyCrash,
+    StandbyPartition,
+)
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
 if TYPE_CHECKING:
@@ -386,4 +392,8 @@ AnyFault = (
     | Repeat
     | Delay
     | Corruption
+    | StandbyCrash
+    | StandbyPartition
+    | NodeStop
+    | MandateAway
 )

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from diloco_jax.coordinator.standby.machine_thread import timing_of
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
@@ -29,7 +31,7 @@ def merges_within_s(schedule: Schedule) -> float:
     retry and a join; two cycles, since ticks go on from where they were and counters
     restart; a step of the slowest island, a transfer and a merge; and the time in which
     the hosts of an island agree on a take and an adoption; and if a worker has lost its
-    disk, the time to gather its fragments.
+    disk, the time to gather its fragments; and the time until a standby leads.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
@@ -37,6 +39,7 @@ def merges_within_s(schedule: Schedule) -> float:
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
     lost = any(getattr(fault, "disk_lost", False) for fault in schedule.faults)
     lost_s = gathered_within_s(schedule) if lost else 0.0
+    lost_s += taken_over_within_s(schedule)
     return back_s + lost_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
@@ -46,6 +49,22 @@ def gathered_within_s(schedule: Schedule) -> float:
     island on all its hosts, and a transfer."""
     agreed_s = schedule.slowest_s + _agreed_s(schedule)
     return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s
+
+
+def taken_over_within_s(schedule: Schedule) -> float:
+    """Bound the time in which one of two coordinators leads; 0 if there is one.
+
+    It is the sum of: the mandate's end for a standby that is not in step; a renewal and
+    two attempts to write it; the gathering of all anchors, each after a boundary; and
+    the time in which an island finds the right address, twice.
+    """
+    if schedule.standby is None:
+        return 0.0
+    timing = timing_of(Deadlines(LEASE_S))
+    waits_s = timing.gathering_s + 3 * timing.renew_s + RESTART_S
+    anchor_s = schedule.slowest_s + schedule.transfer_s
+    gathers_s = 2 * LEASES_AWAITED * LEASE_S + len(schedule.fragment_sizes) * anchor_s
+    return waits_s + gathers_s + 2 * (LEASE_S + RETRY_S)
 
 
 def takes_within_s(schedule: Schedule) -> float:

@@ -84,6 +84,19 @@ class Invariant:
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""
 
+    def shows(self, node: str, holder: str) -> None:
+        """Observe that a node is about to let something be seen, while the mandate
+        names this holder.
+        """
+
+    def named(self, node: str, last: int, seen: int) -> None:
+        """Observe that the mandate calls a node in step: the last record that is on its
+        disk, and the last one of which anyone may have seen something.
+        """
+
+    def goes_on(self, node: str, last: int, seen: int) -> None:
+        """Observe that a node goes on from its log; see `named`."""
+
     def recovered(self, state: State) -> None:
         """Observe the state from which a coordinator goes on."""
 

@@ -19,6 +19,7 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule
 from diloco_jax.simulation.faults.shrink import shortest
+from diloco_jax.simulation.faults.standby_world import StandbyWorld
 from diloco_jax.simulation.faults.world import FaultyWorld
 from diloco_jax.simulation.progress import Progress, nobody
 
@@ -53,7 +54,8 @@ class Played(NamedTuple):
 
 def play(schedule: Schedule) -> Played:
     """Play a schedule to its end, or to the first violation."""
-    world = FaultyWorld(schedule)
+    made = FaultyWorld if schedule.standby is None else StandbyWorld
+    world = made(schedule)
     try:
         world.play()
     except ViolationError as violation:
@@ -105,6 +107,8 @@ class FaultsReport:
     """Crashes of islands and coordinators."""
     torn_snapshots: int = 0
     """Torn snapshots that a returning coordinator found and passed over."""
+    takeovers: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Take-overs by a standby, from its log or by gathering."""
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
     """Faults that happened, by kind."""
     violations: list[Violation] = dataclasses.field(default_factory=list)
@@ -191,6 +195,7 @@ def _add(report: FaultsReport, played: Played) -> None:
     report.merges += sum(played.world.merges)
     report.crashes += played.world.crashes
     report.torn_snapshots += played.world.torn_snapshots
+    report.takeovers.update(played.world.takeovers)
     report.faults.update(played.world.struck)
 
 

@@ -28,13 +28,13 @@ from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, DigestBody
-from diloco_jax.simulation.faults.disk import DiskError
+from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
-from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.observing import Incarnation
+from diloco_jax.simulation.faults.lineage import Watching
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 from diloco_jax.simulation.faults.schedule import RETRY_S
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.connection import Connection
+from diloco_jax.simulation.virtual.connection import Connection, VirtualService
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 from diloco_jax.simulation.virtual.merging import VirtualFetch
@@ -67,7 +67,8 @@ class FaultyCoordinator(VirtualCoordinator):
             written=self._write_publish,
         )
         self.anchors, self._world = anchors, world
-        self.disk, self.monitor = world.disk, world.monitor
+        self.disk: Disk = world.disk
+        self.monitor: Invariant = world.monitor
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()
@@ -93,7 +94,7 @@ class FaultyCoordinator(VirtualCoordinator):
                 self.monitor.persisted(record)
             raise
         self.monitor.persisted(record)
-        self._world.persisted(record)
+        self._world.persisted(self, record)
 
     def _write_publish(self, merge: Merge, prepared: Prepared) -> bool:
         """Write the publish of a computed merge; False if the disk is full."""
@@ -321,7 +322,7 @@ class FaultyIsland(VirtualIsland):
         run: RunConfig,
         clock: Clock,
         report_s: float,
-        monitor: Monitor,
+        monitor: Watching,
         refused: Callable[[FaultyIsland], None],
         postponed: Callable[[Connection], None],
     ) -> None:
@@ -337,6 +338,16 @@ class FaultyIsland(VirtualIsland):
         """The anchor that was sent last, by lost fragment."""
         self._monitor, self._refused, self._postponed = monitor, refused, postponed
         super().__init__(spec, incarnation, run, clock, self.body, report_s)
+
+    @property
+    def service(self) -> VirtualService | None:
+        """What it was connected to last."""
+        return self._coordinator
+
+    @property
+    def is_welcome(self) -> bool:
+        """True on a connection that is welcomed."""
+        return self._reports.begun
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None

@@ -24,6 +24,7 @@ from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.operator import Removal
 
+RUN_ID = "run"
 SEQUENCE_LENGTH = 8
 LEASE_S = 4.0
 """Seconds of silence after which a peer counts as gone (`placement.time_budget_s`)."""
@@ -55,6 +56,15 @@ FAULT = {
     "clock_s": SECONDS,
     "forward_s": SECONDS,
 }
+RATE = Bound(0.98, 1.02)
+"""Of clocks: together they differ by less than the mandate allows for."""
+STANDBY_KINDS = frozenset(
+    {"standby_crash", "standby_partition", "node_stop", "mandate_away"}
+)
+"""Faults that need a standby."""
+NOT_BESIDE_A_STANDBY = frozenset(
+    {"worker_crash", "worker_partition", "disk_gone", "disk_lost"}
+)
 FAULT_SECONDS = Bound(0, PATIENCE_S)
 """Bounds of all other fields."""
 
@@ -76,6 +86,21 @@ class DrawnIsland(
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
 
 
+class DrawnStandby(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """A standby of the coordinator, on a machine of its own."""
+
+    copy_s: float = 0.5
+    """Seconds that a copy of the primary's files takes."""
+    rates: tuple[float, float] = (1.0, 1.0)
+    """Seconds of both clocks per second: of the first primary's and of the other."""
+
+
 class Schedule(
     msgspec.Struct,
     frozen=True,
@@ -92,6 +117,8 @@ class Schedule(
     """Parameters by fragment."""
     workers: int = 1
     """Holders of fragments."""
+    standby: DrawnStandby | None = None
+    """None: there is one coordinator. It has a standby only without workers."""
     steps_per_cycle: int = 4
     overlap_steps: int = 2
     quorum: int = 1
@@ -136,7 +163,7 @@ class Schedule(
             if name not in self.scavenged
         }
         sizes = self.fragment_sizes
-        config = policy_config(run, placement, "run", sizes, batches)
+        config = policy_config(run, placement, RUN_ID, sizes, batches)
         return run, msgspec.structs.replace(config, workers=self.workers)
 
     @property
@@ -191,12 +218,38 @@ def from_json(text: str) -> Schedule:
             f"{sorted(schedule.islands)}"
         )
     _check_values(schedule)
+    _check_standby(schedule)
     if not 1 <= schedule.quorum <= len(schedule.islands):
         raise ConfigError(
             f"--schedule has quorum {schedule.quorum} and {len(schedule.islands)} "
             f"islands; choose a quorum from 1 to {len(schedule.islands)}"
         )
     return schedule
+
+
+def _check_standby(schedule: Schedule) -> None:
+    """Refuse faults of a standby that is not there, and one that cannot be there."""
+    standby = schedule.standby
+    kinds = {fault.kind for fault in schedule.faults}
+    if standby is None:
+        if without := kinds & STANDBY_KINDS:
+            raise ConfigError(
+                f"--schedule has faults {sorted(without)} and no standby; give it "
+                f'"standby": {{}}, or leave them out'
+            )
+        return
+    within(standby, SECONDS, "copy_s")
+    for rate in standby.rates:
+        if not RATE.low <= rate <= RATE.high:
+            raise ConfigError(
+                f"standby.rates has {rate}; choose from {RATE.low} to {RATE.high}, "
+                f"which the mandate allows for"
+            )
+    if kinds & NOT_BESIDE_A_STANDBY or schedule.workers > 1:
+        raise ConfigError(
+            f"--schedule has a standby, {schedule.workers} workers and the faults "
+            f"{sorted(kinds & NOT_BESIDE_A_STANDBY)}; leave out one of them"
+        )
 
 
 def _check_values(schedule: Schedule) -> None:

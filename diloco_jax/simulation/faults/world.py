@@ -22,6 +22,7 @@ from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.faults.lineage import Watching
 from diloco_jax.simulation.faults.links import Links
 from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
@@ -56,13 +57,15 @@ class FaultyWorld(Links):
             for name in schedule.islands
         }
         super().__init__(Clock(), networks)
-        self.monitor = Monitor(self.config)
+        self.monitor: Watching = Monitor(self.config)
         self.disk = Disk()
         self.slowness = dict.fromkeys(schedule.islands, 1.0)
         self.struck: Counter[str] = Counter()
         """Faults that happened, by kind."""
         self.crashes = 0
         self.torn_snapshots = 0
+        self.takeovers: Counter[str] = Counter()
+        """Take-overs by a standby, from its log or by gathering."""
         self.merges = [0] * self.config.fragments
         self._not_over = len(schedule.faults)
         self._has_healed = False
@@ -219,8 +222,8 @@ class FaultyWorld(Links):
         start = functools.partial(self._start_coordinator, self.clock.now)
         self.clock.after(restart_s, start)
 
-    def persisted(self, record: records.Durable) -> None:
-        """Count what a coordinator that counts has appended to its log."""
+    def persisted(self, by: FaultyCoordinator, record: records.Durable) -> None:
+        """Count what a coordinator has appended to its log."""
         if isinstance(record, records.Merged):
             self.merges[record.fragment] += 1
 

@@ -29,6 +29,11 @@ class Reports:
         """Reports on this connection, once it is welcomed."""
         self._next: Due | None = None
 
+    @property
+    def begun(self) -> bool:
+        """True on a connection that is welcomed."""
+        return self._said is not None
+
     def welcomed(self) -> None:
         """Begin anew, unless this connection was welcomed before."""
         if self._said is None:

@@ -16,13 +16,15 @@ def test_what_must_hold_holds() -> None:
     assert report.schedules == len(SEEDS)
     kinds = {fault.kind for seed in range(1000) for fault in draw(seed).faults}
     assert set(report.faults) == kinds
-    assert len(kinds) == len({kind for kind, _ in KINDS}) + 5, (
-        "a full disk, a liar, an operator, and deaths and cut lines of workers are "
-        "drawn apart"
+    assert len(kinds) == len({kind for kind, _ in KINDS}) + 9, (
+        "a full disk, a liar, an operator, deaths and cut lines of workers, and four "
+        "kinds of a standby are drawn apart"
     )
     assert report.merges > CYCLES * len(SEEDS)
     assert report.crashes >= report.faults["island_crash"]
     assert report.torn_snapshots > 0
+    assert report.takeovers["log"] > 0
+    assert report.takeovers["gathering"] > 0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -22,6 +22,21 @@ def test_json_brings_a_schedule_back(seed: int) -> None:
         ({"fault": []}, "unknown field `fault`"),
         ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
         ({"faults": [{"kind": "unfit", "at_s": 1, "island": "z"}]}, r"\['z'\]"),
+        (
+            {"faults": [{"kind": "standby_crash", "at_s": 1, "down_s": 1}]},
+            r"\['standby_crash'\] and no standby",
+        ),
+        ({"standby": {"rates": [1, 1.5]}}, "rates has 1.5"),
+        ({"standby": {"copy_s": -1}}, "copy_s = -1"),
+        ({"standby": {}, "workers": 2}, "a standby, 2 workers"),
+        (
+            {
+                "standby": {},
+                "workers": 1,
+                "faults": [{"kind": "disk_lost", "at_s": 1, "restart": {"down_s": 1}}],
+            },
+            r"\['disk_lost'\]",
+        ),
     ],
 )
 def test_what_is_no_schedule_is_refused(

@@ -1,0 +1,104 @@
+"""A standby and its faults, drawn for a schedule that has none yet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from diloco_jax.simulation.faults import kinds
+from diloco_jax.simulation.faults.fault import Restart
+from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnStandby, Schedule
+from diloco_jax.simulation.faults.standby_faults import (
+    MandateAway,
+    NodeStop,
+    Part,
+    Reached,
+    StandbyCrash,
+    StandbyPartition,
+)
+
+RATES = 0.02
+"""Largest share by which a clock goes wrong: the mandate allows for twice that."""
+APART_SHARE = 0.4
+"""Share of the schedules in which the primary dies while its standby is away."""
+LONG_S = 3 * LEASE_S
+"""Longest time for which something is away: longer than any standby waits."""
+REACHED: tuple[Reached, ...] = ("primary", "standby", "both")
+STOPPED: tuple[Part, ...] = ("primary", "primary", "standby")
+
+
+def with_standby(
+    rng: random.Random, schedule: Schedule, faults: Sequence[AnyFault], storm_s: float
+) -> tuple[Schedule, list[AnyFault]]:
+    """Return the schedule and its faults with a standby, and faults of it.
+
+    The disk of a coordinator is not lost, which would make it another node: its crash
+    is long instead.
+    """
+    standby = DrawnStandby(
+        copy_s=rng.choice([0.1, 0.5, 3.0]),
+        rates=(_rate(rng), _rate(rng)),
+    )
+    kept = [_with_disk(rng, fault) for fault in faults]
+    for _ in range(rng.choice([1, 2, 3])):
+        kept.append(_draw_fault(rng, storm_s))
+    if rng.random() < APART_SHARE:
+        kept += _apart(rng, storm_s)
+    return replace(schedule, standby=standby), kept
+
+
+def _with_disk(rng: random.Random, fault: AnyFault) -> AnyFault:
+    if not isinstance(fault, kinds.DiskGone | kinds.DiskLost):
+        return fault
+    restart = replace(fault.restart, down_s=_seconds(rng))
+    return kinds.CoordinatorCrash(at_s=fault.at_s, restart=restart)
+
+
+def _draw_fault(rng: random.Random, latest_s: float) -> AnyFault:
+    at_s, for_s = round(rng.uniform(0, latest_s), 2), _seconds(rng)
+    match rng.randrange(6):
+        case 0:
+            return _death(rng, at_s)
+        case 1:
+            return StandbyCrash(at_s=at_s, down_s=for_s)
+        case 2:
+            return StandbyPartition(at_s=at_s, for_s=for_s)
+        case 3:
+            to: Reached = rng.choice(REACHED)
+            return MandateAway(at_s=at_s, to=to, for_s=for_s)
+        case _:
+            part: Part = rng.choice(STOPPED)
+            return NodeStop(at_s=at_s, part=part, for_s=for_s)
+
+
+def _apart(rng: random.Random, latest_s: float) -> list[AnyFault]:
+    """Draw a death of the primary with a standby that is not in step."""
+    at_s = round(rng.uniform(0, latest_s), 2)
+    for_s = round(LONG_S * rng.uniform(0.5, 1), 2)
+    away: AnyFault = StandbyPartition(at_s=at_s, for_s=for_s)
+    if rng.random() < 0.5:
+        away = StandbyCrash(at_s=at_s, down_s=LEASE_S)
+    return [away, _death(rng, round(at_s + LEASE_S / 2, 2))]
+
+
+def _death(rng: random.Random, at_s: float) -> AnyFault:
+    restart = Restart(
+        down_s=round(LONG_S * rng.uniform(0.2, 1), 2),
+        clock_s=round(5000 * rng.random(), 1),
+        noticed_s=rng.choice([0.0, LEASE_S]),
+    )
+    return kinds.CoordinatorCrash(at_s=at_s, effects=rng.randrange(12), restart=restart)
+
+
+def _seconds(rng: random.Random) -> float:
+    """Draw seconds shorter or longer than the mandate is valid."""
+    return round(
+        rng.choice([0.3, 1.5, LONG_S / LEASE_S]) * LEASE_S * rng.uniform(0.3, 1), 2
+    )
+
+
+def _rate(rng: random.Random) -> float:
+    return round(1 + rng.uniform(-RATES, RATES), 4)

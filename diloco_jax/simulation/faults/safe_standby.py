@@ -1,0 +1,40 @@
+"""Safety of a coordinator with a standby: one leads, and nothing seen is undone."""
+
+from __future__ import annotations
+
+from diloco_jax.simulation.faults.observing import Invariant
+
+
+class OneLeads(Invariant):
+    """Who lets something be seen holds the mandate: so no two coordinators do."""
+
+    name = "mandate"
+
+    def shows(self, node: str, holder: str) -> None:
+        self.hold(node == holder, f"{node} lets something be seen, {holder} leads")
+
+
+class InStep(Invariant):
+    """The disk of a standby that the mandate calls in step has every record of which
+    anyone has seen something.
+    """
+
+    name = "in_step"
+
+    def named(self, node: str, last: int, seen: int) -> None:
+        self.hold(
+            last >= seen, f"{node} is called in step, has {last} records; seen: {seen}"
+        )
+
+
+class SeenStays(Invariant):
+    """Who goes on from a log has every record of which anyone has seen something: no
+    version, grant or tick that was told goes back.
+    """
+
+    name = "seen"
+
+    def goes_on(self, node: str, last: int, seen: int) -> None:
+        self.hold(
+            last >= seen, f"{node} goes on from its log, has {last}; seen: {seen}"
+        )

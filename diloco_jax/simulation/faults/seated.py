@@ -1,0 +1,179 @@
+"""A coordinator that leads by the mandate: effects wait at the production gate."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.coordinator.standby.gate import Gate
+from diloco_jax.coordinator.standby.seat import LAPSED
+from diloco_jax.coordinator.standby.unseated import Unseated
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    Event,
+    Ignored,
+    Note,
+    Persist,
+)
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.records import Durable
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.simulation.faults.arrays import Anchors
+from diloco_jax.simulation.faults.observing import Invariant
+from diloco_jax.simulation.faults.processes import FaultyCoordinator
+from diloco_jax.simulation.virtual.connection import Connection
+from diloco_jax.simulation.virtual.merging import VirtualFetch
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.standby_node import Node
+    from diloco_jax.simulation.faults.standby_world import StandbyWorld
+
+UNSEEN = (Persist, Note, Ignored, Alert)
+"""Effects that no island and no worker sees."""
+
+
+class _VirtualSeat(Unseated):
+    """The part of a seat that a gate asks."""
+
+    def __init__(self, coordinator: SeatedCoordinator) -> None:
+        self._coordinator = coordinator
+        self.let_through = 0
+        """Number up to which something was let through."""
+
+    @property
+    def written(self) -> int:
+        """See `Unseated`."""
+        return self._coordinator.node.written
+
+    def may_show(self, number: int) -> bool:
+        """See `Unseated`."""
+        may = not self._coordinator.dead and self._coordinator.node.may_show(number)
+        if may:
+            self.let_through = max(self.let_through, number)
+        return may
+
+
+class SeatedCoordinator(FaultyCoordinator):
+    """One life of a coordinator on a node, which may be stopped."""
+
+    def __init__(
+        self,
+        world: StandbyWorld,
+        node: Node,
+        state: State,
+        anchors: Anchors,
+        clock_offset: float,
+    ) -> None:
+        super().__init__(world, state, anchors, clock_offset)
+        self.node, self._standby_world = node, world
+        self.disk = node.disk
+        self._begun_at = node.disk.last
+        """Number of the run's record that the first one of this life follows."""
+        self._seat = _VirtualSeat(self)
+        self._gate = Gate(self.carry_out, self._seat)
+        self._nudged = False
+
+    @property
+    def finished(self) -> bool:
+        """True once the run is over, and anyone may know."""
+        return super().finished and self._gate.empty
+
+    @property
+    def waits(self) -> bool:
+        """See FaultyCoordinator; True as well while it is stopped."""
+        return super().waits or self.node.paused
+
+    @property
+    def seen_through(self) -> int:
+        """Number of the run's last record of which somebody may have seen something."""
+        return self._begun_at + self._seat.let_through
+
+    def depose(self) -> None:
+        """Be observed no longer: another one has the run's log."""
+        self.monitor = Invariant(self.config)
+
+    @property
+    def deposed(self) -> bool:
+        """True once another one has the run's log."""
+        return type(self.monitor) is Invariant
+
+    def nudge(self) -> None:
+        """Let through soon what may be seen."""
+        if not self._nudged and not self._gate.empty:
+            self._nudged = True
+            self.clock.after(0.0, lambda: self.node.act(self._flush))
+
+    def _flush(self) -> None:
+        self._nudged = False
+        if not self.dead:
+            self._gate.flush()
+
+    def end_sessions(self) -> None:
+        """End all sessions, since the mandate has run out."""
+        self._sessions.end_all(LAPSED)
+
+    # ---- effects --------------------------------------------------------------------
+
+    def _pass_on(self, effect: AnyEffect) -> None:
+        self._gate.carry_out(effect)
+
+    def carry_out(self, effect: AnyEffect) -> None:
+        """See Engine; called by the gate."""
+        if self.dead:
+            return
+        if not isinstance(effect, UNSEEN):
+            self._standby_world.shows(self)
+        super().carry_out(effect)
+
+    def _append_record(self, record: Durable) -> None:
+        super()._append_record(record)
+        self.node.wrote()
+
+    # ---- what comes while it is stopped ---------------------------------------------
+
+    def hello(self, hello: Hello, peer: Connection) -> None:
+        """See VirtualCoordinator."""
+        if self.node.paused:
+            self.node.act(functools.partial(self.hello, hello, peer))
+        else:
+            super().hello(hello, peer)
+
+    def disconnected(self, peer: Connection) -> None:
+        """See VirtualCoordinator."""
+        if self.node.paused:
+            self.node.act(functools.partial(self.disconnected, peer))
+        else:
+            super().disconnected(peer)
+
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """See VirtualCoordinator."""
+        if self.node.paused:
+            self.node.act(functools.partial(self.arrived, key, encoded))
+        else:
+            super().arrived(key, encoded)
+
+    def hear(self, event: Event) -> None:
+        """See VirtualCoordinator."""
+        if self.node.paused:
+            self.node.act(functools.partial(self.hear, event))
+        else:
+            super().hear(event)
+
+    def go_on(self) -> None:
+        """See FaultyCoordinator."""
+        self.node.act(super().go_on)
+
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+        """See VirtualCoordinator; None also while it is stopped, or dead."""
+        if self.node.paused or self.dead:
+            return None
+        return super().fetch(fragment, have)
+
+    def _prepare(self, merge: Merge, prepared: Prepared) -> None:
+        if self.node.paused:
+            self.node.act(functools.partial(self._prepare, merge, prepared))
+        else:
+            super()._prepare(merge, prepared)

@@ -1,0 +1,105 @@
+"""The disk of a coordinator that another one may follow."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diloco_jax.coordinator import log as durable
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.values import Version
+from diloco_jax.simulation.faults.arrays import Anchor
+from diloco_jax.simulation.faults.disk import Disk, DiskError
+
+Change = Callable[["FollowedDisk"], object]
+"""Does to a standby's disk what was done to the primary's."""
+
+
+class FollowedDisk(Disk):
+    """A disk whose changes are sent to a standby.
+
+    send, send_later: take a change; the second one for snapshots, which go last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = True
+        self.last = -1
+        """Number of the run's record up to which it has all."""
+        self.send: Callable[[Change], None] | None = None
+        self.send_later: Callable[[Change], None] | None = None
+
+    def copy(self) -> Change:
+        """Return what makes another disk the same as this one is now."""
+        kept = copy.deepcopy((self._segments, self._states, self._anchors))
+        publishes, last = copy.deepcopy(self._publishes), self.last
+
+        def put(other: FollowedDisk) -> None:
+            other._segments, other._states, other._anchors = kept
+            other._publishes, other.last, other.empty = publishes, last, False
+
+        return put
+
+    def clear(self) -> None:
+        """Remove all that a run has left."""
+        self.empty, self.last = True, -1
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """See Disk."""
+        if self.brimful:
+            return
+        try:
+            super().append(record)
+        except DiskError as failure:
+            self.last += failure.complete
+            raise
+        self.last += 1
+        data = durable.frame(record)
+
+        def append(other: FollowedDisk) -> None:
+            newest = other._segments[max(other._segments)]
+            newest.seek(0, io.SEEK_END)
+            newest.write(data)
+            other.last += 1
+
+        self._tell(append)
+
+    def prepare(self, fragment: int, version: Version, publish: bytes) -> bool:
+        """See Disk."""
+        written = super().prepare(fragment, version, publish)
+        if written:
+            self._tell(lambda other: other._put(fragment, version, publish))
+        return written
+
+    def rotate(self) -> int:
+        """See Disk."""
+        ended = super().rotate()
+        self._tell(lambda other: other._segments.setdefault(ended + 1, io.BytesIO()))
+        return ended
+
+    def save_state(self, number: int, state: State) -> bool:
+        """See Disk."""
+        saved = super().save_state(number, state)
+        if saved:
+            self._tell_later(lambda other: Disk.save_state(other, number, state))
+        return saved
+
+    def save_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """See Disk."""
+        saved = super().save_fragment(fragment, anchor)
+        if saved:
+            self._tell_later(lambda other: Disk.save_fragment(other, fragment, anchor))
+        return saved
+
+    def _put(self, fragment: int, version: Version, publish: bytes) -> None:
+        self._publishes[fragment][version] = publish
+
+    def _tell(self, change: Change) -> None:
+        if self.send is not None:
+            self.send(change)
+
+    def _tell_later(self, change: Change) -> None:
+        if self.send_later is not None:
+            self.send_later(change)

@@ -1,0 +1,98 @@
+"""Faults of a coordinator's standby, and of what lies between the two."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, cast
+
+from diloco_jax.simulation.faults.fault import DrawnFault
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.standby_node import Node
+    from diloco_jax.simulation.faults.standby_world import StandbyWorld
+    from diloco_jax.simulation.faults.world import FaultyWorld
+
+Part = Literal["primary", "standby"]
+Reached = Literal["primary", "standby", "both"]
+
+
+def _node(world: StandbyWorld, part: Part) -> Node | None:
+    """Return the node whose process has this part now, if one has."""
+    parts = {
+        "primary" if node.leads else "standby": node
+        for node in world.nodes.values()
+        if node.machine is not None
+    }
+    return parts.get(part)
+
+
+class StandbyFault(DrawnFault, frozen=True):
+    """Base: a fault that needs a standby."""
+
+
+class StandbyCrash(StandbyFault, frozen=True):
+    """The standby dies, and starts again."""
+
+    down_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, "standby")
+        if node is None:
+            return False
+        world.kill_standby(node, self.down_s)
+        return world.begun(self, self.down_s)
+
+
+class NodeStop(StandbyFault, frozen=True):
+    """A process is stopped for a while, as by SIGSTOP: its clock goes on."""
+
+    part: Part
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, self.part)
+        if node is None or node.paused or node.gatherer is not None:
+            return False
+        world.stop(node, self.for_s)
+        return world.begun(self, self.for_s)
+
+
+class StandbyPartition(StandbyFault, frozen=True):
+    """Nothing comes through between the two. Both reach islands and the mandate."""
+
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        if world.between.parted:
+            return False
+        world.between.parted = True
+        world.clock.after(self.for_s, world.between.heal)
+        return world.begun(self, self.for_s)
+
+
+class MandateAway(StandbyFault, frozen=True):
+    """The object of the mandate answers one of the two, or neither, for a while."""
+
+    to: Reached
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        nodes = [
+            node
+            for part in ("primary", "standby")
+            if self.to in (part, "both") and (node := _node(world, part)) is not None
+        ]
+        if not nodes or not all(node.reaches_object for node in nodes):
+            return False
+        for node in nodes:
+            node.reaches_object = False
+
+        def back() -> None:
+            for node in nodes:
+                node.reaches_object = True
+
+        world.clock.after(self.for_s, back)
+        return world.begun(self, self.for_s)
