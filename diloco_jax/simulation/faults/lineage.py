@@ -1,7 +1,8 @@
 """The invariants of a run whose log goes on at another coordinator.
 
-A standby that takes over lacks records that nobody has seen. They never were. So all
-invariants look at the history anew, without them.
+A standby that takes over from its log lacks records that nobody has seen, and one that
+gathers lacks them all. What nobody has seen never was: all invariants look at the
+history anew, without it.
 """
 
 from __future__ import annotations

@@ -180,6 +180,9 @@ class QuorumHeld(Invariant):
         self._stopping |= isinstance(record, Stopping)
         if isinstance(record, Left):
             self._ended.add((record.island, record.incarnation))
+        elif isinstance(record, Joined):
+            # In a new term, which does not know of that end.
+            self._ended.discard((record.island, record.incarnation))
 
     def _check(
         self, merge: Merge, deltas: list[Contribution], tick: int, *, stopping: bool
@@ -252,6 +255,8 @@ class FencedOut(Invariant):
         for record in records:
             if isinstance(record, Left) and record.island in joined:
                 self.hold(not record.left_behind, "left behind by fencing:", record)
+        if any(isinstance(effect, Merge) for effect in effects):
+            self._merges(effects)
 
     def recovered(self, state: State) -> None:
         self._left_behind = set()
@@ -268,25 +273,38 @@ class FencedOut(Invariant):
                 f"incarnation {incarnation} of {name} joins after {current}",
             )
             self._current[name] = incarnation
+            # In a new term, which does not know of that end.
+            self._ended.discard((name, incarnation))
         elif isinstance(record, Left):
             who = (record.island, record.incarnation)
             self._ended.add(who)
             for delta in record.left_behind:
                 self._left_behind.add((*who, delta.fragment, delta.tick))
 
-    def carrying_out(self, effect: AnyEffect) -> None:
-        if isinstance(effect, Merge):
-            for c in effect.contributions:
-                who = (c.island, c.incarnation)
-                self.hold(
-                    (*who, effect.fragment, c.tick) in self._left_behind
-                    or (
-                        c.incarnation == self._current[c.island]
-                        and who not in self._ended
-                    ),
-                    f"incarnation {self._current[c.island]} of {c.island} is current:",
-                    c,
-                )
+    def _merges(self, effects: Sequence[AnyEffect]) -> None:
+        """Check the merges of a step, each after the records before it. It may have to
+        wait for a standby until it is ordered, and other records come meanwhile.
+        """
+        then = FencedOut(self.config)
+        then._current, then._ended = dict(self._current), set(self._ended)
+        then._left_behind = set(self._left_behind)
+        for effect in effects:
+            if isinstance(effect, Persist):
+                then.persisted(effect.record)
+            elif isinstance(effect, Merge):
+                then._check(effect)
+
+    def _check(self, merge: Merge) -> None:
+        for c in merge.contributions:
+            who = (c.island, c.incarnation)
+            self.hold(
+                (*who, merge.fragment, c.tick) in self._left_behind
+                or (
+                    c.incarnation == self._current[c.island] and who not in self._ended
+                ),
+                f"incarnation {self._current[c.island]} of {c.island} is current:",
+                c,
+            )
 
 
 class HeldOnly(Invariant):

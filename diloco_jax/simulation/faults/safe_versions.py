@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.events import Tell
+from diloco_jax.protocol.coordinator.events import Persist, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.messages import TakeRequest
@@ -201,15 +203,30 @@ class CyclesWhole(Invariant):
         for fragment in opened.state.fragments:
             self._versions[fragment.index] = fragment.version
 
-    def carrying_out(self, effect: AnyEffect) -> None:
-        if not isinstance(effect, KeepFragment):
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        """See Invariant. An order to keep something may have to wait for a standby
+        while the next merge is recorded, so it is checked when it is decided.
+        """
+        if not any(isinstance(effect, KeepFragment) for effect in effects):
             return
-        fragment, cycle = effect.fragment, effect.cycle
-        turn = (cycle - 1) * len(self._versions) + fragment + 1
-        self.hold(
-            effect.version == self._versions[fragment]
-            and self._ticks[fragment] <= turn,
-            f"fragment {fragment} is kept for cycle {cycle} at {effect.version}, but "
-            f"it is at {self._versions[fragment]}, merged at {self._ticks[fragment]}",
-        )
-        self._kept_to[fragment] = turn
+        versions, ticks = list(self._versions), list(self._ticks)
+        for effect in effects:
+            match effect:
+                case Persist(record=Merged() as r):
+                    versions[r.fragment], ticks[r.fragment] = r.version, r.tick
+                case Persist(record=TermBegun() as r):
+                    versions[r.fragment] = r.version
+                case KeepFragment(fragment=fragment):
+                    version, tick = versions[fragment], ticks[fragment]
+                    self.hold(
+                        effect.version == version and tick <= self._turn(effect),
+                        f"fragment {fragment} is kept for cycle {effect.cycle} at "
+                        f"{effect.version}, but it is at {version}, merged at {tick}",
+                    )
+
+    def carrying_out(self, effect: AnyEffect) -> None:
+        if isinstance(effect, KeepFragment):
+            self._kept_to[effect.fragment] = self._turn(effect)
+
+    def _turn(self, kept: KeepFragment) -> int:
+        return (kept.cycle - 1) * len(self._versions) + kept.fragment + 1

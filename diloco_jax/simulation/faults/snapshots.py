@@ -16,7 +16,7 @@ ROUND_S = 0.7
 """Seconds for writing all fragments, while the run goes on."""
 
 
-class Snapshots:
+class SnapshotRounds:
     """Write the snapshots of whoever leads."""
 
     def __init__(self, world: FaultyWorld) -> None:

@@ -193,6 +193,7 @@ class StandbyWorld(FaultyWorld):
             self.ended(node, "standby", RESTART_S)
         else:
             self._lead(node)
+            self.lineage.take_back(self._seen)
             node.disk.begin(opened.state, opened.anchors)
             self.monitor.opened(opened)
             node.disk.last = self._seen = self.lineage.last

@@ -35,7 +35,7 @@ from diloco_jax.simulation.faults.schedule import (
     RETRY_S,
     Schedule,
 )
-from diloco_jax.simulation.faults.snapshots import Snapshots
+from diloco_jax.simulation.faults.snapshots import SnapshotRounds
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
@@ -75,7 +75,7 @@ class FaultyWorld(Links):
         self.worker_crashes = WorkerCrashes(self, liveness.gathered_within_s(schedule))
         self.operator = Operator(self)
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
-        self.snapshots = Snapshots(self)
+        self.snapshots = SnapshotRounds(self)
 
     def play(self) -> None:
         """Play until the run is over. Raises ViolationError."""
