@@ -7,13 +7,14 @@ import pytest
 from diloco_jax.coordinator.standby import gate
 from diloco_jax.coordinator.standby.gate import Gate, GateFullError
 from diloco_jax.coordinator.standby.unseated import Unseated
-from diloco_jax.protocol.coordinator.events import Alert, Persist, Tell
+from diloco_jax.protocol.coordinator.events import Alert, Note, Persist, Tell
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import Refused
-from diloco_jax.protocol.records import Finished
+from diloco_jax.protocol.records import Finished, Skipped
 from diloco_jax.protocol.values import Version
 
 PERSIST = Persist(record=Finished())
+NOTE = Note(record=Skipped(tick=1, fragment=0, why="quorum"))
 TELL = Tell(session="s", message=Refused(code="c", message="m"))
 COMMIT = Commit(fragment=0, version=Version(1, 1))
 ALERT = Alert(text="t")
@@ -45,7 +46,7 @@ def done() -> list[object]:
 
 def made(seat: Seat, done: list[object]) -> Gate:
     def carry_out(effect: object) -> None:
-        seat.number += isinstance(effect, Persist)
+        seat.number += isinstance(effect, Persist | Note)
         done.append(effect)
 
     return Gate(carry_out, seat)
@@ -66,6 +67,19 @@ def test_records_are_written_at_once_and_the_rest_waits(
     gate.flush()
     assert done[6:] == ["later"]
     assert gate.empty
+
+
+def test_what_tells_of_a_line_of_the_tape_waits_for_it(
+    seat: Seat, done: list[object]
+) -> None:
+    """An island forgets the facts of which it hears that they are recorded."""
+    gate = made(seat, done)
+    gate.carry_out(NOTE)
+    gate.carry_out(TELL)
+    assert done == [NOTE]
+    seat.visible = 1
+    gate.flush()
+    assert done == [NOTE, TELL]
 
 
 def test_what_needs_no_record_waits_for_the_mandate(

@@ -27,7 +27,7 @@ class Gate:
     def __init__(self, carry_out: Callable[[AnyEffect], None], seat: Unseated) -> None:
         self._carry_out, self._seat = carry_out, seat
         self._needs = 0
-        """Number of the last record."""
+        """Number of the last record, in log or tape."""
         self._waiting: collections.deque[tuple[int, Callable[[], None]]] = (
             collections.deque()
         )
@@ -40,10 +40,12 @@ class Gate:
     def carry_out(self, effect: AnyEffect) -> None:
         """Carry out an effect, now or in its turn."""
         match effect:
-            case Persist():
+            case Persist() | Note():
+                # An island that hears that its facts are recorded forgets them: they
+                # must be in the standby's tape, too.
                 self._carry_out(effect)
                 self._needs = self._seat.written
-            case Note() | Ignored() | Alert():
+            case Ignored() | Alert():
                 self._carry_out(effect)
             case _:
                 self.when_shown(lambda: self._carry_out(effect))
