@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 COORDINATOR, DASH = "coordinator", "\N{EN DASH}"
@@ -21,6 +22,14 @@ WITHIN_S = 3.0
 """Seconds by which a time that the page says may be off: islands report every second or
 two, and are back at the end of a first step."""
 TOKENS_WITHIN = 0.05
+DRAWN = (
+    "why, kill",
+    "merged again, kill",
+    "why, stop",
+    "for how long, stop",
+    "for how long, no coordinator",
+)
+"""Kinds of questions about one fault, of which one each is drawn."""
 WHY = {"kill": "process ended", "stop": "stood still"}
 """Words that the page must have for the reason of each kind of fault."""
 
@@ -42,10 +51,15 @@ class Fault(NamedTuple):
 class Truth:
     """The list of faults, and the books of the run."""
 
-    faults: tuple[Fault, ...]
-    """In order, those alone that anybody could see."""
+    all: tuple[Fault, ...]
+    """In order."""
     tokens_lost: Mapping[str, int]
     """By island."""
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Those that anybody could see."""
+        return [f for f in self.all if f.kind == "kill" or f.seconds >= SEEN_S]
 
     def kills(self) -> list[Fault]:
         """Return the kills, in order."""
@@ -61,6 +75,16 @@ class Row(NamedTuple):
     """None: it goes on."""
     why: str
     cost: str
+
+    def merged_again_s(self) -> float | None:
+        """Return the seconds after which it was merged again; None if no cell says."""
+        told = re.search(r"merged again ([\d.:]+)", self.cost)
+        return _seconds(told[1]) if told else None
+
+    def tokens_lost(self) -> float:
+        """Return its tokens lost."""
+        told = re.search(r"([\d,]+) tokens lost", self.cost)
+        return _count(told[1]) if told else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,15 +105,31 @@ class Page:
         found = self.ended()
         return (found[place].who, found[place].when_s) if found else None
 
+    def row_of(self, fault: Fault) -> Row | None:
+        """Return the failure that a reader finds at a fault's name and time."""
+        near = [row for row in self.failures if row.who == fault.who]
+        near.sort(key=lambda row: abs(row.when_s - fault.at_s))
+        return near[0] if near and _near(near[0].when_s, fault.at_s) else None
+
+    def tokens_lost(self, island: str) -> float:
+        """Return the tokens that an island lost, by its row."""
+        return _count(self.islands[island]["tokens lost"])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question, with how either side answers it and when both agree."""
+    """A question, with the list's answer, how the page's is found, and when both
+    agree."""
 
+    kind: str
     text: str
     of_page: Callable[[Page], Any]
-    of_list: Callable[[Truth], Any]
+    answer: Any
     agree: Callable[[Any, Any], bool]
+
+    def is_answered(self, page: Page) -> bool:
+        """Tell if the page says what the list does."""
+        return bool(self.agree(self.of_page(page), self.answer))
 
 
 def truth_of(
@@ -109,9 +149,8 @@ def truth_of(
         )
         for one in outcomes
     ]
-    seen = [f for f in faults if f.kind == "kill" or f.seconds >= SEEN_S]
-    ordered = sorted(seen, key=lambda fault: fault.at_s)
-    return Truth(faults=tuple(ordered), tokens_lost=tokens_lost)
+    ordered = sorted(faults, key=lambda fault: fault.at_s)
+    return Truth(all=tuple(ordered), tokens_lost=tokens_lost)
 
 
 def page_of(
@@ -124,7 +163,7 @@ def page_of(
     ]
     head, *bodies = islands
     return Page(
-        failures=tuple(sorted(rows)),
+        failures=tuple(sorted(rows, key=lambda row: row.when_s)),
         islands={
             body[0].partition(" ")[0]: dict(zip(head, body, strict=True))
             for body in bodies
@@ -133,105 +172,124 @@ def page_of(
 
 
 def questions(truth: Truth, seed: int) -> list[Question]:
-    """Return ten questions; those about one fault are about faults drawn by the seed.
+    """Return ten questions: four about the whole run, five about faults and one about
+    tokens that are drawn by the seed.
 
     Raises ValueError if there is no fault of some kind to ask for."""
     numbers = random.Random(seed)
-    kinds = [("kill", True), ("stop", True), ("kill", False)]
-    found = [_of(truth, kind, of_islands=islands) for kind, islands in kinds]
-    if not all(found):
-        raise ValueError("the list lacks kills or stops to ask for; give another seed")
-    killed, stopped, down = map(numbers.choice, found)
-    loser = numbers.choice(sorted(truth.tokens_lost))
-
-    def row(page: Page, fault: Fault) -> Row | None:
-        near = [r for r in page.failures if r.who == fault.who]
-        near.sort(key=lambda r: abs(r.when_s - fault.at_s))
-        return near[0] if near and _near(near[0].when_s, fault.at_s) else None
-
-    def merged(page: Page) -> float | None:
-        found = row(page, killed)
-        told = re.search(r"merged again ([\d.:]+)", found.cost) if found else None
-        return _seconds(told[1]) if told else None
-
-    def lasted(fault: Fault) -> Callable[[Page], float | None]:
-        return lambda page: found.seconds if (found := row(page, fault)) else None
-
-    def reason(fault: Fault) -> Callable[[Page], str]:
-        return lambda page: found.why if (found := row(page, fault)) else ""
-
+    asked = [
+        [one for fault in truth.faults for one in about(fault) if one.kind == kind]
+        for kind in DRAWN
+    ]
+    if not all(asked):
+        lacking = [kind for kind, found in zip(DRAWN, asked, strict=True) if not found]
+        raise ValueError(
+            f"the list has no fault for the questions {', '.join(lacking)}; give "
+            f"another seed"
+        )
     return [
         Question(
+            kind="first end",
             text="Whose process ended first, and when?",
             of_page=lambda page: page.ended_at(0),
-            of_list=lambda truth: (truth.kills()[0].who, truth.kills()[0].at_s),
+            answer=(truth.kills()[0].who, truth.kills()[0].at_s),
             agree=_same_who_and_time,
         ),
         Question(
+            kind="last end",
             text="Whose process ended last, and when?",
             of_page=lambda page: page.ended_at(-1),
-            of_list=lambda truth: (truth.kills()[-1].who, truth.kills()[-1].at_s),
+            answer=(truth.kills()[-1].who, truth.kills()[-1].at_s),
             agree=_same_who_and_time,
         ),
         Question(
+            kind="most ends",
             text="Whose process ended most often?",
             of_page=lambda page: _most(row.who for row in page.ended()),
-            of_list=lambda truth: _most(fault.who for fault in truth.kills()),
-            agree=lambda page, truth: page == truth,
+            answer=_most(fault.who for fault in truth.kills()),
+            agree=operator.eq,
         ),
         Question(
+            kind="ends of the coordinator",
             text="How often did the coordinator's process end?",
             of_page=lambda page: sum(r.who == COORDINATOR for r in page.ended()),
-            of_list=lambda truth: len(_of(truth, "kill", of_islands=False)),
-            agree=lambda page, truth: page == truth,
+            answer=sum(fault.who == COORDINATOR for fault in truth.kills()),
+            agree=operator.eq,
         ),
-        Question(
-            text=f"Why did {killed.who} fail at {killed.at_s:.0f} s?",
-            of_page=reason(killed),
-            of_list=lambda truth: WHY[killed.kind],
-            agree=lambda page, truth: truth in page,
-        ),
-        Question(
-            text=f"When was {killed.who} merged again after {killed.at_s:.0f} s?",
-            of_page=merged,
-            of_list=lambda truth: killed.merged_s,
-            agree=_near,
-        ),
-        Question(
-            text=f"Why did {stopped.who} fail at {stopped.at_s:.0f} s?",
-            of_page=reason(stopped),
-            of_list=lambda truth: WHY[stopped.kind],
-            agree=lambda page, truth: truth in page,
-        ),
-        Question(
-            text=f"For how long, at {stopped.at_s:.0f} s?",
-            of_page=lasted(stopped),
-            of_list=lambda truth: stopped.seconds,
-            agree=_near,
-        ),
-        Question(
-            text=f"For how long was there no coordinator from {down.at_s:.0f} s on?",
-            of_page=lasted(down),
-            of_list=lambda truth: down.back_s,
-            agree=_near,
-        ),
-        Question(
-            text=f"How many tokens did {loser} lose?",
-            of_page=lambda page: _count(page.islands[loser]["tokens lost"]),
-            of_list=lambda truth: truth.tokens_lost[loser],
-            agree=lambda page, truth: abs(page - truth) <= TOKENS_WITHIN * truth,
-        ),
+        *map(numbers.choice, asked),
+        numbers.choice(list(of_tokens(truth))),
     ]
 
 
-def _of(truth: Truth, kind: str, *, of_islands: bool) -> list[Fault]:
-    """Return the faults of a kind whose end is known."""
+def of_tokens(truth: Truth) -> Iterator[Question]:
+    """Yield what is asked of the tokens that each island lost: told in its row of the
+    islands, and failure by failure."""
+    for name, lost in sorted(truth.tokens_lost.items()):
+        yield Question(
+            kind="tokens lost, in all",
+            text=f"How many tokens did {name} lose?",
+            of_page=lambda page, name=name: page.tokens_lost(name),
+            answer=lost,
+            agree=_about,
+        )
+        yield Question(
+            kind="tokens lost, by row",
+            text=f"How many tokens did the failures of {name} cost together?",
+            of_page=lambda page, name=name: sum(
+                row.tokens_lost() for row in page.failures if row.who == name
+            ),
+            answer=lost,
+            agree=_about,
+        )
+
+
+def about(fault: Fault) -> Iterator[Question]:
+    """Yield what is asked of one fault, as far as the list knows the answer."""
+    at = f"{fault.at_s:.0f} s"
+    coordinator = fault.who == COORDINATOR
+
+    def of_row(read: Callable[[Row], Any]) -> Callable[[Page], Any]:
+        return lambda page: read(row) if (row := page.row_of(fault)) else None
+
+    yield Question(
+        kind=f"why, {fault.kind}",
+        text=f"Why did {fault.who} fail at {at}?",
+        of_page=of_row(lambda row: row.why),
+        answer=WHY[fault.kind],
+        agree=lambda page, listed: page is not None and listed in page,
+    )
+    if fault.kind == "stop":
+        yield Question(
+            kind="for how long, stop",
+            text=f"For how long did {fault.who} stand still at {at}?",
+            of_page=of_row(lambda row: row.seconds),
+            answer=fault.seconds,
+            agree=_near,
+        )
+    elif coordinator and fault.back_s is not None:
+        yield Question(
+            kind="for how long, no coordinator",
+            text=f"For how long was there no coordinator from {at} on?",
+            of_page=of_row(lambda row: row.seconds),
+            answer=fault.back_s,
+            agree=_near,
+        )
+    elif not coordinator and fault.merged_s is not None:
+        yield Question(
+            kind="merged again, kill",
+            text=f"How long after {at} was {fault.who} merged again?",
+            of_page=of_row(lambda row: row.merged_again_s()),
+            answer=fault.merged_s,
+            agree=_near,
+        )
+
+
+def unexplained(page: Page, truth: Truth) -> list[Row]:
+    """Return the page's failures that begin within seconds of no fault there."""
     return [
-        fault
-        for fault in truth.faults
-        if fault.kind == kind
-        and (fault.who != COORDINATOR) == of_islands
-        and (kind == "stop" or fault.merged_s is not None)
+        row
+        for row in page.failures
+        if not any(row.who == f.who and _near(row.when_s, f.at_s) for f in truth.all)
     ]
 
 
@@ -243,6 +301,10 @@ def _same_who_and_time(
 
 def _near(page: float | None, truth: float | None) -> bool:
     return page is not None and truth is not None and abs(page - truth) <= WITHIN_S
+
+
+def _about(page: float, listed: float) -> bool:
+    return abs(page - listed) <= TOKENS_WITHIN * listed
 
 
 def _most(names: Any) -> set[str]:

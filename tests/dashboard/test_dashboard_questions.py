@@ -33,24 +33,33 @@ BACK = [{"back_s": 4.0, "merged_s": 9.0}, *[{"back_s": None, "merged_s": None}] 
 LIST = [one | back for one, back in zip(OUTCOMES, [*BACK, BACK[0]], strict=True)]
 FAILURES = [
     ["1:30", "coordinator", "5.1 s", f"{ENDED}", "merges went on 9.2 s after"],
-    ["1:10", "b", "6.2 s", "its process stood still, and made no step", "nothing"],
+    ["1:10", "b", "6.2 s", "its process stood still", "1,024 tokens lost"],
     ["0:31", "a", "6.0 s", ENDED, "512 tokens lost, merged again 9.4 s after it"],
 ]
 ISLANDS = [["island", "tokens lost"], ["a #2", "512"], ["b", "1,024"]]
 LOST = {"a": 512, "b": 1024}
 
 
-def agreed(asked, failures, islands=ISLANDS, lost=LOST) -> list[bool]:
-    truth = asked.truth_of(LIST, lost, BEGUN)
-    page = asked.page_of(failures, islands)
-    return [
-        bool(question.agree(question.of_page(page), question.of_list(truth)))
-        for question in asked.questions(truth, 0)
-    ]
+def sides(asked, failures, lost=LOST):
+    return asked.truth_of(LIST, lost, BEGUN), asked.page_of(failures, ISLANDS)
+
+
+def agreed(asked, failures, lost=LOST) -> list[bool]:
+    truth, page = sides(asked, failures, lost)
+    return [one.is_answered(page) for one in asked.questions(truth, 0)]
+
+
+def disputed(asked, failures, lost=LOST) -> list[str]:
+    """Kinds of questions about every fault and island that are answered otherwise."""
+    truth, page = sides(asked, failures, lost)
+    every = [one for fault in truth.faults for one in asked.about(fault)]
+    every += asked.of_tokens(truth)
+    return [one.kind for one in every if not one.is_answered(page)]
 
 
 def test_a_page_that_says_it_all_answers_all(asked):
     assert agreed(asked, FAILURES) == [True] * 10
+    assert disputed(asked, FAILURES) == []
 
 
 def test_a_page_that_says_another_time_reason_or_name_does_not(asked):
@@ -62,9 +71,32 @@ def test_a_page_that_says_another_time_reason_or_name_does_not(asked):
     assert sum(agreed(asked, FAILURES, lost={"a": 900, "b": 9000})) == 9
 
 
+@pytest.mark.parametrize(
+    ("row", "cell", "text", "kind"),
+    [
+        (0, 2, "9.5 s", "for how long, no coordinator"),
+        (1, 2, "until now", "for how long, stop"),
+        (1, 3, "its link was cut", "why, stop"),
+        (2, 4, "1,512 tokens lost, merged again 9.4 s after it", "tokens lost, by row"),
+        (2, 4, "512 tokens lost", "merged again, kill"),
+    ],
+)
+def test_every_fault_is_asked_for(asked, row, cell, text, kind):
+    told = [list(row) for row in FAILURES]
+    told[row][cell] = text
+    assert disputed(asked, told) == [kind]
+
+
+def test_failures_that_nobody_injected_are_found(asked):
+    other = ["2:00", "b", "4.0 s", "its connection broke", "nothing"]
+    short = ["0:51", "b", "2.6 s", "its process stood still", "nothing"]
+    truth, page = sides(asked, [other, *FAILURES, short])
+    assert [row.why for row in asked.unexplained(page, truth)] == [other[3]]
+
+
 def test_a_list_without_some_kind_of_fault_is_refused(asked):
     truth = asked.truth_of(LIST[:2], LOST, BEGUN)
-    with pytest.raises(ValueError, match="give another seed"):
+    with pytest.raises(ValueError, match=r"questions why, stop, .*give another seed"):
         asked.questions(truth, 0)
 
 
