@@ -80,7 +80,8 @@ class LeftBehind(Contribution, frozen=True, kw_only=True):
 class Left(_OfIncarnation, frozen=True, kw_only=True):
     """An incarnation ended after `steps` steps; `said` is its explanation for people.
 
-    settled_steps_by_fragment, in_merges: the arguments of `members.ended`."""
+    settled_steps_by_fragment, in_merges: the arguments of `members.ended`.
+    lost_tokens_by_fragment: of this incarnation alone, by its end."""
 
     steps: int
     reason: EndReason

@@ -8,6 +8,7 @@ that joined before the coordinator lost its state is new to it, but keeps its st
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 from msgspec.structs import asdict, replace
@@ -158,8 +159,9 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
             drops.append(takes.drop(fragment, name))
         fragment, found = early.forget(fragment, name)
         state, drops = with_fragment(state, fragment), drops + found
+    before = _lost_by_fragment(state, name, reason)
     state = ended(state, name, reason, settled, kept)
-    lost = (f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments)
+    lost = _lost_by_fragment(state, name, reason)
     record = records.Left(
         island=name,
         incarnation=island.incarnation,
@@ -168,7 +170,7 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
         said=said,
         settled_steps_by_fragment=settled,
         in_merges=kept,
-        lost_tokens_by_fragment=tuple(lost),
+        lost_tokens_by_fragment=tuple(map(operator.sub, lost, before)),
         left_behind=tuple(
             records.LeftBehind(fragment=fragment.index, **asdict(kept))
             for fragment in state.fragments
@@ -177,6 +179,11 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
         ),
     )
     return state, [Persist(record=record), *drops]
+
+
+def _lost_by_fragment(state: State, name: str, reason: EndReason) -> list[int]:
+    """Return the tokens that all incarnations of an island have lost for a reason."""
+    return [f.accounts[name].lost_tokens.get(reason, 0) for f in state.fragments]
 
 
 def ended(

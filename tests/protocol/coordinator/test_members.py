@@ -133,6 +133,17 @@ def test_a_higher_incarnation_fences_the_older_one() -> None:
     assert d.state == before
 
 
+def test_the_end_of_an_incarnation_tells_its_own_losses() -> None:
+    d = Driver()
+    for life, steps in enumerate((5, 3), 1):
+        d.hello("a", life)
+        d.report("a", 0)
+        d.report("a", steps)
+        (left,) = persisted(d.goodbye("a", "failed"), "left")
+        assert left["lost_tokens_by_fragment"] == [10 * steps] * 2
+    assert d.totals("a").lost == {"failed": 80}
+
+
 def test_an_island_that_failed_is_named_with_what_it_said() -> None:
     d = Driver()
     d.join("a", "b")
