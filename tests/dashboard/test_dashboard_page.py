@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import Browser, find_axe
-from made_runs import MadeRun, Outage, write_run
+from made_runs import BEGIN, MadeRun, Outage, write_run
 from test_dashboard_app import start, stop
 
 pytestmark = pytest.mark.dist
@@ -110,6 +110,20 @@ def test_the_slider_shows_the_run_as_it_was(browser, addresses):
     browser.value("document.activeElement.blur()")
     browser.key("l")
     browser.wait(f"{text}.startsWith('4:0')")
+
+
+def test_a_failure_is_found_by_the_clock(browser, addresses):
+    browser.open(addresses[3], *SIZES["desk"], "light")
+    browser.wait(DRAWN)
+    began, failed = (
+        browser.value(f"new Date({1000 * at:.0f}).toLocaleTimeString('en-GB')")
+        for at in (BEGIN, BEGIN + DEAD.at_s)
+    )
+    told = browser.value("document.getElementById('from').textContent")
+    assert told.endswith(f" 2026, {began}")
+    cell = "document.querySelector('#failures tbody td')"
+    assert browser.value(f"{cell}.textContent") == "1:40"
+    assert browser.value(f"{cell}.title") == failed
 
 
 def test_events_are_searched(browser, addresses):

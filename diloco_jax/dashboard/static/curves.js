@@ -20,7 +20,7 @@ function draw(id, view, series, { format = count, min = null, tip = null, empty 
   const [start, stop] = view.window.map((time) => time - view.span[0]);
   const there = series.filter((one) => one.data.some((point) => point[1] !== null));
   const [ink, quiet, line, card] = ["ink", "quiet", "line", "card"].map(colour);
-  const step = tickStep(stop - start, document.getElementById(id).clientWidth < 380 ? 4 : 6);
+  const step = tickStep(stop - start, document.getElementById(id).clientWidth < 380 ? 5 : 6);
   chart(id).setOption({
     animation: false,
     textStyle: { fontFamily: "system-ui, sans-serif" },

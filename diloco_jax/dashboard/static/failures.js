@@ -1,5 +1,5 @@
 // What failed: a table of who, when, for how long, why, and what it cost.
-import { count, duration, make } from "./format.js";
+import { clock, count, duration, make } from "./format.js";
 
 const HEADS = ["when", "who", "for", "why", "what it cost"];
 
@@ -8,7 +8,7 @@ export function drawFailures(view) {
   const shown = failuresOf(view);
   document.getElementById("failures-said").textContent = summary(view);
   const rows = [...shown].reverse().map((failure) => make("tr", {},
-    make("td", { textContent: duration(failure.began) }), make("td", { textContent: failure.who, className: "text" }),
+    make("td", { textContent: duration(failure.began), title: clock(view.span[0] + failure.began) }), make("td", { textContent: failure.who, className: "text" }),
     make("td", { textContent: failure.ended === null ? "until now" : seconds(failure.ended - failure.began) }),
     make("td", { textContent: failure.why, className: "said" }), make("td", { textContent: cost(failure), className: "said" })));
   const head = make("tr", {}, ...HEADS.map((text, n) => make("th", { textContent: text, scope: "col", className: n === 2 ? "" : "text" })));

@@ -54,6 +54,11 @@ export function clock(unix) {
   return new Date(unix * 1000).toLocaleTimeString("en-GB");
 }
 
+// A day with its time: the words of the page count from one.
+export function moment(unix) {
+  return new Date(unix * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+}
+
 // Make an element with properties and children, without any text read as HTML.
 export function make(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);

@@ -1,5 +1,5 @@
 // What is shown as text: numbers of the run, islands, alerts, events, goodput.
-import { bytes, clock, colour, count, duration, make, percent } from "./format.js";
+import { bytes, clock, colour, count, duration, make, moment, percent } from "./format.js";
 import { last } from "./curves.js";
 import { statesOf } from "./lanes.js";
 
@@ -15,7 +15,7 @@ export function drawNumbers(view) {
   const phase = status.unreachable ? "no answer" : status.phase ?? "starting";
   at("name").textContent = run.name;
   document.title = `${run.name}: ${phase}`;
-  at("from").textContent = run.run_id ? `run ${run.run_id}` : "";
+  at("from").textContent = [run.run_id ? `run ${run.run_id}` : "", view.span[0] ? `${run.whole ? "began" : "seen since"} ${moment(view.span[0])}` : ""].filter(Boolean).join(", ");
   const { state, why } = view.health;
   // The phase says it already where both are one word.
   at("health").hidden = state === phase && !why.length;
@@ -88,7 +88,7 @@ export function drawGoodput(view) {
     const swatch = make("span", { className: "swatch" });
     swatch.style.backgroundColor = tint(name);
     return make("li", {}, swatch, text, make("b", { textContent: percent(parts[name]) }));
-  }), ...(reasons.length ? [make("li", { textContent: `lost by reason: ${reasons.join(", ")}` })] : []));
+  }), ...(reasons.length ? [make("li", { className: "whole", textContent: `lost by reason: ${reasons.join(", ")}` })] : []));
 }
 
 export function drawIslands(view, chosen, choose) {
