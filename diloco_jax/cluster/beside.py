@@ -32,4 +32,3 @@ def dashboard(workdir: Path, console: Console) -> Iterator[None]:
     finally:
         kill_group(child)
         child.wait(END_S)
-        console.print(f"look again with: diloco dashboard {workdir}", highlight=False)

@@ -124,7 +124,7 @@ def _run(
             code = _evaluate(config, workdir, summary, console, interrupt)
     if not summary:
         console.print(f"no summary: see {workdir / 'logs'}", highlight=False)
-        _say_how_to_go_on(workdir, console, interrupt)
+        _say_what_next(workdir, console, interrupt)
         return code or EXIT_FAILED, {}
     report = closing_report(summary, cluster.outages.by_island())
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
@@ -138,14 +138,18 @@ def _run(
         workdirs.add_to_summary(workdir, {"baseline": summary["baseline"]})
         text = comparison(summary, summary["baseline"])
         console.print(f"\n{text}", highlight=False, soft_wrap=True)
-    _say_how_to_go_on(workdir, console, interrupt)
+    _say_what_next(workdir, console, interrupt)
     return code, summary
 
 
-def _say_how_to_go_on(workdir: Path, console: Console, interrupt: Interrupt) -> None:
+def _say_what_next(workdir: Path, console: Console, interrupt: Interrupt) -> None:
     cut_off = interrupt.count or not workdirs.read_summary(workdir)
-    if cut_off and workdirs.has_begun(workdir):
-        text = f"go on with: diloco run --resume {workdir}"
+    if not workdirs.has_begun(workdir):
+        return
+    texts = [f"look at it with: diloco dashboard {workdir}"]
+    if cut_off:
+        texts.append(f"go on with: diloco run --resume {workdir}")
+    for text in texts:
         console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -152,6 +152,12 @@ def test_a_run_ends_with_its_evaluation_in_the_summary(launch, workdir):
     assert (workdir / "a.starts").read_text() == "127.0.0.1:1234 1\n"
 
 
+def test_at_its_end_a_run_says_where_to_look(launch, workdir):
+    begins = "(workdir / 'log').mkdir()\n"
+    _, _, seen = launch(coordinator=COORDINATOR + begins)
+    assert seen.endswith(f"look at it with: diloco dashboard {workdir}\n")
+
+
 def test_islands_that_are_slow_to_end_are_not_cut_off(launch):
     """Hosts of an island leave together, while the coordinator is gone already."""
     code, summary, _ = launch(island=ISLAND + OVER + "time.sleep(1)\n")
