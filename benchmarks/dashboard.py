@@ -81,6 +81,7 @@ def main() -> int:
             kept.mkdir(parents=True, exist_ok=True)
             chaos_run(kept, 60 * options.minutes, options)
         report = json.loads((workdir / run_files.CHAOS_REPORT).read_bytes())
+        summary = json.loads((workdir / run_files.SUMMARY).read_bytes())
         begun = next(iter(read_tape(workdir / run_files.TAPE)))["time"]
         page = page_of_run(workdir, folder)
     truth = truth_of(report["outcomes"], report["tokens_lost"], begun)
@@ -92,6 +93,7 @@ def main() -> int:
     others = unexplained(page, truth)
     facts = {
         "begun": f"{datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC",
+        "minutes": f"{summary['wall_seconds'] / 60:.1f}",
         "faults": len(truth.all),
         "of them asked for": len(truth.faults),
         "failures on the page": len(page.failures),

@@ -317,6 +317,7 @@ def write_run(run: MadeRun, workdir: Path, *, over: bool = True) -> Path:
         summary |= {
             "progress": 1.0,
             "merges": run.seconds // run.tick_s,
+            "tokens_lost": {"died": 2 * TOKENS_PER_STEP * len(run.outages)},
             "goodput": 0.97,
         }
         summary |= {"wall_seconds": float(run.seconds), "alerts": [], "versions": []}

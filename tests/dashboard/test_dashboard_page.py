@@ -112,6 +112,13 @@ def test_the_slider_shows_the_run_as_it_was(browser, addresses):
     browser.wait(f"{text}.startsWith('4:0')")
 
 
+def test_the_tokens_that_were_lost_are_those_of_the_books(browser, addresses):
+    browser.open(addresses[3], *SIZES["desk"], "light")
+    browser.wait(DRAWN)
+    numbers = "[...document.querySelectorAll('#numbers div')].map(d => d.innerText)"
+    assert "tokens lost\n8,192" in browser.value(numbers)
+
+
 def test_a_failure_is_found_by_the_clock(browser, addresses):
     browser.open(addresses[3], *SIZES["desk"], "light")
     browser.wait(DRAWN)

@@ -31,7 +31,7 @@ export class Lanes {
     this.chosen = chosen;
     const many = view.lanes.length > 12;
     const width = this.canvas.clientWidth;
-    this.left = width < 500 ? 76 : 120;
+    this.left = width < 500 ? 86 : 120;
     this.high = many ? 10 : 24;
     this.gap = many ? 2 : 6;
     const height = view.lanes.length * (this.high + this.gap) + AXIS;

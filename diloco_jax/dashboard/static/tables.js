@@ -41,6 +41,7 @@ export function drawNumbers(view) {
     ["progress", percent(status.progress)],
     ["merges", count(status.merges)],
     ["goodput of the run", status.goodput === undefined ? "–" : status.goodput.toFixed(3)],
+    ...(status.tokens_lost ? [["tokens lost", count(Object.values(status.tokens_lost).reduce((sum, lost) => sum + lost, 0))]] : []),
     over ? ["took", duration(status.wall_seconds)] : ["time left", left(view, status)],
     over ? ["islands", String(islands.length)] : ["islands", `${live.length} of ${Math.max(islands.length, run.expected.length)}`],
     ...(over ? [] : [["tokens/s undisturbed", count(speed)]]),
