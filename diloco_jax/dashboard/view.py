@@ -42,7 +42,7 @@ OF_WINDOW = (
     *("bytes_up", "bytes_down", "tokens", "training"),
 )
 MERGES_SHOWN = 60
-FAILURES_SHOWN = 200
+FAILURES_SHOWN = 300
 FAILURE = (
     *("who", "began", "ended", "why", "lost_tokens", "idle_tokens", "without"),
     "merged",

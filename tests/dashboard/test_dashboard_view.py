@@ -24,7 +24,7 @@ HOUR = MadeRun(
     outages=(
         DEAD,
         Outage(island=12, at_s=2000, seconds=400),
-        *(Outage(island=20 + n % 40, at_s=60 + 20 * n, seconds=10) for n in range(170)),
+        *(Outage(island=20 + n % 40, at_s=60 + 12 * n, seconds=10) for n in range(280)),
     ),
     coordinator_away=(1800, 1830),
 )
@@ -86,6 +86,11 @@ def test_an_update_of_64_islands_takes_at_most_100_ms(hour, start, stop):
         msgspec.json.encode(view(hour, window))
         took.append(time.perf_counter() - began)
     assert sorted(took)[3] <= MOST_SECONDS
+
+
+def test_an_hour_with_a_failure_every_12_s_is_listed_whole(hour):
+    failures = seen(hour, 0, HOUR_S)["failures"]
+    assert failures["count"] == len(failures["shown"]) >= 280
 
 
 def test_lanes_have_a_state_for_every_column(hour):
