@@ -10,7 +10,8 @@ own merges and recoveries, and those that islands adopted.
 
 Prediction: it recovers whenever it has the time, and books and versions are exact.
 
-Command: `python -m benchmarks.coordinator_kills --kills 100`. Cost: 4 s a kill.
+Command: `python -m benchmarks.coordinator_kills --kills 100`. Cost: 4 s a kill. With
+`--standby` it is a pair of coordinators: `standby_kills.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import reliability
 import soak
+import standby_kills
 import support
 import tape_checks
 
@@ -46,9 +48,14 @@ def main() -> int:
     parser = support.quick_parser(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--schedule-seed", type=int, default=0)
+    parser.add_argument(
+        "--standby", action="store_true", help="two coordinators: see standby_kills.py"
+    )
     options = parser.parse_args()
     if options.quick:
         options.kills = 5
+    if options.standby:
+        return standby_kills.measure(options, kills_config)
     strikes = random_kills(options.kills, options.schedule_seed)
     with tempfile.TemporaryDirectory(prefix="diloco-") as name:
         folder = Path(name)
