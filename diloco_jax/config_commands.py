@@ -48,6 +48,7 @@ def run_command(arguments: Sequence[str]) -> int:
         Console(stderr=True, markup=False),
         baseline=options.baseline,
         resume=options.resume,
+        standby=options.with_standby,
         dashboard=options.dashboard,
     )
     if options.json:

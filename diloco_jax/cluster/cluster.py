@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.cluster import commands
+from diloco_jax.cluster import commands, pair
 from diloco_jax.cluster.attempts import next_attempt
 from diloco_jax.cluster.processes import (
     POLL_S,
@@ -70,9 +70,18 @@ class Cluster:
         self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
         self._deadlines = config.placement.deadlines
+        environment = commands.coordinator_environment()
+        paired = pair.is_paired(config.placement, workdir)
+        # Of two, one that has lost the mandate is refused: it follows the other one.
         self.coordinator = self._managed(
-            "coordinator", self._coordinator_command, commands.coordinator_environment()
+            "coordinator", self._coordinator_command, environment, refusable=not paired
         )
+        self.standby: ManagedProcess | None = None
+        """The other coordinator; it may lead, too."""
+        if paired:
+            self.standby = self._managed(
+                "standby", self._standby_command, environment, refusable=False
+            )
         self.islands: dict[str, ManagedProcess] = {}
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
         """Seconds per step of the slowest island, as far as known."""
@@ -111,6 +120,8 @@ class Cluster:
             waiting(self.coordinator.log)
             interrupt.wait(POLL_S)
         self.address = address
+        if self.standby is not None:
+            self.standby.start()
         attempts = self.workdir / run_files.ATTEMPTS
         for name, island in self.config.islands.items():
 
@@ -131,17 +142,42 @@ class Cluster:
             self.islands[name].start()
 
     def poll(self) -> bool:
-        """Poll all processes; return False once the coordinator has ended for good."""
+        """Poll all processes; return False once no coordinator runs or will again."""
         for name, island in self.islands.items():
             starts = island.starts
             if island.poll() == "restarting" or island.starts != starts:
                 self.outages.down(name, time.monotonic())
-        alive = self.coordinator.poll() in ALIVE
+        states = [coordinator.poll() for coordinator in self.coordinators]
         self._note_processes()
-        return alive
+        return any(state in ALIVE for state in states)
+
+    @property
+    def coordinators(self) -> tuple[ManagedProcess, ...]:
+        """The coordinator and, if there is one, its standby."""
+        both = (self.coordinator, self.standby)
+        return tuple(process for process in both if process is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the coordinator that led has ended well."""
+        return self._roles()["coordinator"].state == "done"
+
+    @property
+    def leading(self) -> Path:
+        """The workdir of the coordinator that leads."""
+        beside = self.standby is not None and pair.standby_leads(self.workdir)
+        return pair.standby_of(self.workdir) if beside else self.workdir
+
+    def _roles(self) -> dict[str, ManagedProcess]:
+        """Return the coordinators by what they do now."""
+        if self.standby is None:
+            return {"coordinator": self.coordinator}
+        both = self.coordinator, self.standby
+        leads, follows = both if self.leading == self.workdir else reversed(both)
+        return {"coordinator": leads, "standby": follows}
 
     def _note_processes(self) -> None:
-        managed = {"coordinator": self.coordinator, **self.islands}
+        managed = {**self._roles(), **self.islands}
         pids = {name: process.pids for name, process in managed.items()}
         if pids != self._noted:
             self._noted = pids
@@ -152,7 +188,7 @@ class Cluster:
         return not any(p.state in ALIVE for p in self.islands.values())
 
     def stop(self, interrupt: Interrupt) -> None:
-        """End the islands, which say goodbye, then the coordinator, which sums up.
+        """End the islands, which say goodbye, then the coordinators; one sums up.
         After the end of a run islands end by themselves, the hosts of one island
         together; a signal then would cut a host off.
 
@@ -162,7 +198,7 @@ class Cluster:
         asked = interrupt.count
         deadline = time.monotonic() + self._deadlines.stop_s
         while (
-            self.coordinator.state == "done"
+            self.done
             and any(i.state == "running" == i.poll() for i in self.islands.values())
             and time.monotonic() < deadline
             and interrupt.count == asked
@@ -170,7 +206,7 @@ class Cluster:
             interrupt.wait(POLL_S)
         for group, more_s in (
             (tuple(self.islands.values()), 2 * self._step_seconds),
-            ((self.coordinator,), 0.0),
+            (self.coordinators, 0.0),
         ):
             for process in group:
                 process.stop(more_s)
@@ -184,7 +220,7 @@ class Cluster:
 
     def kill(self) -> None:
         """End all processes now."""
-        for process in (*self.islands.values(), self.coordinator):
+        for process in (*self.islands.values(), *self.coordinators):
             process.kill()
 
     def observe(self, status: Mapping[str, Any], now: float) -> None:
@@ -209,8 +245,24 @@ class Cluster:
         if bind.endswith(":0") and self.address:
             # The same port again: islands know no other.
             bind = bind.removesuffix("0") + self.address.rpartition(":")[2]
-        how = self._first if start == 1 or not has_begun(self.workdir) else ""
-        return [commands.coordinator_command(self.workdir, bind, how)]
+        if self.standby is not None and self.address:
+            return [self._following(self.workdir, bind, self.config.placement.standby)]
+        first = start == 1 or not has_begun(self.workdir)
+        how = (self._first,) if first else ()
+        return [commands.coordinator_command(self.workdir, bind, *how)]
+
+    def _standby_command(self, start: int) -> list[list[str]]:
+        folder = pair.standby_of(self.workdir)
+        return [self._following(folder, self.config.placement.standby, self.address)]
+
+    def _following(self, own: Path, bind: str, other: str) -> list[str]:
+        """Return the command of a standby. It leads at once, from its own log, if the
+        mandate still names it."""
+        # Left by a process that was killed: who has one leads.
+        (own / run_files.ADDRESS).unlink(missing_ok=True)
+        return commands.coordinator_command(
+            self.workdir, bind, "--standby-of", other, own=own
+        )
 
     def _read_address(self) -> str:
         try:
@@ -223,6 +275,8 @@ class Cluster:
         name: str,
         command: Callable[[int], list[list[str]]],
         environment: Mapping[str, str],
+        *,
+        refusable: bool = True,
     ) -> ManagedProcess:
         return ManagedProcess(
             name,
@@ -232,6 +286,7 @@ class Cluster:
             restarts=self.config.placement.restarts,
             restart_delay_s=self.config.placement.restart_delay_s,
             stop_s=self._deadlines.stop_s,
+            refusable=refusable,
         )
 
 

@@ -23,13 +23,16 @@ XLA allocates its temporaries, and gRPC its messages, anew every time. Page faul
 more than the arithmetic of a merge, a third of a step and a sixth of a transfer."""
 
 
-def coordinator_command(workdir: Path, bind: str, how: str) -> list[str]:
+def coordinator_command(
+    workdir: Path, bind: str, *how: str, own: Path | None = None
+) -> list[str]:
     """Return the `diloco coordinator` command for the run in `workdir`.
 
-    how: "--init" or "--resume" for the first start, "" for later ones."""
+    how: `--init` or `--resume` for the first start, nothing for later ones, or
+    `--standby-of HOST:PORT`. own: the workdir of this coordinator, if not the run's."""
     command = [*DILOCO, "coordinator", str(workdir / run_files.CONFIG)]
-    command += ["--workdir", str(workdir), "--bind", bind, *_keys(workdir)]
-    return [*command, how] if how else command
+    command += ["--workdir", str(own or workdir), "--bind", bind, *_keys(workdir)]
+    return [*command, *how]
 
 
 def island_commands(

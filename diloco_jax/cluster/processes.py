@@ -45,6 +45,7 @@ class ManagedProcess:
     commands: returns the children's command lines for their n-th attempt (from 1,
     within this launcher); called just before each start. Start from the main thread
     only: the kernel ties a child's life to the thread that started it.
+    refusable: a refusal by the peer ends it for good; else it is a crash.
     log: log of the first child; the n-th other child writes to NAME.n.log beside it.
     """
 
@@ -58,6 +59,7 @@ class ManagedProcess:
         restarts: int,
         restart_delay_s: float,
         stop_s: float,
+        refusable: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
@@ -74,6 +76,7 @@ class ManagedProcess:
         self._restarts = restarts
         self._restart_delay_s = restart_delay_s
         self._stop_s = stop_s
+        self._refusable = refusable
         self._clock = clock
         self._processes: list[subprocess.Popen[bytes]] = []
         self._crashes, self._started_at = 0, 0.0
@@ -160,7 +163,7 @@ class ManagedProcess:
         ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited {code}"
         if code == 0:
             self.state = "done"
-        elif code in (EXIT_REFUSED, EXIT_CONFIG):
+        elif code == EXIT_CONFIG or (code == EXIT_REFUSED and self._refusable):
             self.state = "refused" if code == EXIT_REFUSED else "failed"
             self.reason = _last_line(self.log) or ended
         elif asked:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
+from diloco_jax.cluster.pair import address_file
 from diloco_jax.cluster.private import with_own_keys
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
@@ -46,7 +47,7 @@ def reached(target: str, placement: Placement) -> tuple[str, Placement]:
             )
         return target, placement
     require_format(workdir)
-    file = workdir / run_files.ADDRESS
+    file = address_file(workdir)
     if not file.exists():
         raise ConnectionLost(f"no coordinator is up in {workdir}")
     return file.read_text().strip(), _own(workdir, placement)
@@ -64,15 +65,15 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     if not workdir.is_dir():
         return _ask(*reached(target, placement))
     require_format(workdir)
-    address_file, summary = workdir / run_files.ADDRESS, read_summary(workdir)
-    if not address_file.exists() and not summary:
+    address, summary = address_file(workdir), read_summary(workdir)
+    if not address.exists() and not summary:
         if has_begun(workdir):
             raise ConnectionLost(f"no coordinator is up. {_cut_off(workdir)}")
         raise ConfigError(
             f"{workdir} has neither {run_files.ADDRESS} nor summary.json: no run was "
             f"started there, or its coordinator is not up yet"
         )
-    if address_file.exists():
+    if address.exists():
         try:
             return _ask(*reached(target, placement))
         except ConnectionLost as error:

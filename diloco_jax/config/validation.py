@@ -205,7 +205,7 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
                 f"nothing would say which of two coordinators leads; set both"
             )
     if placement.mandate:
-        _followable(placement)
+        require_followable(placement, f"placement.mandate = {placement.mandate!r}")
     if placement.alert_url and not placement.alert_url.startswith(URLS):
         raise ConfigError(
             f"placement.alert_url = {placement.alert_url!r} begins with none of "
@@ -245,13 +245,14 @@ def _port(field: str, address: str) -> int:
     return parse_address(address, f"placement.{field}")[1]
 
 
-def _followable(placement: Placement) -> None:
-    """Raise ConfigError for a placement whose files a standby cannot have."""
+def require_followable(placement: Placement, by: str) -> None:
+    """Raise ConfigError for a placement whose files a standby cannot have. by: what
+    asks for the standby."""
     for field, wanted in (("workers", 1), ("checkpoints", ""), ("first_from", "")):
         value = getattr(placement, field)
         if value != wanted:
             raise ConfigError(
-                f"placement.{field} = {value!r} and placement.mandate = "
-                f"{placement.mandate!r}: a standby follows the files of one workdir, "
-                f"so with a mandate it has to be {wanted!r}; leave one of them out"
+                f"placement.{field} = {value!r} and {by}: a standby follows the files "
+                f"of one workdir, so beside one it has to be {wanted!r}; leave one of "
+                f"them out"
             )

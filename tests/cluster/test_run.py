@@ -104,7 +104,7 @@ def launch(config, monkeypatch):
         def command(code, *arguments):
             return [sys.executable, "-c", code, *map(str, arguments)]
 
-        def coordinator_command(workdir, bind, how):
+        def coordinator_command(workdir, bind, how=""):
             return command(coordinator, workdir, bind, how)
 
         def island_commands(workdir, name, hosts, address, incarnation):
