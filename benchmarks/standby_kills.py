@@ -39,6 +39,7 @@ import support
 import tape_checks
 from coordinator_pair import NODES, Pair, other
 
+from diloco_jax.cluster.processes import last_error
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve
 
@@ -139,7 +140,11 @@ def measure(options: argparse.Namespace, made: Callable[[float], Config]) -> int
         __doc__,
         {"The run": [facts], "Kills": list(gap_rows(found))},
         checks,
-        {"outcomes": [dataclasses.asdict(o) for o in found], "facts": facts},
+        {
+            "outcomes": [dataclasses.asdict(o) for o in found],
+            "facts": facts,
+            "ended": strikes.ended,
+        },
     )
 
 
@@ -223,7 +228,8 @@ class Strikes:
                     continue
                 del self._starts[name]
             elif codes[name]:
-                self.ended.append(f"{name} ended with {codes[name]}")
+                told = last_error(pair.folder / f"{name}.log")
+                self.ended.append(f"{name} ended with {codes[name]}: {told}")
             else:
                 continue
             pair.start(name, "--standby-of", pair.addresses[other(name)])

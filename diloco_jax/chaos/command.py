@@ -113,6 +113,12 @@ def scheduled(
             f"{network} strikes a link, but placement.workers = {workers} have links "
             f"of their own, which are not struck; set placement.workers = 1"
         )
+    if config.placement.mandate and network:
+        raise ConfigError(
+            f"{network} strikes a link, but islands have another one to the standby of "
+            f"placement.mandate = {config.placement.mandate!r}, which is not struck; "
+            f"leave mandate and standby out"
+        )
     return strikes, faults
 
 

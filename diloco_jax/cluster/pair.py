@@ -57,9 +57,9 @@ def require_pairable(placement: Placement) -> None:
 
 def with_standby(placement: Placement, workdir: Path) -> Placement:
     """Return the placement of a run with a standby in this workdir. Raises ConfigError
-    as `require_pairable` does, and if it names the mandate of another run."""
+    as `require_pairable` does, and if it names a mandate elsewhere."""
     require_pairable(placement)
-    if placement.mandate and not is_paired(placement, workdir):
+    if placement.mandate and not is_local(placement):
         raise ConfigError(
             f"placement.mandate = {placement.mandate!r} and {OPTION}, which has one in "
             f"its workdir; leave one of them out"
@@ -69,6 +69,13 @@ def with_standby(placement: Placement, workdir: Path) -> Placement:
         mandate=str(workdir / run_files.MANDATE),
         standby=f"127.0.0.1:{free_port()}",
     )
+
+
+def is_local(placement: Placement) -> bool:
+    """Tell whether the mandate is that of a local run, as in a config from its workdir:
+    a run of that config has a standby, too."""
+    path = Path(placement.mandate)
+    return path.name == run_files.MANDATE and (path.parent / run_files.CONFIG).exists()
 
 
 def is_paired(placement: Placement, workdir: Path) -> bool:

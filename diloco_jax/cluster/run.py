@@ -72,6 +72,7 @@ def run(
     SecurityError before anything is started, and ClusterError if the run cannot start.
     """
     config.validate()
+    standby = standby or pair.is_local(config.placement)
     if standby:
         pair.require_pairable(config.placement)
     _check_security(config, resume)
@@ -82,7 +83,7 @@ def run(
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
                 pair.settle(workdir)
             config = resumed_config(config, workdir)
-            if standby or pair.is_paired(config.placement, workdir):
+            if standby:
                 placement = pair.with_standby(config.placement, workdir)
                 config = dataclasses.replace(config, placement=placement)
             if not finished(config, workdir):

@@ -90,6 +90,14 @@ def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
     assert (twin.faults, twin.workdir) == ((), str(tmp_path / "run-twin"))
 
 
+def test_links_to_a_standby_are_not_struck():
+    placement = Placement(mandate="/mandate", standby="h:7000")
+    paired = dataclasses.replace(config(), placement=placement)
+    with pytest.raises(ConfigError, match=r"partition5 strikes a link, .*'/mandate'"):
+        scheduled(paired, ChaosOptions(strikes=("a@5s:partition5",)))
+    assert scheduled(paired, ChaosOptions(strikes=("coordinator@5s:kill",)))[0]
+
+
 def test_links_of_workers_are_not_struck():
     with pytest.raises(ConfigError, match=r"placement\.workers = 2 have links"):
         scheduled(config(2), CUT)

@@ -42,9 +42,13 @@ def test_a_run_has_one_mandate(tmp_path):
     made = pair.with_standby(Placement(), tmp_path)
     assert pair.is_paired(made, tmp_path)
     assert not pair.is_paired(made, tmp_path / "other")
-    # A run that goes on: perhaps another program has that port now.
-    again = pair.with_standby(made, tmp_path)
-    assert again.mandate == made.mandate
+    # One that goes on, or is begun with the config of another one, has its own.
+    assert not pair.is_local(made)
+    (tmp_path / run_files.CONFIG).write_text("{}")
+    assert pair.is_local(made)
+    assert pair.with_standby(made, tmp_path).mandate == made.mandate
+    other = pair.with_standby(made, tmp_path / "other")
+    assert pair.is_paired(other, tmp_path / "other")
     config = Config(islands={"a": IslandConfig()}, placement=made)
     assert config.validate() is config
 
