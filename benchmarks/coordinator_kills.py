@@ -51,6 +51,9 @@ def main() -> int:
     parser.add_argument(
         "--standby", action="store_true", help="two coordinators: see standby_kills.py"
     )
+    parser.add_argument(
+        "--keep", type=Path, help="new folder in which the files of --standby stay"
+    )
     options = parser.parse_args()
     if options.quick:
         options.kills = 5

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -42,6 +43,7 @@ from coordinator_pair import NODES, Pair, other
 from diloco_jax.cluster.processes import last_error
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve
+from diloco_jax.exit_codes import EXIT_CONFIG
 
 GAP_S = (4.0, 20.0)
 AGAIN_S = 4.0
@@ -107,9 +109,13 @@ def measure(options: argparse.Namespace, made: Callable[[float], Config]) -> int
     `coordinator_kills`. made: returns the config of a run of so many seconds."""
     numbers = random.Random(options.schedule_seed)
     gaps = [round(numbers.uniform(*GAP_S), 3) for _ in range(options.kills)]
-    with tempfile.TemporaryDirectory(prefix="diloco-") as name:
+    with contextlib.ExitStack() as opened:
+        folder = options.keep or Path(
+            opened.enter_context(tempfile.TemporaryDirectory(prefix="diloco-"))
+        )
+        folder.mkdir(exist_ok=True)
         config = pair_config(made(sum(gaps) + TAIL_S))
-        pair = Pair(config, Path(name))
+        pair = Pair(config, folder)
         print(f"{options.kills} kills in {sum(gaps):.0f} s", file=sys.stderr)
         strikes = Strikes(pair, gaps, numbers)
         try:
@@ -130,6 +136,10 @@ def measure(options: argparse.Namespace, made: Callable[[float], Config]) -> int
         support.none_of("versions", going_back(looks)),
         support.none_of("ledger", tape_checks.ledger_problems(summary, tape, sizes)),
         support.none_of("rows of the data, in one term", rows),
+        support.none_of(
+            "coordinators that could not start",
+            [told for told in strikes.ended if f" {EXIT_CONFIG}: " in told],
+        ),
         support.none_of(
             "islands that joined again", [j for j in joins if not j.endswith(": 1")]
         ),
