@@ -105,10 +105,11 @@ def read(
 
 def seal_of(file: BinaryIO) -> str:
     """Return what tells a whole file from another one of the same name: its length and
-    the checksum that was written. Its bytes are not read."""
+    the checksums of its header and of its bytes. Neither is read."""
+    head = file.read(_HEAD.size)
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - DIGEST_BYTES))
-    seal = f"{end}:{file.read(DIGEST_BYTES).hex()}"
+    seal = f"{end}:{head.hex()}:{file.read(DIGEST_BYTES).hex()}"
     file.seek(0)
     return seal
 

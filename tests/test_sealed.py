@@ -16,6 +16,20 @@ def blank():
     return [np.zeros_like(array) for array in ARRAYS]
 
 
+def test_files_that_differ_anywhere_have_other_seals(tmp_path):
+    def seal(header, content):
+        sealed.write(tmp_path / "f", header, [content])
+        with (tmp_path / "f").open("rb") as file:
+            found = sealed.seal_of(file)
+            assert file.tell() == 0
+        return found
+
+    assert seal({"version": 22}, b"x") == seal({"version": 22}, b"x")
+    # A snapshot of the state is a header alone.
+    seals = [seal({"version": n}, c) for n in (22, 24) for c in (b"", b"x", b"y")]
+    assert len(set(seals)) == 6
+
+
 @pytest.mark.parametrize("block", [3, 1 << 20])
 def test_header_arrays_and_digest_come_back(tmp_path, monkeypatch, block):
     monkeypatch.setattr(sealed, "BLOCK_BYTES", block)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from diloco_jax import sealed
 from diloco_jax.config import Placement
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.log import RecordLog
@@ -230,6 +231,18 @@ def test_a_second_copy_sends_what_is_not_the_same(pair: Pair) -> None:
     pair.mirror.clear("r", first.keep)
     pair.take()
     assert pair.files(pair.there) == pair.files(pair.here)
+
+
+def test_a_state_of_another_history_is_not_kept(pair: Pair) -> None:
+    """Both nodes led, and each wrote snapshot 7 of the state by its own log."""
+    name = "checkpoints/coordinator/7.snapshot"
+    for folder, version in ((pair.there, 22), (pair.here, 24)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        sealed.write(folder / name, {"state": {"version": version}}, [])
+    pair.outgoing = pair.out.prepare("r", pair.mirror.sealed())
+    pair.begin()
+    pair.take()
+    assert sealed.read_header(pair.there / name) == {"state": {"version": 24}}
 
 
 def test_the_files_of_another_run_stay(pair: Pair) -> None:

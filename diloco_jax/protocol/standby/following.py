@@ -117,7 +117,7 @@ def next_deadline(state: Standby, now: float) -> float:
         times.append(state.next_at)
         if state.phase != "claiming":
             times.append(_claims_at(state))
-    if state.phase == "apart":
+    if state.phase == "apart" and state.mandate is not None:
         times.append(state.dial_at)
     if state.phase in LISTENING:
         times.append(state.heard_at + state.timing.patience_s)
@@ -217,7 +217,10 @@ def _advance(state: Standby, now: float) -> Step:
     if state.phase in LISTENING and now >= state.heard_at + state.timing.patience_s:
         state = _lost(state, now)
         effects.append(HangUp())
-    if state.phase == "apart" and now >= state.dial_at:
+    # Not before the mandate was read: if it names this node, a copy of what another
+    # one still has would take the place of the state that counts.
+    known = state.mandate is not None
+    if state.phase == "apart" and known and now >= state.dial_at:
         phase = STANDBY.move(state.phase, "dial")
         state = replace(state, phase=phase, heard_at=now)
         effects.append(Dial())

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
 from standby_play import beat, play
 from standby_world import TIMING, BrokenError, Plant, World
 
+from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.machines import StateMachine
 from diloco_jax.protocol.standby import following, primary
-from diloco_jax.protocol.standby.mandate import MandateTiming
+from diloco_jax.protocol.standby.events import (
+    Dial,
+    HangUp,
+    MandateRead,
+    ReadMandate,
+    TakeOver,
+)
+from diloco_jax.protocol.standby.mandate import Mandate, MandateTiming
 from diloco_jax.protocol.standby.primary import Primary
 
 SEEDS = range(100)
@@ -194,7 +203,33 @@ def test_an_object_that_is_away_stops_what_is_visible_and_nobody_takes_over() ->
     before = len(world.visible)
     world.run(30.0)
     assert len(world.visible) == before
+    assert [who for _, who, _ in world.led] == ["A"]
     world.cut.clear()
+    # Whoever asks first leads now: both have everything.
     world.run(10.0)
     assert len(world.visible) > before
-    assert [who for _, who, _ in world.led] == ["A"]
+    assert {by for _, _, by in world.led[1:]} <= {"log", "seat"}
+
+
+def test_a_node_that_the_mandate_names_follows_nobody() -> None:
+    """It was killed as the primary, and is started again as a standby. The other one
+    may still think that it leads, and its copy would replace the newer state."""
+    state = following.begin(TIMING, "B")
+    state, effects = following.step(state, Timer(), 0.0)
+    assert effects == [ReadMandate()]
+    assert following.next_deadline(state, 0.0) == math.inf
+    mine = Mandate(run_id="r", holder="B", reign=3)
+    state, effects = following.step(
+        state, MandateRead(generation="g", mandate=mine), 0.1
+    )
+    assert effects == [HangUp(), TakeOver(by="log")]
+
+
+def test_a_standby_dials_once_it_knows_who_leads() -> None:
+    state = following.begin(TIMING, "B")
+    state, _ = following.step(state, Timer(), 0.0)
+    theirs = Mandate(run_id="r", holder="A", reign=3)
+    state, effects = following.step(
+        state, MandateRead(generation="g", mandate=theirs), 0.1
+    )
+    assert effects == [Dial()]
