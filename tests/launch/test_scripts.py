@@ -78,8 +78,9 @@ def test_test_runs_every_check(installed):
     assert (started.returncode, started.stderr) == (0, "")
     checks = started.stdout.splitlines()
     assert checks[:3] == ["ruff format --check .", "ruff check .", "mypy diloco_jax"]
-    assert "-m not timing and not nightly" in checks[3]
-    assert checks[4:] == ["pytest -m timing and not nightly"]
+    assert "-m not tpu_compile and not timing and not nightly" in checks[3]
+    assert "-m tpu_compile and not timing and not nightly" in checks[4]
+    assert checks[5:] == ["pytest -m timing and not nightly"]
 
 
 def test_test_gives_its_arguments_to_pytest(installed):
