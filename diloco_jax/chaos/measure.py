@@ -1,4 +1,4 @@
-"""What strikes cost a run: read from its tape, its summary and `chaos.jsonl`."""
+"""Measure the cost of strikes, from a run's tape, its summary and `chaos.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BACK = ("joined", "resumed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrikeOutcome:
-    """What one strike did to one of those that it struck. Times are seconds from its
+    """Effect of one strike on one of those that it struck. Times are seconds from its
     beginning; None: it did not happen before the next strike there or on the
     coordinator, or the end."""
 

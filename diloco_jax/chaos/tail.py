@@ -1,4 +1,4 @@
-"""What is new on a tape that is being written."""
+"""Follow a tape that is being written."""
 
 from __future__ import annotations
 

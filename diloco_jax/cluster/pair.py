@@ -35,7 +35,7 @@ STATE = (
     run_files.SUMMARY,
     run_files.NODE,
 )
-"""What a coordinator goes on from, beside the tape."""
+"""Files from which a coordinator goes on, beside the tape."""
 
 
 def require_pairable(placement: Placement) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator tells people: the status, and the alerts in it."""
+"""Tell people the coordinator's status, and the alerts in it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class _Asked:
     island: str
     incarnation: int
     until: float
-    """Of the monotonic clock, by when its next block must come."""
+    """Time of the monotonic clock by which its next block must come."""
     got: int = 0
     total: int = 0
     step: int = 0

@@ -54,11 +54,11 @@ BRIEFLY = {
     "left": "little memory is left on the coordinator's machine",
     "disk": "little space is left in {}",
 }
-"""What is wrong in few words, by the kind of its name."""
+"""Short names of troubles, by their kind."""
 
 
 class Gauges(NamedTuple):
-    """What a machine says of itself, in seconds and bytes."""
+    """Functions that read a machine's clocks and memory, in seconds and bytes."""
 
     unix: Callable[[], float] = time.time
     resident: Callable[[], int] = memory.resident_bytes
@@ -100,7 +100,7 @@ class Watchdog:
         """When what is wrong began, by its name."""
         self._told: set[str] = set()
         self.machine = Readings()
-        """What the machine said at the last look at it."""
+        """The machine's readings at the last look."""
 
     def look(self, status: Mapping[str, Any], now: float) -> list[str]:
         """Return what is newly wrong, for people. status: see `summary.status`."""

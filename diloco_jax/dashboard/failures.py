@@ -1,4 +1,4 @@
-"""What failed in a run: who, when, why as far as its coordinator knows, and the cost.
+"""List a run's failures: who, when, why as far as the coordinator knows, the cost.
 
 Most of it stands on the tape. That an island or the coordinator stood still for seconds
 stands nowhere: it shows as a gap in what they write, which is about a line a second.

@@ -30,7 +30,7 @@ class Lane:
     device: str = ""
     stands_for: str = ""
     peak_flops_per_s: float = 0.0
-    """Of all its devices; 0 if the tables of `diloco plan` do not know them."""
+    """Sum over all its devices; 0 if the tables of `diloco plan` do not know them."""
     steps: int = 0
     told: float = 0.0
     """Time of its last line of metrics."""

@@ -1,4 +1,4 @@
-"""What the page shows of a window of time, aggregated to its pixels.
+"""Aggregate a window of time to the pixels of the page.
 
 Bounded whatever the run: lanes have one character a column, curves a few hundred
 points. Shapes: `S` states, `R` rows (the coordinator, then islands), `C` columns.

@@ -28,7 +28,7 @@ class _HasOwner(Protocol):
 
 
 NO_JOBS = "No in-progress managed jobs"
-"""What `sky jobs queue` says as long as nobody has launched any."""
+"""Answer of `sky jobs queue` as long as nobody has launched any."""
 
 Item = TypeVar("Item", bound=_HasOwner)
 

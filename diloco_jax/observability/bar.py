@@ -12,7 +12,7 @@ from rich.console import Console
 from diloco_jax.observability.terminal import LINE_EVERY_S, duration_text
 
 _shown: list[progress.Progress] = []
-"""What is shown now: a terminal has room for one."""
+"""The bar that is shown now: a terminal has room for one."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ Value = tuple[tuple[str, ...], float | None]
 
 
 class Readings(NamedTuple):
-    """What the coordinator's machine said of itself last, in bytes; 0 or nothing where
+    """Last readings of the coordinator's machine, in bytes; 0 or nothing where
     the system does not tell."""
 
     resident: int = 0
@@ -47,7 +47,7 @@ class Snapshot(NamedTuple):
     """The run as it was at one moment; nothing in it changes any more."""
 
     version: str
-    """Of this package."""
+    """Version of this package."""
     status: Mapping[str, Any]
     """See `coordinator/summary.py: status`, with the workers."""
     machine: Readings

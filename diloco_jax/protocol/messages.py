@@ -185,7 +185,7 @@ class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
     """Whole steps to trace."""
     number: Count = 0
-    """Of an earlier order; 0: this is a new one."""
+    """Number of an earlier order; 0: this is a new one."""
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -301,7 +301,7 @@ class ProfileRequest(Message, frozen=True, kw_only=True, tag=True):
     """Trace the next steps of host 0 with jax.profiler, and send the trace as bulk."""
 
     number: int
-    """Of the trace."""
+    """Number of the trace."""
     steps: int
     """Whole steps to trace."""
     within_s: float

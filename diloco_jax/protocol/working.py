@@ -33,7 +33,7 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     fragments: tuple[int, ...]
     bind: str
     ticket_key: bytes
-    """Of this life of the lead; see `tickets`."""
+    """Key of the tickets of this life of the lead; see `tickets`."""
     lead: int = 1
     """Counts the lives of the lead in the run: a worker believes the newest alone."""
     life: int = 1

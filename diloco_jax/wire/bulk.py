@@ -151,7 +151,7 @@ class TraceRequest(Message, frozen=True, kw_only=True, tag=True):
     """Ask for the bytes of a trace that is done."""
 
     number: Count
-    """Of the trace."""
+    """Number of the trace."""
 
 
 class UploadDone(Message, frozen=True, kw_only=True, tag=True):

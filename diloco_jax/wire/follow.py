@@ -24,7 +24,7 @@ class FollowRequest(Message, frozen=True, kw_only=True, tag=True):
     node: Identifier
     """Its name, which the mandate may say."""
     fingerprint: Identifier
-    """Of its `RunConfig`."""
+    """Fingerprint of its `RunConfig`."""
     sealed: Annotated[
         dict[RelativePath, Identifier], msgspec.Meta(max_length=MOST_FILES)
     ] = msgspec.field(default_factory=dict)
@@ -53,7 +53,7 @@ class FileChunk(Message, frozen=True, kw_only=True, tag=True):
     """The next bytes of a file that is sent whole."""
 
     path: RelativePath
-    """Of the file, below the workdir."""
+    """Path of the file, below the workdir."""
     first: bool
     """The file begins with these bytes."""
     last: bool
@@ -67,7 +67,7 @@ class CopyWhole(Message, frozen=True, kw_only=True, tag=True):
     number."""
 
     number: Count
-    """Of what was appended last."""
+    """Number of what was appended last."""
 
 
 class AppendedTo(Message, frozen=True, kw_only=True, tag=True):
@@ -76,7 +76,7 @@ class AppendedTo(Message, frozen=True, kw_only=True, tag=True):
     number: Count
     """Rises by one with each."""
     path: RelativePath
-    """Of the file, below the workdir."""
+    """Path of the file, below the workdir."""
     sync: bool
     """They are durable at the primary, and have to be here."""
     data: bytes
@@ -89,7 +89,7 @@ class PutAside(Message, frozen=True, kw_only=True, tag=True):
     number: Count
     """Counted with what is appended."""
     path: RelativePath
-    """Of the file that was put aside, below the workdir."""
+    """Path of the file that was put aside, below the workdir."""
 
 
 class PrimaryAlive(Message, frozen=True, kw_only=True, tag=True):

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class SentStream(Protocol):
-    """What one standby is sent."""
+    """Stream of messages to one standby."""
 
     error: WireError | None
-    """What it is told at the end."""
+    """The error with which the stream ends, if it ends with one."""
 
     def messages(self) -> Iterator[bytes]:
         """Yield encoded messages until the end."""

@@ -16,7 +16,7 @@ from diloco_jax.wire.tls import TlsFiles
 
 
 class OfferHandlers(Protocol):
-    """What the island answers; many threads call the methods at once."""
+    """Answers of the island; many threads call the methods at once."""
 
     def holdings(self, fragment: int) -> Holdings:
         """Return the version of this host's part of a fragment's anchor, and its tiles.

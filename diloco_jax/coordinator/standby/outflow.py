@@ -1,4 +1,4 @@
-"""What a primary sends its standby: a copy of its files, and what it writes after that.
+"""Send a standby a copy of the primary's files, and all that is written after it.
 
 Everything is listed and numbered on the lead's thread, which alone appends to log and
 tape; publishes and snapshots come from other threads. A publish goes ahead of the
@@ -54,7 +54,7 @@ def _opened(listed: Callable[[], list[Path]]) -> list[_File]:
 
 
 class StandbyFeed:
-    """What waits for one standby. `messages` is its stream."""
+    """The queue of one standby. `messages` is its stream."""
 
     def __init__(
         self, workdir: Path, run_id: str, alive_s: float, held: Mapping[str, str]
@@ -72,7 +72,7 @@ class StandbyFeed:
         self.ended = self._closed = False
         """ended: nothing is sent any more. _closed: its files are closed, too."""
         self.error: WireError | None = None
-        """What the standby is told at the end."""
+        """The error with which the stream ends, if it ends with one."""
 
     def begin(self, stages: Iterable[Callable[[], list[Path]]], number: int) -> None:
         """Send a copy of files as they are now, which hold everything up to that

@@ -18,7 +18,7 @@ class Unseated:
     """A coordinator without a mandate; `seat.Seat` is one with it."""
 
     followable: Followable | None = None
-    """What a standby follows."""
+    """Source of a standby's stream, if there may be a standby."""
 
     def serve(self, nudge: Callable[[], None]) -> None:
         """Go on beside a lead, which calls `turn`. nudge: has it do so soon; it must

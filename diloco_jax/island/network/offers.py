@@ -40,7 +40,7 @@ class _Shard(NamedTuple):
     box: Box
     data: Any
     row: int | None
-    """Of a stack of pieces."""
+    """Row of a stack of pieces."""
     tile: tuple[int, ...]
 
     def tiles(self) -> npt.NDArray[np.float32]:

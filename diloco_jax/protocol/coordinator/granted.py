@@ -1,4 +1,4 @@
-"""What the state holds of data that incarnations were granted."""
+"""Data that incarnations were granted, as the state holds it."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ class Disk:
         """Snapshots by fragment and version; None for one that cannot be read."""
         self._publishes: list[dict[Version, bytes]] = [{} for _ in range(fragments)]
         self._copies: dict[int, tuple[Any, Any]] = {}
-        """What lost fragments had, for runs in which no island has an anchor."""
+        """Contents of lost fragments, for runs in which no island has an anchor."""
 
 
 def _remove_torn(snapshots: dict[Any, Any]) -> None:

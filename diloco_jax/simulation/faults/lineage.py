@@ -64,4 +64,4 @@ class Lineage(Invariant):
 
 
 Watching = Monitor | Lineage
-"""What watches a run."""
+"""A watcher of a run."""

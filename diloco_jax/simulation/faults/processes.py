@@ -341,7 +341,7 @@ class FaultyIsland(VirtualIsland):
 
     @property
     def service(self) -> VirtualService | None:
-        """What it was connected to last."""
+        """The service to which it was connected last."""
         return self._coordinator
 
     @property

@@ -57,7 +57,7 @@ FAULT = {
     "forward_s": SECONDS,
 }
 RATE = Bound(0.98, 1.02)
-"""Of clocks: together they differ by less than the mandate allows for."""
+"""Rates of clocks: they differ by less than the mandate allows for."""
 STANDBY_KINDS = frozenset(
     {"standby_crash", "standby_partition", "node_stop", "mandate_away"}
 )

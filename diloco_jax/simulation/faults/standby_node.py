@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from diloco_jax.simulation.virtual.clock import Due
 
 Role = Literal["primary", "standby"]
-"""What a process is started as."""
+"""Role in which a process is started."""
 
 
 class Node:
@@ -76,7 +76,7 @@ class Node:
         """Seconds by which its clock has jumped."""
         self._world = world
         self._waiting: list[Callable[[], None]] = []
-        """What comes while it is stopped."""
+        """Events that came while it is stopped."""
         self._alarm: Due | None = None
         self._stepped = 0.0
         self._by = ""
