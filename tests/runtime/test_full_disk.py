@@ -7,8 +7,10 @@ import dataclasses
 import json
 import os
 import subprocess
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
@@ -24,15 +26,17 @@ DISK = "160m"
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+def small_disk():
+    """A file system of its own. A run of tests that is killed leaves it, so it is not
+    among the folders that the next one cleans up."""
+    folder = Path(tempfile.mkdtemp(prefix="diloco-disk-"))
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
     if subprocess.run(mounting, capture_output=True).returncode:
+        folder.rmdir()
         pytest.skip("mounting a small file system needs root")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+    folder.rmdir()
 
 
 def await_that(holds, what):
