@@ -217,6 +217,11 @@ class Seat(Unseated):
             self.outflow.snapshot(self._roster)
 
     @property
+    def reign(self) -> int:
+        """See `Unseated`."""
+        return self._machine.state.reign
+
+    @property
     def written(self) -> int:
         """See `Unseated`."""
         return self.outflow.number

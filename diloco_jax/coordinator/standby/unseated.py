@@ -39,6 +39,11 @@ class Unseated:
         leads: the process must end."""
 
     @property
+    def reign(self) -> int:
+        """Number of this node's turn to lead, which every take-over raises; from 1."""
+        return 1
+
+    @property
     def written(self) -> int:
         """The number of what the lead wrote last."""
         return 0
