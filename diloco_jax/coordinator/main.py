@@ -183,7 +183,6 @@ class Coordinator:
             tape=self._tape,
             metrics=self._metrics,
             sessions=sessions,
-            # A fault that ended the first node may have left its standby before it.
             faults=faults_of(config, COORDINATOR, self._seat.reign),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,

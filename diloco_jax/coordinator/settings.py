@@ -150,7 +150,8 @@ def room_needed(config: Config, plan: FragmentPlan) -> int:
 
 def faults_of(config: Config, who: str, life: int = 1) -> Faults:
     """Return the faults to inject into the lead in one reign, or into a worker in one
-    of its lives (`faults.worker_name`)."""
+    of its lives (`faults.worker_name`). A fault that ended the first lead may have left
+    the standby just before it, and must not strike there again."""
     placement = config.placement
     faults = parse_faults(placement.faults, config.islands, placement.workers)
     return faults.for_who(who, life)
