@@ -17,7 +17,8 @@ a run (tape, metrics) grow with its length, and their rate is in the table.
 
 Prediction: goodput within 2 % of the bound, and nothing grows.
 
-Command: `python -m benchmarks.soak --minutes 60`. Cost: that, and half a minute.
+Command: `python -m benchmarks.soak --minutes 60`. Cost: that, and half a minute. With
+`--folder` the run's files stay there, where `benchmarks.dashboard` can be asked of it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every-s", type=float, default=20.0)
     parser.add_argument("--schedule-seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="new folder for the run, kept")
     options = parser.parse_args()
     if options.quick:
         options.minutes, options.every_s = 0.5, 8.0
@@ -76,7 +78,8 @@ def main() -> int:
     flags = ["--every-s", options.every_s, "--for-s", seconds - QUIET_S]
     flags += ["--schedule-seed", options.schedule_seed]
     with tempfile.TemporaryDirectory(prefix="diloco-") as name:
-        folder = Path(name)
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         config = soak_config(seconds)
         print(f"{options.minutes:g} minutes, a fault every {options.every_s:g} s")
         with UseOverTime(folder / "run", max(0.5, seconds / LOOKS)) as use:

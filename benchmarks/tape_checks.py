@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diloco_jax.observability.tape import Repeats
+
 Incarnation = tuple[str, int]
 Record = Mapping[str, Any]
 TOKEN_FIELDS = (
@@ -125,7 +127,10 @@ def version_problems(tape: Sequence[Record]) -> list[str]:
     wrong = []
     merged: dict[int, list[int]] = {}
     adopted: dict[tuple[str, int, int], list[int]] = {}
+    repeats = Repeats()
     for record in tape:
+        if record["kind"] == "island" and repeats.has(record):
+            continue
         if record["kind"] == "term":
             for fragment, version in enumerate(record["versions"]):
                 before = merged.get(fragment, [1, 0])

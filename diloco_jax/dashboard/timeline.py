@@ -16,6 +16,7 @@ from diloco_jax.dashboard.failures import Failures
 from diloco_jax.dashboard.grid import Grid
 from diloco_jax.dashboard.lane import Lane
 from diloco_jax.dashboard.merge import ShownMerge
+from diloco_jax.observability.tape import Repeats
 
 STATES = ("joining", "compiling", "training", "stopped", "quarantined", "absent")
 SUMS = (
@@ -79,6 +80,7 @@ class Timeline:
         self.newest = 0.0
         """Time of the newest line."""
         self._newest_merge: dict[int, ShownMerge] = {}
+        self._repeats = Repeats()
         self._published = 0
         """Sum of `versions`."""
 
@@ -181,7 +183,7 @@ class Timeline:
 
     def _fact(self, line: Mapping[str, Any], time: float) -> None:
         lane, record = self._lane(line["island"]), line["record"]
-        if lane.incarnation != line["incarnation"]:
+        if lane.incarnation != line["incarnation"] or self._repeats.has(line):
             return
         fragment = record.get("fragment", -1)
         match record["kind"]:

@@ -66,7 +66,12 @@ class Parts(abc.ABC, Generic[L]):
             )
 
         standby = client(placement.standby) if placement.standby else None
-        self.lanes = Lanes(client(coordinator_address), plan.sizes, standby)
+        self.lanes = Lanes(
+            client(coordinator_address),
+            plan.sizes,
+            standby,
+            self.deadlines.mandate_s,
+        )
 
     @property
     def join_s(self) -> float:

@@ -14,7 +14,7 @@ from diloco_jax import run_files
 from diloco_jax.errors import ConfigError
 from diloco_jax.observability.history import History, of_rows
 from diloco_jax.observability.metrics import read_metrics
-from diloco_jax.observability.tape import read_tape
+from diloco_jax.observability.tape import Repeats, read_tape
 
 PAUSE_S = 1.0
 """Seconds beyond twice its steps' usual time from which an interval has a pause."""
@@ -68,6 +68,7 @@ class _Reader:
         self._begin: float | None = None
         self._last = 0.0
         self._lives: dict[tuple[str, int], _Life] = {}
+        self._repeats = Repeats()
         self._merged: list[Line] = []
         self._rows: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
 
@@ -84,7 +85,7 @@ class _Reader:
         life = self._lives.get((line.get("island", ""), line.get("incarnation", 0)))
         if life is None:
             return
-        if kind == "island":
+        if kind == "island" and not self._repeats.has(line):
             self._fact(line["island"], line["incarnation"], line["record"], now, life)
         elif kind == "absent":
             life.absent = now

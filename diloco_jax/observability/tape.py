@@ -196,6 +196,23 @@ def brief(value: object) -> str:
     return short.repr(value)
 
 
+class Repeats:
+    """Tell which lines of kind "island" a tape has already: an island repeats records
+    to a coordinator that came back, which may not have had them."""
+
+    def __init__(self) -> None:
+        self._through: dict[tuple[str, int], int] = {}
+        """Number of the newest record by island and incarnation."""
+
+    def has(self, line: Mapping[str, Any]) -> bool:
+        """Tell if this line repeats an earlier one. Lines come in their order."""
+        who, number = (line["island"], line["incarnation"]), line["record"]["seq"]
+        if number <= self._through.get(who, 0):
+            return True
+        self._through[who] = number
+        return False
+
+
 def not_on_tape(
     path: str | Path, durable: Sequence[dict[str, Any]]
 ) -> Sequence[dict[str, Any]]:

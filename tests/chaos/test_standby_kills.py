@@ -9,7 +9,8 @@ from standby_kills import Kill, Look, facts_of, gap_rows, going_back, outcomes
 
 
 def adopted(version, at=0.0, island="a"):
-    record = {"kind": "adopted", "fragment": 0, "version": version}
+    seq = 10 * version[0] + version[1]
+    record = {"seq": seq, "kind": "adopted", "fragment": 0, "version": version}
     return {
         "kind": "island",
         "time": at,

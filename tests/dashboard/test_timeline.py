@@ -18,7 +18,7 @@ class Told:
     """A timeline to which a test tells records, at seconds after the beginning."""
 
     def __init__(self) -> None:
-        self.timeline = Timeline()
+        self.timeline, self.seq = Timeline(), 0
         begun = notes.Begun(
             run_id="r", fingerprint="f", plan="p", total_tokens=9, environment={}
         )
@@ -52,17 +52,15 @@ class Told:
         self.tape(time, left)
 
     def took(self, time: float, fragment: int = 0, tick: int = 1) -> None:
-        record = Record(seq=1, kind="took", step=1, fragment=fragment, tick=tick)
-        self.tape(time, records.Fact(record=record, **OF_A))
+        self.fact(time, kind="took", fragment=fragment, tick=tick)
 
     def adopted(self, time: float, version: int, fragment: int = 0) -> None:
-        record = Record(
-            seq=2,
-            kind="adopted",
-            step=1,
-            fragment=fragment,
-            version=Version(1, version),
-        )
+        at = Version(1, version)
+        self.fact(time, kind="adopted", fragment=fragment, version=at)
+
+    def fact(self, time: float, **fields) -> None:
+        self.seq += 1
+        record = Record(seq=self.seq, step=1, **fields)
         self.tape(time, records.Fact(record=record, **OF_A))
 
     def merged(self, time: float, version: int = 1, base: int = 0, **verdicts) -> None:
@@ -182,6 +180,17 @@ def test_a_delta_is_out_from_its_take_to_its_verdict(told):
     told.tape(30.0, records.DeltaRefused(fragment=1, tick=1, reason="stale", **OF_A))
     told.metrics(90.0, 1)
     assert told.total("out", 0, 100) == pytest.approx(20)
+
+
+def test_a_take_that_is_told_again_is_not_out_again(told):
+    told.join(0.0)
+    told.took(10.0)
+    told.merged(15.0, a=(1, "merged", ""))
+    told.seq -= 1
+    told.took(20.0)
+    told.metrics(90.0, 1)
+    assert told.total("takes") == 1
+    assert told.total("out", 0, 100) == pytest.approx(5)
 
 
 def test_a_pending_delta_is_still_out(told):

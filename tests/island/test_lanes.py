@@ -62,11 +62,15 @@ class Server:
             raise self.error
         return SimpleNamespace(welcome=SimpleNamespace(workers=()))
 
-    def fetch(self, request, *, max_bytes):
+    def fetch(self, request, *, max_bytes, stall_s):
         self.asked.append("fetch")
+        self.stall_s = stall_s
         if self.error is not None:
             raise self.error
         return "fetched"
+
+    def interrupt(self):
+        self.asked.append("interrupt")
 
     def leave_others(self, kept):
         """There are none."""
@@ -78,9 +82,11 @@ def fetch(lanes):
 
 def test_hellos_alternate_until_one_server_says_welcome():
     primary, standby = Server(), Server(Busy("standby"))
-    lanes = Lanes(primary, (10,), standby)
+    lanes = Lanes(primary, (10,), standby, mandate_s=4.0)
     lanes.open_control("hello")
     assert fetch(lanes) == "fetched"
+    assert (primary.stall_s, standby.asked) == (4.0, ["interrupt"])
+    standby.asked.clear()
     primary.error = ConnectionLost("dead")
     for error in (ConnectionLost, Busy, ConnectionLost):
         with pytest.raises(error):
@@ -90,6 +96,19 @@ def test_hellos_alternate_until_one_server_says_welcome():
     lanes.open_control("hello")
     assert fetch(lanes) == "fetched"
     assert standby.asked == ["hello", "hello", "hello", "fetch"]
+    # One that is stopped would not answer what is under way.
+    assert primary.asked[-2:] == ["interrupt", "interrupt"]
+
+
+def test_a_host_with_a_control_stream_does_not_guess_who_serves():
+    primary, standby = Server(), Server()
+    lanes = Lanes(primary, (10,), standby)
+    lanes.open_control("hello")
+    primary.error = ConnectionLost("a moment")
+    for _ in range(3):
+        with pytest.raises(ConnectionLost):
+            fetch(lanes)
+    assert standby.asked == ["interrupt"]
 
 
 def test_a_host_without_a_control_stream_finds_who_serves():
@@ -106,7 +125,7 @@ def test_a_host_without_a_control_stream_finds_who_serves():
 
 
 def test_without_a_standby_the_coordinator_is_tried_again():
-    lanes = Lanes(Server(ConnectionLost("dead")), (10,))
+    lanes = Lanes(Server(ConnectionLost("dead")), (10,), mandate_s=4.0)
     for _ in range(3):
         with pytest.raises(ConnectionLost):
             fetch(lanes)

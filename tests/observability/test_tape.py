@@ -6,6 +6,7 @@ from diloco_jax.observability.tape import (
     BLOCK_BYTES,
     LAST_LINES,
     JsonLines,
+    Repeats,
     Tape,
     TapeError,
     newest_record,
@@ -170,3 +171,14 @@ def test_a_run_that_is_extended_is_not_over_before_its_second_end(path):
         tape.append({"kind": kind})
         assert tells_of_the_end(path) == over
     tape.close()
+
+
+def test_records_that_an_island_repeats_are_told_from_new_ones():
+    def line(number, incarnation=1):
+        who = {"island": "a", "incarnation": incarnation}
+        return {"kind": "island", **who, "record": {"seq": number}}
+
+    repeats = Repeats()
+    lines = [line(1), line(2), line(2), line(1, 2), line(1), line(3)]
+    found = [repeats.has(each) for each in lines]
+    assert found == [False, False, True, False, True, False]

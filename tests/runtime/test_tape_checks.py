@@ -31,8 +31,10 @@ def merged(fragment: int, number: int, *parts: dict) -> dict:
     }
 
 
-def adopted(fragment: int, number: int) -> dict:
+def adopted(fragment: int, number: int, seq: int = 0) -> dict:
+    """seq: by default as it is in TAPE."""
     record = {"kind": "adopted", "fragment": fragment, "version": [1, number]}
+    record["seq"] = seq or fragment + 1
     return {"kind": "island", "island": "a", "incarnation": 1, "record": record}
 
 
@@ -68,6 +70,8 @@ SUMMARY = {**FIELDS, "islands": {"a": FIELDS}}
 def test_a_sound_run_passes():
     assert tape_checks.ledger_problems(SUMMARY, TAPE, SIZES) == []
     assert tape_checks.version_problems(TAPE) == []
+    # An island repeats it to a coordinator that came back.
+    assert tape_checks.version_problems([*TAPE[:7], adopted(1, 1), *TAPE[7:]]) == []
     assert tape_checks.steps_to_first_merge(TAPE, "a", 2) == 2
     assert tape_checks.steps_to_first_merge(TAPE, "a", 3) == float("inf")
 
@@ -110,7 +114,7 @@ def test_steps_merged_twice_are_found():
     [
         (6, {"kind": "recovered", "versions": [[1, 0], [1, 1]]}),
         (8, merged(0, 1, part(0, 2, incarnation=2))),
-        (4, adopted(0, 1)),
+        (4, adopted(0, 1, seq=2)),
         (4, adopted(1, 2)),
     ],
     ids=["recovery", "merge", "adopted twice", "adopted before its merge"],

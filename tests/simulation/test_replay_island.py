@@ -169,8 +169,9 @@ def judged(fragment, tick, verdict, reason="", version=V[0]):
 
 @functools.cache
 def live(run):
-    """Takes that are merged, reopened, dropped and reset; adoptions in chains, and one
-    beside a pending take; changes of progress; a grant in the middle."""
+    """Takes that are merged, reopened, dropped and reset; adoptions in chains, and two
+    beside pending takes, of which one becomes too old; changes of progress; a grant in
+    the middle."""
     lived = Lived(run)
     lived.act(grants=(Span(0, 9),))
     lived.train(3)
@@ -187,13 +188,17 @@ def live(run):
     lived.act(verdicts=(judged(0, 3, "refused", "stale"),))
     lived.act(verdicts=(judged(1, 4, "refused", "non_finite"),))
     lived.train(2)
-    lived.act(takes={0: 7})
+    lived.act(takes={0: 7, 1: 8})
     lived.train(1)
     pending = judged(0, 7, "pending", version=V[4])
-    lived.act(verdicts=(pending,), arrivals=(lived.arrival(0, V[4]),))
+    too_late = judged(1, 8, "pending", version=V[2])
+    arrivals = (lived.arrival(0, V[4]), lived.arrival(1, V[2]))
+    lived.act(verdicts=(pending, too_late), arrivals=arrivals)
     lived.train(1)
     merged = judged(0, 7, "merged", version=V[5])
-    lived.act(verdicts=(merged,), arrivals=(lived.arrival(0, V[5]),))
+    stale = judged(1, 8, "refused", "stale", version=V[3])
+    arrivals = (lived.arrival(0, V[5]), lived.arrival(1, V[3]))
+    lived.act(verdicts=(merged, stale), arrivals=arrivals)
     lived.train(1)
     lived.act(takes={0: 5, 1: 6})
     lived.records = lived.books.drain()
@@ -218,7 +223,7 @@ def test_every_delta_has_the_same_bytes(run):
     kinds = [w.record.kind for w in life.records]
     assert {"reopened", "dropped", "reset", "progress"} < set(kinds)
     kept = [w.record.tick for w in life.records if w.record.kind == "adopted"][2:]
-    assert [tick for tick in kept if tick >= 0] == [7] * (run is RUN)
+    assert [tick for tick in kept if tick >= 0] == [7, 8] * (run is RUN)
     island = repeated(life, run)
     assert island.delta(0, 1).tobytes() == lived.sent[0, 1]
     assert island.steps == 3, "no further than was asked for"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 
@@ -25,14 +26,19 @@ class Lanes:
         coordinator: Client,
         sizes: tuple[int, ...],
         standby: Client | None = None,
+        mandate_s: float = math.inf,
     ) -> None:
         """Begin with the coordinator alone, which `close` closes too. sizes: parameters
-        by fragment. standby: that of the coordinator, which may serve in its place.
+        by fragment. standby: that of the coordinator, which may serve in its place once
+        that was silent for `mandate_s`.
         """
         self._servers = [coordinator] if standby is None else [coordinator, standby]
         self._sizes = sizes
+        self._stall_s = math.inf if standby is None else mandate_s
         self._serving = self._dialled = 0
         """Which of the servers bulk goes to, and which one the next hello goes to."""
+        self._welcomed = False
+        """True on a host with a control stream, which knows who serves."""
         self._lock = threading.Lock()
         self._addresses: tuple[str, ...] = ()
         self._dealt: tuple[int, ...] = ()
@@ -70,7 +76,8 @@ class Lanes:
 
     def open_control(self, hello: Hello) -> ControlStream:
         """Say hello to the coordinator; see `Client.open_control`. One that is not
-        there or does not lead has the next hello go to its standby, and back.
+        there or does not lead has the next hello go to its standby, and back. Transfers
+        with the one that does not serve end: it may be stopped, and never answer.
 
         Its Welcome has the addresses of the workers.
         """
@@ -80,7 +87,10 @@ class Lanes:
         except (ConnectionLost, Busy):
             self._dialled = (dialled + 1) % len(self._servers)
             raise
-        self._serving = dialled
+        self._serving, self._welcomed = dialled, True
+        for number, server in enumerate(self._servers):
+            if number != dialled:
+                server.transfers.interrupt()
         self.use(stream.welcome.workers)
         return stream
 
@@ -94,7 +104,9 @@ class Lanes:
     def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
         """Fetch a fragment from its worker; see `Transfers.fetch`."""
         with self._followed():
-            return self._of(request.fragment).fetch(request, max_bytes=max_bytes)
+            return self._of(request.fragment).fetch(
+                request, max_bytes=max_bytes, stall_s=self._stall_s
+            )
 
     def close(self) -> None:
         """Close all connections."""
@@ -109,7 +121,7 @@ class Lanes:
         try:
             yield
         except (ConnectionLost, Busy):
-            if self._serving == serving:
+            if self._serving == serving and not self._welcomed:
                 self._serving = (serving + 1) % len(self._servers)
             raise
 

@@ -23,8 +23,8 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
-from diloco_jax.protocol.reasons import NON_FINITE
-from diloco_jax.protocol.values import Record, Span, Verdict, Version
+from diloco_jax.protocol.reasons import NON_FINITE, STALE
+from diloco_jax.protocol.values import Record, RecordKind, Span, Verdict, Version
 from diloco_jax.simulation.replay.pipe import RemoteReplica, Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import Life
@@ -162,9 +162,7 @@ class ReplayedIsland:
                     verdicts=(pending,) if tick >= 0 else (),
                 )
             case "reopened" | "dropped" | "reset":
-                reason = NON_FINITE if record.kind == "reset" else "refused"
-                here = self._books.version(fragment)
-                verdict = _verdict(fragment, tick, "refused", here, reason)
+                verdict = self._refused(fragment, tick, record.kind)
                 decision = Decision(verdicts=(verdict,))
         self._act(decision, record.step)
         found = self._books.drain()
@@ -174,6 +172,16 @@ class ReplayedIsland:
                 f"noted before comes {found or 'nothing'}; a record was altered or is "
                 f"missing"
             )
+
+    def _refused(self, fragment: int, tick: int, kind: RecordKind) -> TakeVerdict:
+        """Return a verdict with this outcome; the tape does not have the island's."""
+        here, reason = self._books.version(fragment), "refused"
+        if kind == "reset":
+            reason = NON_FINITE
+        elif kind == "dropped":
+            # An adopted version kept the take, or a newer one would reopen it.
+            here, reason = Version(here.term, here.number + 1), STALE
+        return _verdict(fragment, tick, "refused", here, reason)
 
     def _train_until(self, steps: int, line: int) -> None:
         while self.steps < steps:
