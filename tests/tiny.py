@@ -1,13 +1,18 @@
 """One model for the tests that train: what one of them compiled, the others load.
 
-The same goes for windows of 16 tokens and batches of 2 and 4.
+The same goes for windows of 16 tokens and batches of 2 and 4. Most of its matrices have
+one shape, since each shape has programs of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from diloco_jax.config import ModelConfig
 
 MODEL = ModelConfig(
-    d_model=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, mlp_dim=64
+    d_model=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=32
 )
+UNLIKE = dataclasses.replace(MODEL, num_kv_heads=1, mlp_dim=64)
+"""For files of weights: one matrix cannot be taken for another."""
 SEQUENCE_LENGTH = 16

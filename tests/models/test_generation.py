@@ -52,11 +52,11 @@ def test_without_temperature_the_likeliest_is_taken():
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.jit(transformer.build(tiny.MODEL).init)(jax.random.key(0))
+    return jax.jit(transformer.build(tiny.UNLIKE).init)(jax.random.key(0))
 
 
 def text(params, **options) -> list[int]:
-    return list(generate(tiny.MODEL, params, [1, 2, 3], 12, **options))
+    return list(generate(tiny.UNLIKE, params, [1, 2, 3], 12, **options))
 
 
 def test_a_seed_gives_its_text(params):
@@ -82,4 +82,4 @@ def test_a_prompt_that_is_none_is_named(params):
         ([1, 999], "the token 999, the"),
     ):
         with pytest.raises(ConfigError, match=shown):
-            next(generate(tiny.MODEL, params, prompt, 1))
+            next(generate(tiny.UNLIKE, params, prompt, 1))

@@ -24,7 +24,7 @@ def workdir(tmp_path_factory):
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("one line of text\n" * 2000)
     run = RunConfig(
-        model=tiny.MODEL,
+        model=tiny.UNLIKE,
         data=DataConfig(paths=(str(folder / "text"),)),
         sync=SyncConfig(fragments=3),
         sequence_length=tiny.SEQUENCE_LENGTH,
@@ -52,7 +52,7 @@ def config(tmp_path) -> Config:
     text.mkdir()
     (text / "a.txt").write_text("one line of text\n" * 2000)
     run = RunConfig(
-        model=tiny.MODEL,
+        model=tiny.UNLIKE,
         data=DataConfig(paths=(str(text),)),
         sync=SyncConfig(fragments=3),
         sequence_length=tiny.SEQUENCE_LENGTH,

@@ -44,7 +44,7 @@ RANK, ALPHA = 3, 6.0
 def run_of(family: str, **changes) -> RunConfig:
     """A run that adapts the tiny weights of a family."""
     run = RunConfig(
-        model=dataclasses.replace(tiny.MODEL, lora_rank=RANK, lora_alpha=ALPHA),
+        model=dataclasses.replace(tiny.UNLIKE, lora_rank=RANK, lora_alpha=ALPHA),
         data=DataConfig(digest="d"),
         inner=InnerConfig(optimizer="sgd", learning_rate=0.5),
         sync=SyncConfig(fragments=2, steps_per_cycle=4),
@@ -135,7 +135,7 @@ def test_the_digest_is_of_values_and_shapes():
 
 
 def test_adapters_need_weights():
-    run = RunConfig(model=dataclasses.replace(tiny.MODEL, lora_rank=2))
+    run = RunConfig(model=dataclasses.replace(tiny.UNLIKE, lora_rank=2))
     with pytest.raises(ConfigError, match=r"lora_rank = 2.*--init hf:DIR"):
         build(run)
 
@@ -146,7 +146,7 @@ def test_a_run_that_starts_from_weights_takes_no_outer_momentum():
         run_of("smollm2"), total_tokens=10**9, outer=OuterConfig()
     )
     assert resolve_outer(Config(run=run)).run.outer.momentum == 0.0
-    plain = dataclasses.replace(run, model=tiny.MODEL)
+    plain = dataclasses.replace(run, model=tiny.UNLIKE)
     assert resolve_outer(Config(run=plain)).run.outer.momentum > 0.0
 
 
@@ -223,7 +223,7 @@ def test_what_a_run_with_adapters_says_is_what_they_are_merged_to(begun):
 
 
 def test_a_run_without_adapters_has_nothing_to_merge(tmp_path):
-    run = RunConfig(model=tiny.MODEL)
+    run = RunConfig(model=tiny.UNLIKE)
     with pytest.raises(ConfigError, match=r"--merged, .*lora_rank = 0"):
         export(Config(run=run), tmp_path, tmp_path / "out", merged=True)
 

@@ -235,7 +235,7 @@ def test_an_export_leaves_nothing_half_written(config, tmp_path, monkeypatch):
     ],
 )
 def test_a_model_of_no_family_is_refused_with_what_is_lacking(changes, lacking):
-    model = dataclasses.replace(tiny.MODEL, **changes)
+    model = dataclasses.replace(tiny.UNLIKE, **changes)
     with pytest.raises(ConfigError, match=f"the nearest lacks {lacking}"):
         families.write(model, 16)
 

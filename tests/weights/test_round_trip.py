@@ -96,7 +96,7 @@ def test_a_byte_model_leaves_as_a_llama_with_plain_norms(config, tmp_path):
     out = tmp_path / "out"
     assert cli.main(["export", str(workdir), str(out)]) == 0
     model = families.read(files.read_json(out / "config.json"), "")
-    assert model == dataclasses.replace(tiny.MODEL, norm_gain="scale")
+    assert model == dataclasses.replace(tiny.UNLIKE, norm_gain="scale")
     found = in_files(out)
     np.testing.assert_array_equal(found["model.norm.weight"], np.ones(32, np.float32))
     query = load_params(workdir)["layers"]["attention"]["query"][1]
