@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv if need be and runs all checks: format, lint, types, tests. Those that hold
 # times to bounds come last and one by one, the others share the cores; those of many
-# minutes (`nightly`) run when they are asked for. Arguments go to one pytest instead:
+# minutes (`nightly`) run when they are asked for. XLA compiles without optimization for
+# most tests: what they compile runs for less time than that takes. Those that hold the
+# bits of compiled C to XLA's are `optimized`. Arguments go to one pytest instead:
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m "not dist"
@@ -15,11 +17,15 @@ export PATH="$PWD/$VENV/bin:$PATH"
 ruff format --check .
 ruff check .
 mypy diloco_jax
-share=(--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+# One process more than cores, since many tests wait for processes of their own.
+cores=$(python -c 'import os; print(os.cpu_count())')
+share=(--numprocesses $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder)
+quick="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+most=(env XLA_FLAGS="$quick ${XLA_FLAGS:-}" pytest "${share[@]}")
 case "${1:-}" in
-  --fast | --measure) exec pytest "${share[@]}" "$@" ;;
+  --fast | --measure) exec "${most[@]}" "$@" ;;
   ?*) exec pytest "$@" ;;
 esac
-pytest -m "not tpu_compile and not timing and not nightly" "${share[@]}"
-pytest -m "tpu_compile and not timing and not nightly" "${share[@]}"
+"${most[@]}" -m "not (optimized or tpu_compile or timing or nightly)"
+pytest -m "(optimized or tpu_compile) and not (timing or nightly)" "${share[@]}"
 exec pytest -m "timing and not nightly"

@@ -1,7 +1,9 @@
 """For all tests: what one process of the suite compiled, the others load."""
 
+import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first, so that no worker has one left when others end."""
     long = ("notebook", "tpu_compile", "dist")
     items.sort(key=lambda item: not any(map(item.get_closest_marker, long)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled() -> Iterator[None]:
+    """Nothing stays compiled from file to file: half of a worker's memory."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ types take the rest."""
 FILE_S = 4.0
 """CPU seconds of a file above which `--fast` leaves it out, and `--measure` has seen
 enough: it skips the rest of the file."""
-SLOW = ("dist", "timing", "tpu_compile", "notebook", "nightly")
+SLOW = ("dist", "timing", "optimized", "tpu_compile", "notebook", "nightly")
 """Markers of tests that `--fast` leaves out, and `--measure` does not count."""
 CPU = "cpu_seconds"
 BEGAN = pytest.StashKey[float]()

@@ -25,6 +25,8 @@ from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.merge_route import passes_of
 
+pytestmark = pytest.mark.optimized
+
 SIZES = (1, 33, 100, 257, 2049, 4102, 16384)
 """Elements of a tile: odd ones, a power of two, parts of blocks and of chunks. XLA
 compiles everything anew for each."""

@@ -16,7 +16,7 @@ from diloco_jax.core.tiles import TileGrid
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.optimized]
 
 CYCLES = 3
 

@@ -30,6 +30,7 @@ from diloco_jax.simulation.emulation.bodies import TrainedBody
 from diloco_jax.simulation.virtual.line import LineSpeed
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("sync", "seconds"),
     [

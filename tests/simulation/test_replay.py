@@ -203,7 +203,7 @@ def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeyp
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
     saved, begun = (
         load_params(folder),
-        transformer.build(RUN.model).init(jax.random.key(0)),
+        jax.jit(transformer.build(RUN.model).init)(jax.random.key(0)),
     )
     assert jax.tree.all(jax.tree.map(np.array_equal, saved, begun))
 
