@@ -44,7 +44,6 @@ def main(
     note_traffic(Path(workdir) / f"{name}.{index}.traffic")
     if how in ("scripted", "cut"):
         script(config)
-        compile_once(Path(workdir) / f"{name}.compiled", int(index))
         if how == "cut":
             from diloco_jax.island.device import mesh
 
@@ -141,29 +140,6 @@ def end_last(index: int) -> None:
     island_main.abandon_world = abandons
 
 
-def compile_once(mark: Path, index: int) -> None:
-    """Host 0 compiles; the others load that from the cache that the tests share."""
-    from diloco_jax.island import host
-
-    compile_ahead = host.compile_ahead
-
-    def compiles(*args):
-        if index:
-            wait_for(mark, "host 0 does not compile")
-        compile_ahead(*args)
-        mark.touch()
-
-    host.compile_ahead = compiles
-
-
-def wait_for(mark: Path, otherwise: str) -> None:
-    """Return when the file is there."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not mark.exists():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
-
-
 def compile_last(mark: Path, index: int) -> None:
     """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
     anything before that."""
@@ -175,8 +151,11 @@ def compile_last(mark: Path, index: int) -> None:
     compile_ahead, meet, warm = host.compile_ahead, Hosts.meet, Exchange.warm
 
     def compiles(*args):
-        wait_for(waits, "host 0 does not wait for host 1")
         compile_ahead(*args)
+        deadline = time.monotonic() + PATIENCE_S
+        while not waits.exists():
+            assert time.monotonic() < deadline, "host 0 does not wait for host 1"
+            time.sleep(0.01)
         compiled.touch()
 
     def meets(self, what, *args):
