@@ -64,17 +64,18 @@ class FragmentSnapshots(Snapshots):
         self, fragment: int, through: Version, like: Arrays
     ) -> tuple[Version, dict[str, list[Any]]]:
         """Load a fragment's newest snapshot that can be read; return its version too.
+        Remove those after it: torn ones, and those beyond the committed version, whose
+        numbers other merges will have.
 
         Its later publishes must be there: they are kept from the oldest snapshot on.
 
-        through: the committed version, beyond which no snapshot counts. like: arrays
-        of the same shapes and dtypes, without values.
+        through: the committed version. like: arrays of the same shapes and dtypes,
+        without values.
 
         Raises ConfigError: no snapshot can be read, or it is of another run.
         """
         known = [v for v in self._versions[fragment] if v <= through]
         failure = f"there is none up to version {tuple(through)}"
-        torn: list[Version] = []
         for version in reversed(known):
             path = fragment_path(self._folder, fragment, version)
             arrays = empty(like)
@@ -83,12 +84,12 @@ class FragmentSnapshots(Snapshots):
             except sealed.SealedError as error:
                 failure = str(error)
                 logger.warning("%s; the one before it is tried", error)
-                torn.append(version)
                 continue
             self._refuse_other(version.number, header)
-            for unreadable in torn:  # It must not count as kept.
-                self._versions[fragment].remove(unreadable)
-                self._remove(fragment_path(self._folder, fragment, unreadable))
+            own = self._versions[fragment]
+            for unfit in own[own.index(version) + 1 :]:
+                self._remove(fragment_path(self._folder, fragment, unfit))
+            self._versions[fragment] = own[: own.index(version) + 1]
             return version, arrays
         raise sealed.SealedError(
             f"fragment {fragment} cannot be loaded from the snapshots in "

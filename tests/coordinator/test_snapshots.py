@@ -85,6 +85,21 @@ def test_arrays_and_state_come_back(opened, opened_states, store, state):
         assert all(map(np.array_equal, ours, theirs))
 
 
+def test_one_of_a_version_that_never_was_goes_before_another_has_its_number(
+    opened, store, folder
+):
+    snapshots = opened("r")
+    save_first(snapshots, store)
+    for number in (3, 5):
+        snapshots.save(0, Version(1, number), store.arrays(0))
+    again, like = opened("r"), store.like(0)
+    assert again.load(0, Version(1, 4), like)[0] == Version(1, 3)
+    assert versions(folder, 0) == [Version(1, 3)]
+    assert again.unsaved([Version(1, 4), Version()]) == [0]
+    again.save(0, Version(1, 4), store.arrays(0))
+    assert versions(folder, 0) == [Version(1, 3), Version(1, 4)]
+
+
 @pytest.mark.parametrize("kept", [1, 2])
 def test_log_and_publishes_are_cut_off_for_the_oldest_to_be_kept(
     opened, opened_states, store, state, folder, kept
