@@ -75,9 +75,25 @@ def main() -> int:
         for head, found in tables.items()
         if found
     }
-    raw = {"outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
+    versions = versions_in(options.venv)
+    tables["Versions"] = [versions]
+    told = [dataclasses.asdict(outcome) for outcome in outcomes]
+    raw = {"peer": versions, "outcomes": told}
     checks = bounds(outcomes)
     return support.deliver(options, "peers", __doc__, tables, checks, raw)
+
+
+def versions_in(venv: Path) -> dict[str, str]:
+    """Return the versions of torchft and torch in a venv."""
+    names = ("torchft", "torch")
+    program = f"from importlib.metadata import version; print(*map(version, {names}))"
+    said = subprocess.run(
+        [venv / "bin" / "python", "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return dict(zip(names, said.stdout.split(), strict=True))
 
 
 def runs(quick: bool, seconds: float | None) -> list[tuple[str, Work]]:
