@@ -129,7 +129,7 @@ def version_problems(tape: Sequence[Record]) -> list[str]:
     adopted: dict[tuple[str, int, int], list[int]] = {}
     repeats = Repeats()
     for record in tape:
-        if record["kind"] == "island" and repeats.has(record):
+        if record["kind"] == "island" and repeats.seen(record):
             continue
         if record["kind"] == "term":
             for fragment, version in enumerate(record["versions"]):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv if need be and runs all checks: format, lint, types, tests. Those that hold
 # times to bounds come last and one by one, the others share the cores; those of many
-# minutes (`nightly`) run when they are asked for. XLA compiles without optimization for
-# most tests: what they compile runs for less time than that takes. Those that hold the
-# bits of compiled C to XLA's are `optimized`. Arguments go to one pytest instead:
+# minutes (`nightly`) run when they are asked for. Most are compiled without XLA's
+# optimization, which would take longer than their programs run. Those that compare
+# bits with compiled C need it (`optimized`). Arguments go to one pytest instead:
 #
 #   bash launch/test.sh tests/core -x
 #   bash launch/test.sh -m "not dist"

@@ -183,7 +183,7 @@ class Timeline:
 
     def _fact(self, line: Mapping[str, Any], time: float) -> None:
         lane, record = self._lane(line["island"]), line["record"]
-        if lane.incarnation != line["incarnation"] or self._repeats.has(line):
+        if lane.incarnation != line["incarnation"] or self._repeats.seen(line):
             return
         fragment = record.get("fragment", -1)
         match record["kind"]:

@@ -85,7 +85,7 @@ class _Reader:
         life = self._lives.get((line.get("island", ""), line.get("incarnation", 0)))
         if life is None:
             return
-        if kind == "island" and not self._repeats.has(line):
+        if kind == "island" and not self._repeats.seen(line):
             self._fact(line["island"], line["incarnation"], line["record"], now, life)
         elif kind == "absent":
             life.absent = now

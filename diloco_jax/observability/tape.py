@@ -204,8 +204,9 @@ class Repeats:
         self._through: dict[tuple[str, int], int] = {}
         """Number of the newest record by island and incarnation."""
 
-    def has(self, line: Mapping[str, Any]) -> bool:
-        """Tell if this line repeats an earlier one. Lines come in their order."""
+    def seen(self, line: Mapping[str, Any]) -> bool:
+        """Tell if this line repeats an earlier one, and note it. Lines come in their
+        order."""
         who, number = (line["island"], line["incarnation"]), line["record"]["seq"]
         if number <= self._through.get(who, 0):
             return True

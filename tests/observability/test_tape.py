@@ -180,5 +180,5 @@ def test_records_that_an_island_repeats_are_told_from_new_ones():
 
     repeats = Repeats()
     lines = [line(1), line(2), line(2), line(1, 2), line(1), line(3)]
-    found = [repeats.has(each) for each in lines]
+    found = [repeats.seen(each) for each in lines]
     assert found == [False, False, True, False, True, False]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 
 import numpy as np
 import pytest
 from wire_support import (
     WAIT_S,
+    Dribble,
     answer_to,
     deadlines,
     fetch_request,
@@ -255,23 +255,6 @@ def test_announced_length_must_be_the_payloads(connect):
         connect("127.0.0.1:1").transfers.upload(upload_start(10), bytes(9))
 
 
-class Dribble:
-    """Serves the first `good` chunks of every stripe and then waits to be stopped."""
-
-    def __init__(self, good: int) -> None:
-        self.reached = threading.Semaphore(0)
-        self.gone = threading.Event()
-        self._good, self._chunks = good, frames.chunks
-
-    def chunks(self, *arguments):
-        for number, frame in enumerate(self._chunks(*arguments)):
-            if number == self._good:
-                self.reached.release()
-                self.gone.wait(3 * WAIT_S)
-                return
-            yield frame
-
-
 def test_fetch_resumes_at_the_byte_after_the_server_comes_back(
     serve, connect, handlers, monkeypatch
 ):
@@ -338,87 +321,6 @@ def test_all_stripes_ask_for_the_version_of_the_first_answer(
     assert fetched.version == Version(1, 5)
     assert fetched.payload == handlers.published
     assert {r.want for r in handlers.requests} == {Version(1, 5)}
-
-
-def test_fetch_gives_up_at_its_deadline(connect):
-    client = connect("127.0.0.1:1", deadlines=deadlines(pin_s=1.2))
-    began = time.monotonic()
-    with pytest.raises(ConnectionLost, match=r"given up at byte 0, 1\.2 s after"):
-        client.transfers.fetch(fetch_request(), max_bytes=1)
-    assert time.monotonic() - began < WAIT_S
-
-
-def test_fetch_without_a_byte_is_given_up_before_its_deadline(connect):
-    client = connect("127.0.0.1:1")
-    with pytest.raises(ConnectionLost, match=r"byte 0, 0\.5 s after its last byte"):
-        client.transfers.fetch(fetch_request(), max_bytes=1, stall_s=0.5)
-
-
-def test_what_is_under_way_is_interrupted_and_later_transfers_are_not(
-    serve, connect, handlers, monkeypatch
-):
-    _, address = serve()
-    hangs, reached = threading.Event(), threading.Event()
-
-    def hang(*_):
-        reached.set()
-        hangs.wait(WAIT_S)
-
-    client, errors = connect(address), []
-
-    def upload():
-        try:
-            client.transfers.upload(upload_start(10), bytes(10))
-        except ConnectionLost as error:
-            errors.append(str(error))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(handlers, "upload_end", hang)
-        sending = threading.Thread(target=upload, daemon=True)
-        sending.start()
-        assert reached.wait(WAIT_S)
-        client.transfers.interrupt()
-        sending.join(WAIT_S)
-        assert "ended at this end" in errors[0]
-        hangs.set()
-    assert client.transfers.upload(upload_start(10), bytes(10)) > 10
-
-
-def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatch):
-    _, address = serve()
-    hangs = threading.Event()
-    monkeypatch.setattr(handlers, "upload_end", lambda *_: hangs.wait(WAIT_S))
-    client = connect(address, deadlines=deadlines(idle_s=0.5))
-    with pytest.raises(ConnectionLost, match=r"not a chunk moved for 0\.5 s"):
-        client.transfers.upload(upload_start(10), bytes(10))
-    hangs.set()
-
-
-def test_close_ends_running_transfers(serve, connect, handlers, monkeypatch):
-    _, address = serve()
-    handlers.published = bytes(12 * MIB)
-    dribble = Dribble(good=1)
-    monkeypatch.setattr("diloco_jax.wire.frames.chunks", dribble.chunks)
-    client = connect(address)
-    errors = []
-
-    def fetch():
-        try:
-            client.transfers.fetch(fetch_request(), max_bytes=12 * MIB)
-        except ConnectionLost as error:
-            errors.append(error)
-
-    fetching = threading.Thread(target=fetch, daemon=True)
-    fetching.start()
-    assert dribble.reached.acquire(timeout=WAIT_S)
-    began = time.monotonic()
-    client.close()
-    fetching.join(WAIT_S)
-    assert time.monotonic() - began < WAIT_S
-    assert errors
-    dribble.gone.set()
-    with pytest.raises(ConnectionLost, match="closed"):
-        client.transfers.fetch(fetch_request(), max_bytes=1)
 
 
 def test_stripes_tile_the_payload():

@@ -186,3 +186,20 @@ def answer_to(address: str, *parts: bytes) -> Any:
         connection.sendall(b"".join(parts))
         connection.shutdown(socket.SHUT_WR)
         return BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
+
+
+class Dribble:
+    """Serves the first `good` chunks of every stripe and then waits to be stopped."""
+
+    def __init__(self, good: int) -> None:
+        self.reached = threading.Semaphore(0)
+        self.gone = threading.Event()
+        self._good, self._chunks = good, frames.chunks
+
+    def chunks(self, *arguments):
+        for number, frame in enumerate(self._chunks(*arguments)):
+            if number == self._good:
+                self.reached.release()
+                self.gone.wait(3 * WAIT_S)
+                return
+            yield frame

@@ -179,7 +179,7 @@ class ReplayedIsland:
         if kind == "reset":
             reason = NON_FINITE
         elif kind == "dropped":
-            # An adopted version kept the take, or a newer one would reopen it.
+            # A kept take is dropped only while a newer version is on its way.
             here, reason = Version(here.term, here.number + 1), STALE
         return _verdict(fragment, tick, "refused", here, reason)
 
