@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,8 +107,8 @@ class Lead:
 class Standby:
     """A standby on a thread of its own."""
 
-    def __init__(self, folder: Path, primary: str) -> None:
-        self.workdir = folder / "two"
+    def __init__(self, folder: Path, primary: str, name: str = "two") -> None:
+        self.workdir = folder / name
         self.workdir.mkdir(exist_ok=True)
         self.address = f"127.0.0.1:{free_port()}"
         config = placed(folder, self.address)
@@ -216,6 +218,53 @@ def test_a_standby_that_was_not_in_step_gathers_with_nothing_on_its_disk(
         seated(placed(tmp_path, lead.address), again.workdir)
 
 
+def test_a_holder_whose_disk_is_lost_does_not_lead_from_it(
+    tmp_path: Path, lead: Lead
+) -> None:
+    """The file with its name is all that is left, and the mandate is valid."""
+    lead.die()
+    (lead.workdir / "run.json").unlink()
+    shutil.rmtree(lead.workdir / "log")
+    began = time.monotonic()
+    again = Standby(tmp_path, lead.address, lead.workdir.name)
+    again.join()
+    assert again.outcome == StandbyOutcome("gathering", "r")
+    assert time.monotonic() - began > BUDGET_S
+
+
+def test_a_standby_with_a_full_disk_is_not_in_step_until_there_is_room(
+    tmp_path: Path, lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    standby = Standby(tmp_path, lead.address)
+    until(lambda: in_step(lead))
+    with monkeypatch.context() as patch:
+        for write in ("append", "chunk"):
+            patch.setattr(standby.follower._mirror, write, full)
+        until(lambda: bool(lead.alerts))
+        assert "is not in step any more" in lead.alerts[0]
+        shown = lead.shown
+        until(lambda: lead.shown > shown + 20)
+        assert not in_step(lead)
+    until(lambda: in_step(lead))
+    standby.end()
+
+
+def test_a_run_is_not_over_before_the_mandate_says_so(
+    tmp_path: Path, lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*arguments: object) -> None:
+        raise OSError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lead.seat._store, "read", away)
+        patch.setattr(lead.seat._store, "write", away)
+        assert not lead.seat.finish(BUDGET_S / 3)
+    assert lead.seat.finish(WITHIN_S)
+
+
 def test_a_primary_that_wakes_up_shows_nothing_and_ends(
     tmp_path: Path, lead: Lead
 ) -> None:
@@ -253,7 +302,7 @@ def test_islands_are_sent_elsewhere_once_the_object_is_away(
 def test_the_end_of_the_run_ends_the_standby(tmp_path: Path, lead: Lead) -> None:
     standby = Standby(tmp_path, lead.address)
     until(lambda: in_step(lead))
-    lead.seat.finish()
+    assert lead.seat.finish(WITHIN_S)
     standby.join()
     assert standby.outcome == StandbyOutcome("")
 

@@ -234,15 +234,21 @@ class Seat(Unseated):
         """See `Unseated`."""
         self._machine.give(StateGathered())
 
-    def finish(self) -> None:
+    def finish(self, within_s: float) -> bool:
         """See `Unseated`."""
         self._machine.give(RunFinished())
 
         def told(state: Primary) -> bool:
             return state.phase == "over" or (state.told_over and state.request is None)
 
-        if not self._machine.wait_for(told, self._stop_s / 2):
-            logger.warning("the mandate does not say yet that the run is over")
+        if not (done := self._machine.wait_for(told, within_s)):
+            logger.error(
+                "the run is over, and the mandate does not say so within %g s, since "
+                "its object does not answer: a standby still waits to take over. Once "
+                "the object answers, start this coordinator again, and it says so",
+                within_s,
+            )
+        return done
 
     def close(self) -> None:
         """See `Unseated`."""

@@ -55,8 +55,10 @@ class Unseated:
     def begun(self) -> None:
         """Note that the state that was gathered is durable."""
 
-    def finish(self) -> None:
-        """Say in the mandate that the run is over, within the time to stop."""
+    def finish(self, within_s: float) -> bool:
+        """Say in the mandate that the run is over; return False if it does not say so
+        within that time."""
+        return True
 
     def shown(self) -> dict[str, Any]:
         """Return what the status says of the mandate."""

@@ -12,6 +12,7 @@ from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.standby.events import (
     FromStore,
+    MandateWritten,
     PrimaryLost,
     ReadMandate,
     StandbyAttached,
@@ -62,6 +63,15 @@ class StandbyWorld(FaultyWorld):
         """Number of the last record of which anyone may have seen something."""
         self._attempts: dict[str, int] = dict.fromkeys(schedule.islands, 0)
         self._leading: Node = self.nodes[NODES[0]]
+        self._names = 0
+        """Names that were drawn for nodes that had lost theirs."""
+
+    def _is_over(self) -> bool:
+        """Tell whether the run is over, and so are both processes."""
+        if not super()._is_over():
+            return False
+        cast(SeatedCoordinator, self.coordinator).node.finish()
+        return all(node.retired for node in self.nodes.values())
 
     # ---- processes ------------------------------------------------------------------
 
@@ -113,6 +123,19 @@ class StandbyWorld(FaultyWorld):
         role = node.role
         node.kill()
         self._start_again(node, role, down_s, self.clock.now)
+
+    def lose(self, node: Node, restart: Restart, *, renamed: bool) -> None:
+        """Kill a process whose disk is lost; it starts again with an empty one."""
+        node.disk.lose_all()
+        if node.coordinator is not None:
+            self.crash_coordinator(node.coordinator, restart)
+        else:
+            if node.gatherer is not None:
+                self._lose_islands(node.gatherer, restart.noticed_s)
+            self.kill_standby(node, restart.down_s)
+        if renamed:
+            self._names += 1
+            node.name = f"{node.name.partition('.')[0]}.{self._names}"
 
     def stop(self, node: Node, for_s: float) -> None:
         """Stop a process for a while."""
@@ -204,17 +227,21 @@ class StandbyWorld(FaultyWorld):
     def _go_back(self) -> None:
         """Do what a person does for a lost run whose other disk has a state: remove the
         mandate, and start that coordinator."""
-        best = max(self.nodes.values(), key=lambda node: node.disk.last)
         for node in self.nodes.values():
             self.ended(node, "standby", RESTART_S)
+        self._leading.disk.find_again()
+        best = max(self.nodes.values(), key=lambda node: node.disk.last)
         self.object.remove()
         best.kill()
         self._start_again(best, "primary", RESTART_S, self.clock.now)
 
     def carry_out(self, request: ReadMandate | WriteMandate) -> FromStore:
         """Let the object answer."""
+        before = self.object.mandate
         found = self.object.carry_out(request)
         if isinstance(request, WriteMandate):
+            if isinstance(found, MandateWritten) and before is not None:
+                self.monitor.holds(request.mandate.holder, before)
             self._check_named()
         return found
 
@@ -229,9 +256,10 @@ class StandbyWorld(FaultyWorld):
 
     def _check_named(self) -> None:
         mandate = self.object.mandate
-        if mandate is not None and mandate.in_step:
-            disk = self.nodes[mandate.in_step].disk
-            self.monitor.named(mandate.in_step, disk.last, self._seen)
+        name = "" if mandate is None else mandate.in_step
+        for node in self.nodes.values():
+            if node.name == name and not node.disk.lost:
+                self.monitor.named(name, node.disk.last, self._seen)
 
     def persisted(self, by: FaultyCoordinator, record: Durable) -> None:
         """See FaultyWorld; what a deposed one writes does not count."""
