@@ -30,9 +30,14 @@ from diloco_jax.workdir import RunFacts
 BUDGET_S, WITHIN_S = 1.5, 30.0
 
 
-def seated(config: Config, workdir: Path, run_id: str = "r") -> Unseated:
+def seated(
+    config: Config,
+    workdir: Path,
+    run_id: str = "r",
+    opened: contextlib.ExitStack | None = None,
+) -> Unseated:
     facts = RunFacts(run_id=run_id, begun_unix=0.0)
-    return taken(config, workdir, facts, "", contextlib.ExitStack())
+    return taken(config, workdir, facts, "", opened or contextlib.ExitStack())
 
 
 def placed(folder: Path, bind: str) -> Config:
@@ -54,6 +59,7 @@ class Lead:
         seat = seated(config, self.workdir)
         assert isinstance(seat, Seat)
         self.seat = seat
+        seat.serve(lambda: None)
         self.log = RecordLog(self.workdir / "log")
         self.log.appended = lambda path, data: seat.outflow.appended(
             path, data, sync=True
@@ -216,6 +222,19 @@ def test_a_standby_that_was_not_in_step_gathers_with_nothing_on_its_disk(
     # A start in between gathers too, and another one without --standby-of says so.
     with pytest.raises(ConfigError, match="start it with --standby-of"):
         seated(placed(tmp_path, lead.address), again.workdir)
+
+
+def test_a_primary_that_dies_before_it_serves_leaves_its_standby_in_step(
+    tmp_path: Path, lead: Lead
+) -> None:
+    standby = Standby(tmp_path, lead.address)
+    until(lambda: in_step(lead))
+    lead.die()
+    with contextlib.ExitStack() as opened:
+        again = seated(placed(tmp_path, lead.address), lead.workdir, opened=opened)
+        assert again.shown()["mandate"]["state"] == "loading"
+    standby.join()
+    assert standby.outcome == StandbyOutcome("log", "r")
 
 
 def test_a_holder_whose_disk_is_lost_does_not_lead_from_it(

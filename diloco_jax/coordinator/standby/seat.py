@@ -45,6 +45,7 @@ from diloco_jax.protocol.standby.events import (
     StandbyAttached,
     StandbyLost,
     StateGathered,
+    StateLoaded,
     StepDown,
 )
 from diloco_jax.protocol.standby.primary import Primary
@@ -177,6 +178,7 @@ class Seat(Unseated):
     def serve(self, nudge: Callable[[], None]) -> None:
         """See `Unseated`."""
         self._nudge = nudge
+        self._machine.give(StateLoaded())
 
     def watch(
         self,

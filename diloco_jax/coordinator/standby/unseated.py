@@ -21,8 +21,8 @@ class Unseated:
     """Source of a standby's stream, if there may be a standby."""
 
     def serve(self, nudge: Callable[[], None]) -> None:
-        """Go on beside a lead, which calls `turn`. nudge: has it do so soon; it must
-        not block."""
+        """Go on beside a lead, which has its state, and calls `turn`. nudge: has it do
+        so soon; it must not block."""
 
     def watch(self, log: RecordLog, tape: Tape, states: StateSnapshots) -> None:
         """Have a standby sent what these write from now on."""

@@ -17,6 +17,7 @@ from diloco_jax.protocol.standby.events import (
     ReadMandate,
     StandbyAttached,
     StateGathered,
+    StateLoaded,
     WriteMandate,
 )
 from diloco_jax.protocol.standby.primary import Primary
@@ -174,6 +175,7 @@ class StandbyWorld(FaultyWorld):
         self._lead(node)
         self.lineage.take_back(node.disk.last)
         super()._start_coordinator(clock_s)
+        node.give(StateLoaded())
 
     def _lead(self, node: Node) -> None:
         """Let the run's log be this node's."""

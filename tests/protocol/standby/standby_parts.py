@@ -60,4 +60,5 @@ class Node:
     paused_until: float = 0.0
     inbox: list[tuple[int, Any]] = field(default_factory=list)
     line: Line | None = None
-    gathers: bool = False
+    has_state: bool = False
+    """It has loaded or gathered its state."""

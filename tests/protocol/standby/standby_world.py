@@ -22,6 +22,8 @@ from diloco_jax.protocol.standby.mandate import NO_GENERATION, Mandate
 
 TIMEOUT_S = 1.0
 """Time after which a request to the object counts as unanswered."""
+LOAD_S = 3.0
+"""Time in which a coordinator reads its disk, if that is not drawn."""
 
 
 class World:
@@ -79,7 +81,7 @@ class World:
         self._give(node, Timer())
 
     def _seek(self, node: Node) -> None:
-        node.life += 1
+        node.life, node.has_state = node.life + 1, False
         node.machine = primary.seek(self.plant.primary, node.name, "run")
         node.first = len(node.disk)
         self._write_records(node, node.life)
@@ -88,7 +90,7 @@ class World:
     def crash(self, name: str, *, disk_lost: bool = False) -> None:
         node = self.nodes[name]
         node.machine, node.life = None, node.life + 1
-        node.gathers = False
+        node.has_state = False
         node.inbox.clear()
         self._hang_up(node)
         if disk_lost:
@@ -155,7 +157,7 @@ class World:
         machine = node.machine
         if node.life != life or not isinstance(machine, primary.Primary):
             return
-        leads = machine.phase not in ("seeking", "over") and not node.gathers
+        leads = machine.phase not in ("seeking", "over") and node.has_state
         awake = self.now >= node.paused_until
         if leads and awake and not node.full and len(node.disk) < 400:
             record = next(self._records)
@@ -183,7 +185,9 @@ class World:
                 self.led.append((self.now, node.name, "seat"))
                 if gathers:
                     self._gather(node)
-                elif missing := set(self.visible) - set(node.disk):
+                    return
+                self._load(node)
+                if missing := set(self.visible) - set(node.disk):
                     raise BrokenError(f"{node.name} leads without {missing}")
             case events.Lapse():
                 self.lapsed.append(node.name)
@@ -221,15 +225,26 @@ class World:
             node.disk, node.empty = [], True
         self._seek(node)
 
+    def _load(self, node: Node) -> None:
+        """Read the disk, which takes a while."""
+        life = node.life
+
+        def loaded() -> None:
+            if node.life == life:
+                node.has_state = True
+                self._give(node, events.StateLoaded())
+
+        self.at(self.random.uniform(0, 8) if self.rough else LOAD_S, loaded)
+
     def _gather(self, node: Node) -> None:
         """Ask islands, which takes a while, and begin a term with what they have."""
-        life, node.gathers = node.life, True
+        life = node.life
 
         def begin() -> None:
             if node.life != life:
                 return
             node.disk = [*self.visible, next(self._records)]
-            node.first, node.gathers = len(node.disk), False
+            node.first, node.has_state = len(node.disk), True
             node.empty = node.lost = False
             self._give(node, events.StateGathered())
 

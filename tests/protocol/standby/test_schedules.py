@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from standby_parts import TIMING, BrokenError, Plant
 from standby_play import beat, play
-from standby_world import World
+from standby_world import LOAD_S, World
 
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.machines import StateMachine
@@ -18,9 +18,14 @@ from diloco_jax.protocol.standby.events import (
     Dial,
     HangUp,
     MandateRead,
+    MandateWritten,
     ReadMandate,
+    Reign,
+    Release,
     Retire,
+    StateLoaded,
     TakeOver,
+    WriteMandate,
 )
 from diloco_jax.protocol.standby.mandate import Mandate, MandateTiming
 from diloco_jax.protocol.standby.primary import Primary
@@ -105,6 +110,15 @@ def test_going_on_before_the_mandate_says_so_is_found(
     assert found()
 
 
+def test_showing_something_while_the_mandate_names_a_standby_of_before_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves = {state: dict(after) for state, after in primary.PRIMARY.moves.items()}
+    moves["loading"]["show"] = "alone"
+    monkeypatch.setattr(primary, "PRIMARY", StateMachine("primary", moves))
+    assert found()
+
+
 def test_a_log_that_lacks_something_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "in_step", lambda state: True)
     assert found()
@@ -139,6 +153,34 @@ def test_a_primary_that_only_starts_again_goes_on() -> None:
     world.run(40.0)
     assert [who for _, who, _ in world.led] == ["A", "A"]
     assert named(world) == "B"
+
+
+def test_a_primary_that_dies_again_while_it_loads_leaves_its_standby_in_step() -> None:
+    world = calm()
+    world.cut.add("line")
+    world.crash("A")
+    world.start("A", "primary")
+    world.run(LOAD_S / 2)
+    assert named(world) == "B"
+    world.crash("A")
+    world.run(2 * TIMING.valid_s)
+    assert [led[1:] for led in world.led] == [
+        ("A", "seat"),
+        ("A", "seat"),
+        ("B", "log"),
+        ("B", "seat"),
+    ]
+
+
+def test_a_primary_that_has_loaded_goes_on_alone() -> None:
+    world = calm()
+    seen = len(world.visible)
+    world.cut.add("line")
+    world.crash("A")
+    world.start("A", "primary")
+    world.run(LOAD_S + 2)
+    assert named(world) == ""
+    assert len(world.visible) > seen
 
 
 def test_a_standby_that_is_not_in_step_waits_and_gathers() -> None:
@@ -302,3 +344,21 @@ def test_what_the_mandate_says_of_a_lost_disk_does_not_count() -> None:
         state, MandateRead(generation="h", mandate=over), later + 0.1
     )
     assert effects == [HangUp(), Retire()]
+
+
+def test_a_primary_that_loads_shows_nothing_before_it_parts() -> None:
+    """Its disk may have more than the standby's, which nobody has seen."""
+    named = Mandate(run_id="r", holder="A", in_step="B")
+    state, _ = primary.step(primary.seek(TIMING, "A", "r"), Timer(), 0.0)
+    read = MandateRead(generation="1", mandate=named)
+    state, effects = primary.step(state, read, 0.1)
+    assert effects == [WriteMandate(mandate=named, generation="1")]
+    state, effects = primary.step(state, MandateWritten(generation="2"), 0.2)
+    assert effects == [Reign(number=1, gathers=False)]
+    state, effects = primary.step(state, StateLoaded(), 0.3)
+    parted = replace(named, in_step="")
+    assert effects == [WriteMandate(mandate=parted, generation="2")]
+    assert not primary.may_show(state, 0, 0.4)
+    state, effects = primary.step(state, MandateWritten(generation="3"), 0.4)
+    assert effects == [Release(through=0)]
+    assert primary.may_show(state, 0, 0.4)
