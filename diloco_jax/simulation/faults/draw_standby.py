@@ -12,6 +12,7 @@ from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnStandby, Schedule
 from diloco_jax.simulation.faults.standby_faults import (
+    LoadCrash,
     MandateAway,
     MandateLate,
     NodeLoss,
@@ -34,6 +35,8 @@ FULL_SHARE = 0.3
 """Share in which the standby's disk is full for a while."""
 LATE_SHARE = 0.3
 """Share in which requests reach the object late."""
+LOADING_SHARE = 0.3
+"""Share in which a coordinator takes a while to load its state, and dies in it."""
 LATE_S = (0.3, 2.0, 30.0)
 """Longest lateness in seconds: with an answer in time, without one, and for longer than
 anything waits."""
@@ -70,6 +73,9 @@ def with_standby(
         kept.append(StandbyFull(at_s=_time(rng, storm_s), for_s=_seconds(rng)))
     if rng.random() < LATE_SHARE:
         kept.append(_lateness(rng, storm_s))
+    if rng.random() < LOADING_SHARE:
+        standby = replace(standby, load_s=rng.choice([0.3, 2.0, LEASE_S]))
+        kept.append(_death_while_loading(rng, _time(rng, storm_s), standby.load_s))
     return replace(schedule, standby=standby), kept
 
 
@@ -134,6 +140,15 @@ def _restart(rng: random.Random) -> Restart:
         down_s=round(LONG_S * rng.uniform(0.2, 1), 2),
         clock_s=round(5000 * rng.random(), 1),
         noticed_s=rng.choice([0.0, LEASE_S]),
+    )
+
+
+def _death_while_loading(rng: random.Random, at_s: float, load_s: float) -> AnyFault:
+    return LoadCrash(
+        at_s=at_s,
+        down_s=round(LEASE_S * rng.uniform(0.1, 0.5), 2),
+        loading_s=round(load_s * rng.uniform(0.2, 1.2), 2),
+        restart=_restart(rng),
     )
 
 

@@ -100,6 +100,8 @@ class DrawnStandby(
 
     copy_s: float = 0.5
     """Seconds that a copy of the primary's files takes."""
+    load_s: float = 0.0
+    """Seconds that a coordinator takes to read its state before it serves."""
     rates: tuple[float, float] = (1.0, 1.0)
     """Seconds of both clocks per second: of the first primary's and of the other."""
 
@@ -241,7 +243,7 @@ def _check_standby(schedule: Schedule) -> None:
                 f'"standby": {{}}, or leave them out'
             )
         return
-    within(standby, SECONDS, "copy_s")
+    within(standby, SECONDS, "copy_s", "load_s")
     for rate in standby.rates:
         if not RATE.low <= rate <= RATE.high:
             raise ConfigError(

@@ -49,6 +49,26 @@ class StandbyCrash(StandbyFault, frozen=True):
         return world.begun(self, self.down_s)
 
 
+class LoadCrash(StandbyFault, frozen=True):
+    """The primary dies, starts again, and dies again `loading_s` later: most often
+    before it has loaded its state."""
+
+    down_s: float
+    loading_s: float
+    restart: Restart
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, "primary")
+        if node is None or node.coordinator is None:
+            return False
+        world.crash(node, Restart(down_s=self.down_s))
+        again_s = self.down_s + self.loading_s
+        world.clock.after(again_s, lambda: world.crash(node, self.restart))
+        lasts_s = max(self.restart.down_s, self.restart.noticed_s)
+        return world.begun(self, again_s + lasts_s)
+
+
 class NodeLoss(StandbyFault, frozen=True):
     """A process dies, and its disk is lost for good.
 
@@ -162,6 +182,7 @@ AnyStandbyFault = (
     StandbyCrash
     | StandbyFull
     | StandbyPartition
+    | LoadCrash
     | NodeLoss
     | NodeStop
     | MandateAway

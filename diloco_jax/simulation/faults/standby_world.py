@@ -20,7 +20,6 @@ from diloco_jax.protocol.standby.events import (
     StateLoaded,
     WriteMandate,
 )
-from diloco_jax.protocol.standby.primary import Primary
 from diloco_jax.simulation.faults.arrays import Anchors
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.fault import Restart
@@ -60,6 +59,7 @@ class StandbyWorld(FaultyWorld):
             for name, rate in zip(NODES, drawn.rates, strict=True)
         }
         self.disk = self.nodes[NODES[0]].disk
+        self._load_s = drawn.load_s
         self._seen = -1
         """Number of the last record of which anyone may have seen something."""
         self._attempts: dict[str, int] = dict.fromkeys(schedule.islands, 0)
@@ -125,15 +125,20 @@ class StandbyWorld(FaultyWorld):
         node.kill()
         self._start_again(node, role, down_s, self.clock.now)
 
-    def lose(self, node: Node, restart: Restart, *, renamed: bool) -> None:
-        """Kill a process whose disk is lost; it starts again with an empty one."""
-        node.disk.lose_all()
+    def crash(self, node: Node, restart: Restart) -> None:
+        """Kill the process of a node, if it has one, whatever it does; it starts
+        again."""
         if node.coordinator is not None:
             self.crash_coordinator(node.coordinator, restart)
-        else:
+        elif node.machine is not None:
             if node.gatherer is not None:
                 self._lose_islands(node.gatherer, restart.noticed_s)
             self.kill_standby(node, restart.down_s)
+
+    def lose(self, node: Node, restart: Restart, *, renamed: bool) -> None:
+        """Kill a process whose disk is lost; it starts again with an empty one."""
+        node.disk.lose_all()
+        self.crash(node, restart)
         if renamed:
             self._names += 1
             node.name = f"{node.name.partition('.')[0]}.{self._names}"
@@ -170,6 +175,20 @@ class StandbyWorld(FaultyWorld):
                 self.clock,
                 functools.partial(self._node_gathered, node, node.life),
             )
+            return
+        life = node.life
+
+        def loaded() -> None:
+            if node.life == life:
+                self._loaded(node, clock_s)
+
+        self.clock.after(self._load_s, lambda: node.act(loaded))
+
+    def _loaded(self, node: Node, clock_s: float) -> None:
+        mandate = self.object.mandate
+        if mandate is None or mandate.holder != node.name:
+            # Nothing that it begins may ever be seen: it ends once it reads that.
+            self.ended(node, "standby", RESTART_S)
             return
         self.monitor.goes_on(node.name, node.disk.last, self._seen)
         self._lead(node)
@@ -232,7 +251,9 @@ class StandbyWorld(FaultyWorld):
         for node in self.nodes.values():
             self.ended(node, "standby", RESTART_S)
         self._leading.disk.find_again()
-        best = max(self.nodes.values(), key=lambda node: node.disk.last)
+        best = max(
+            self.nodes.values(), key=lambda node: (not node.disk.empty, node.disk.last)
+        )
         self.object.remove()
         best.kill()
         self._start_again(best, "primary", RESTART_S, self.clock.now)
@@ -289,7 +310,7 @@ class StandbyWorld(FaultyWorld):
                 return
             if primary.paused:
                 return  # Its patience ends that.
-            if not isinstance(primary.machine, Primary) or primary.line is not None:
+            if primary.coordinator is None or primary.line is not None:
                 self.between.carry(refuse)
                 return
             line = FollowLine(self.between, primary, standby)

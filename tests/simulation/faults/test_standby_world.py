@@ -19,6 +19,7 @@ from diloco_jax.simulation.faults.schedule import (
     Schedule,
 )
 from diloco_jax.simulation.faults.standby_faults import (
+    LoadCrash,
     MandateAway,
     MandateLate,
     NodeLoss,
@@ -32,15 +33,17 @@ from diloco_jax.simulation.faults.standby_world import StandbyWorld
 
 AT_S = 9.0
 LONG_S = 5 * LEASE_S
+STANDBY = DrawnStandby(rates=(0.99, 1.01))
 SCHEDULE = Schedule(
     islands={"a": DrawnIsland(), "b": DrawnIsland(step_s=1.5)},
     total_tokens=800,
-    standby=DrawnStandby(rates=(0.99, 1.01)),
+    standby=STANDBY,
 )
 
 
-def played(*faults: AnyFault) -> StandbyWorld:
-    world = StandbyWorld(replace(SCHEDULE, faults=faults))
+def played(*faults: AnyFault, load_s: float = 0.0) -> StandbyWorld:
+    standby = replace(STANDBY, load_s=load_s)
+    world = StandbyWorld(replace(SCHEDULE, standby=standby, faults=faults))
     world.play()
     assert world.struck.total() == len(faults)
     assert world.object.mandate is not None
@@ -151,6 +154,18 @@ def test_it_would_lead_from_nothing_if_what_the_mandate_says_of_it_counted() -> 
     away = StandbyCrash(at_s=AT_S - 3, down_s=2 * LONG_S)
     with planted("a_lost_disk_counts"), pytest.raises(ViolationError, match="seen"):
         played(away, loss(renamed=False))
+
+
+def test_a_primary_that_dies_while_it_loads_is_followed_from_the_log() -> None:
+    again = LoadCrash(
+        at_s=AT_S, down_s=1.0, loading_s=1.0, restart=Restart(down_s=2 * LONG_S)
+    )
+    world = played(again, load_s=2.0)
+    assert world.takeovers == {"log": 1}
+    assert leader(world) == "second"
+    assert terms(world) == {1}
+    # With its state loaded it has let something be seen.
+    assert played(again, load_s=0.1).takeovers == {"gathering": 1}
 
 
 def test_a_standby_whose_disk_is_full_is_not_in_step() -> None:
