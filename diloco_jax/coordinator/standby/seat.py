@@ -67,7 +67,8 @@ MANDATE = "mandate"
 def node_of(workdir: Path) -> str:
     """Return the name of the node with this workdir, which its first start draws."""
     path = workdir / run_files.NODE
-    if not path.exists():
+    # An empty name would be that of nobody, whom a mandate calls in step.
+    if not (path.exists() and path.read_text()):
         write_text(uuid.uuid4().hex[:8], path)
     return path.read_text()
 
