@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from msgspec.structs import replace
-from plants_of_standby import believed_forever, nothing_waits
+from plants_of_standby import STANDBY_PLANTS
 
 from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
@@ -41,7 +41,6 @@ from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged, Removed
-from diloco_jax.protocol.standby import following, primary
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
@@ -374,9 +373,7 @@ PLANTS = {
     "takes_are_asked_for_once": Plant(
         "liveness", reconciling, "without_take", _asks_once
     ),
-    "a_mandate_never_ends": Plant("mandate", primary, "_confirmed", believed_forever),
-    "nothing_waits_for_the_standby": Plant("in_step", primary, "GATED", nothing_waits),
-    "a_lagging_log_counts": Plant("seen", following, "in_step", lambda is_in: _at_once),
+    **{name: Plant(*fields) for name, fields in STANDBY_PLANTS.items()},
     "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 

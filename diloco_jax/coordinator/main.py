@@ -248,7 +248,7 @@ class Coordinator:
         write = self._disk.until_written if finished else self._disk.once
         write("islands' measures", self._roster.save)
         if finished:
-            self._seat.finish()
+            self._seat.finish(self._deadlines.stop_s / 2)
         else:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
@@ -270,7 +270,8 @@ class Coordinator:
             # The summary says that the run is over: nothing is left to do.
             write("the summary", self._sum_up)
             too_late.wait(linger_s, lambda: self._interrupted)
-        return EXIT_FAILED if self._disk.alerts else EXIT_DONE
+        told = not finished or self._seat.finish(self._patience_s())
+        return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
 
     def _save(self) -> None:
         """Write the last snapshots; before the run is over, what there is time for."""
@@ -375,12 +376,11 @@ class Coordinator:
                 self._roster.save()
         for waited in self._disk.over():
             lead.journal.alert(waited)
-        ending = lead.finished or self._interrupted
-        if not ending:
+        if not (lead.finished or self._interrupted):
             with self._disk.put_off("a snapshot"):
                 self._states.write_due(now, lead.state, self._log)
                 self.holder.keep_house(now)
-        if ending:
+        else:
             if self._end_by is None:
                 logger.info("ending, %s", "asked to" if self._interrupted else "done")
                 # A stop of the coordinator alone does not wait long: islands train on.

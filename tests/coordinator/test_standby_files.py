@@ -279,3 +279,14 @@ def test_messages_are_refused_by_their_field() -> None:
     raw = msgspec.msgpack.encode({"type": "Answered", "number": -2})
     with pytest.raises(msgspec.ValidationError, match="number"):
         follow.from_standby(raw)
+
+
+def test_what_a_stream_left_unfinished_goes_with_the_next_copy(pair: Pair) -> None:
+    """A full disk would stay full: that version is not sent again."""
+    pair.begin()
+    pair.take()
+    pair.snapshot("00001/1-7.snapshot", b"t" * 2_500_000)
+    pair.take(most=2)
+    assert list(pair.there.rglob("*.tmp"))
+    pair.mirror.clear("r")
+    assert not list(pair.there.rglob("*.tmp"))

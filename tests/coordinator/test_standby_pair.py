@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.settings import server_of
 from diloco_jax.coordinator.standby.node import StandbyNode, StandbyOutcome
-from diloco_jax.coordinator.standby.seat import Seat, taken
+from diloco_jax.coordinator.standby.seat import Seat, node_of, taken
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.standby.waiting import Waiting
 from diloco_jax.errors import ConfigError
@@ -28,9 +30,14 @@ from diloco_jax.workdir import RunFacts
 BUDGET_S, WITHIN_S = 1.5, 30.0
 
 
-def seated(config: Config, workdir: Path, run_id: str = "r") -> Unseated:
+def seated(
+    config: Config,
+    workdir: Path,
+    run_id: str = "r",
+    opened: contextlib.ExitStack | None = None,
+) -> Unseated:
     facts = RunFacts(run_id=run_id, begun_unix=0.0)
-    return taken(config, workdir, facts, "", contextlib.ExitStack())
+    return taken(config, workdir, facts, "", opened or contextlib.ExitStack())
 
 
 def placed(folder: Path, bind: str) -> Config:
@@ -52,6 +59,7 @@ class Lead:
         seat = seated(config, self.workdir)
         assert isinstance(seat, Seat)
         self.seat = seat
+        seat.serve(lambda: None)
         self.log = RecordLog(self.workdir / "log")
         self.log.appended = lambda path, data: seat.outflow.appended(
             path, data, sync=True
@@ -105,8 +113,8 @@ class Lead:
 class Standby:
     """A standby on a thread of its own."""
 
-    def __init__(self, folder: Path, primary: str) -> None:
-        self.workdir = folder / "two"
+    def __init__(self, folder: Path, primary: str, name: str = "two") -> None:
+        self.workdir = folder / name
         self.workdir.mkdir(exist_ok=True)
         self.address = f"127.0.0.1:{free_port()}"
         config = placed(folder, self.address)
@@ -216,6 +224,66 @@ def test_a_standby_that_was_not_in_step_gathers_with_nothing_on_its_disk(
         seated(placed(tmp_path, lead.address), again.workdir)
 
 
+def test_a_primary_that_dies_before_it_serves_leaves_its_standby_in_step(
+    tmp_path: Path, lead: Lead
+) -> None:
+    standby = Standby(tmp_path, lead.address)
+    until(lambda: in_step(lead))
+    lead.die()
+    with contextlib.ExitStack() as opened:
+        again = seated(placed(tmp_path, lead.address), lead.workdir, opened=opened)
+        assert again.shown()["mandate"]["state"] == "loading"
+    standby.join()
+    assert standby.outcome == StandbyOutcome("log", "r")
+
+
+def test_a_holder_whose_disk_is_lost_does_not_lead_from_it(
+    tmp_path: Path, lead: Lead
+) -> None:
+    """The file with its name is all that is left, and the mandate is valid."""
+    lead.die()
+    (lead.workdir / "run.json").unlink()
+    shutil.rmtree(lead.workdir / "log")
+    began = time.monotonic()
+    again = Standby(tmp_path, lead.address, lead.workdir.name)
+    again.join()
+    assert again.outcome == StandbyOutcome("gathering", "r")
+    assert time.monotonic() - began > BUDGET_S
+
+
+def test_a_standby_with_a_full_disk_is_not_in_step_until_there_is_room(
+    tmp_path: Path, lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    standby = Standby(tmp_path, lead.address)
+    until(lambda: in_step(lead))
+    with monkeypatch.context() as patch:
+        for write in ("append", "chunk"):
+            patch.setattr(standby.follower._mirror, write, full)
+        until(lambda: bool(lead.alerts))
+        assert "is not in step any more" in lead.alerts[0]
+        shown = lead.shown
+        until(lambda: lead.shown > shown + 20)
+        assert not in_step(lead)
+    until(lambda: in_step(lead))
+    standby.end()
+
+
+def test_a_run_is_not_over_before_the_mandate_says_so(
+    tmp_path: Path, lead: Lead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*arguments: object) -> None:
+        raise OSError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lead.seat._store, "read", away)
+        patch.setattr(lead.seat._store, "write", away)
+        assert not lead.seat.finish(BUDGET_S / 3)
+    assert lead.seat.finish(WITHIN_S)
+
+
 def test_a_primary_that_wakes_up_shows_nothing_and_ends(
     tmp_path: Path, lead: Lead
 ) -> None:
@@ -253,7 +321,7 @@ def test_islands_are_sent_elsewhere_once_the_object_is_away(
 def test_the_end_of_the_run_ends_the_standby(tmp_path: Path, lead: Lead) -> None:
     standby = Standby(tmp_path, lead.address)
     until(lambda: in_step(lead))
-    lead.seat.finish()
+    assert lead.seat.finish(WITHIN_S)
     standby.join()
     assert standby.outcome == StandbyOutcome("")
 
@@ -279,3 +347,11 @@ def test_a_coordinator_needs_a_run_for_its_mandate(tmp_path: Path) -> None:
         seated(config, tmp_path / "new", "")
     without = dataclasses.replace(config, placement=Placement())
     assert type(seated(without, tmp_path / "new", "")) is Unseated
+
+
+def test_a_node_has_one_name_and_never_none(tmp_path: Path) -> None:
+    name = node_of(tmp_path)
+    assert name
+    assert node_of(tmp_path) == name
+    (tmp_path / "node").write_text("")
+    assert node_of(tmp_path) not in ("", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -107,6 +108,23 @@ def test_old_files_of_a_folder_go_and_a_late_writer_is_refused(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == KEPT
     assert store.write(THEIRS, "3", TIMEOUT_S) is None
     assert store.read(TIMEOUT_S) == (generation, OURS)
+
+
+def test_a_write_from_before_a_folder_was_removed_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    """A primary that was stopped meanwhile would count its number on, above those of
+    the new object."""
+    folder = tmp_path / "mandate"
+    store, generation = FolderStore(str(folder)), NO_GENERATION
+    for _ in range(5):
+        generation = store.write(OURS, generation, TIMEOUT_S) or ""
+    shutil.rmtree(folder)
+    assert store.write(OURS, generation, TIMEOUT_S) is None
+    assert store.read(TIMEOUT_S) == (NO_GENERATION, None)
+    first = store.write(THEIRS, NO_GENERATION, TIMEOUT_S)
+    assert store.write(OURS, generation, TIMEOUT_S) is None
+    assert store.read(TIMEOUT_S) == (first, THEIRS)
 
 
 def test_what_is_no_mandate_is_named(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 The object is the file with the highest number. A write links a whole file to the next
 number, which succeeds for one writer alone. So there is no lock, which a stopped
-process could keep. A writer whose generation is long gone finds a higher number than
-its own.
+process could keep. A writer whose generation is long gone finds no file of it.
 """
 
 from __future__ import annotations
@@ -36,6 +35,9 @@ class FolderStore:
 
     def write(self, mandate: Mandate, generation: str, timeout_s: float) -> str | None:
         """Link a new file after the one with this number."""
+        if generation and not self._path(int(generation)).exists():
+            # Numbers begin anew once a person has removed the object.
+            return None
         self._folder.mkdir(parents=True, exist_ok=True)
         number = int(generation or 0) + 1
         scratch = self._folder / f"{uuid.uuid4().hex}.tmp"

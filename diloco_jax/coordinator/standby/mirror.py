@@ -80,6 +80,10 @@ class Mirror:
         for path in self._sealed_files():
             if path not in kept:
                 path.unlink()
+        for folder in (self._workdir / run_files.PUBLISHES, Path(self._snapshots)):
+            # Of a stream that ended: nobody sends a file of that name again.
+            for torn in folder.rglob(f"*{TEMPORARY}"):
+                torn.unlink()
         remove_tape(self._workdir / run_files.TAPE)
         (self._workdir / run_files.ROSTER).unlink(missing_ok=True)
 

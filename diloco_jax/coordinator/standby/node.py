@@ -93,7 +93,7 @@ class StandbyNode:
         self._machine: MachineThread[Standby] = MachineThread(
             following.step,
             following.next_deadline,
-            following.begin(timing, self.node),
+            following.begin(timing, self.node, empty=not workdirs.holds_run(workdir)),
             store or open_store(placement.mandate),
             timing,
             self._act,

@@ -45,6 +45,7 @@ from diloco_jax.protocol.standby.events import (
     StandbyAttached,
     StandbyLost,
     StateGathered,
+    StateLoaded,
     StepDown,
 )
 from diloco_jax.protocol.standby.primary import Primary
@@ -66,7 +67,8 @@ MANDATE = "mandate"
 def node_of(workdir: Path) -> str:
     """Return the name of the node with this workdir, which its first start draws."""
     path = workdir / run_files.NODE
-    if not path.exists():
+    # An empty name would be that of nobody, whom a mandate calls in step.
+    if not (path.exists() and path.read_text()):
         write_text(uuid.uuid4().hex[:8], path)
     return path.read_text()
 
@@ -177,6 +179,7 @@ class Seat(Unseated):
     def serve(self, nudge: Callable[[], None]) -> None:
         """See `Unseated`."""
         self._nudge = nudge
+        self._machine.give(StateLoaded())
 
     def watch(
         self,
@@ -234,15 +237,21 @@ class Seat(Unseated):
         """See `Unseated`."""
         self._machine.give(StateGathered())
 
-    def finish(self) -> None:
+    def finish(self, within_s: float) -> bool:
         """See `Unseated`."""
         self._machine.give(RunFinished())
 
         def told(state: Primary) -> bool:
             return state.phase == "over" or (state.told_over and state.request is None)
 
-        if not self._machine.wait_for(told, self._stop_s / 2):
-            logger.warning("the mandate does not say yet that the run is over")
+        if not (done := self._machine.wait_for(told, within_s)):
+            logger.error(
+                "the run is over, and the mandate does not say so within %g s, since "
+                "its object does not answer: a standby still waits to take over. Once "
+                "the object answers, start this coordinator again, and it says so",
+                within_s,
+            )
+        return done
 
     def close(self) -> None:
         """See `Unseated`."""

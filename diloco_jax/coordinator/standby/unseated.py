@@ -21,8 +21,8 @@ class Unseated:
     """Source of a standby's stream, if there may be a standby."""
 
     def serve(self, nudge: Callable[[], None]) -> None:
-        """Go on beside a lead, which calls `turn`. nudge: has it do so soon; it must
-        not block."""
+        """Go on beside a lead, which has its state, and calls `turn`. nudge: has it do
+        so soon; it must not block."""
 
     def watch(self, log: RecordLog, tape: Tape, states: StateSnapshots) -> None:
         """Have a standby sent what these write from now on."""
@@ -55,8 +55,10 @@ class Unseated:
     def begun(self) -> None:
         """Note that the state that was gathered is durable."""
 
-    def finish(self) -> None:
-        """Say in the mandate that the run is over, within the time to stop."""
+    def finish(self, within_s: float) -> bool:
+        """Say in the mandate that the run is over; return False if it does not say so
+        within that time."""
+        return True
 
     def shown(self) -> dict[str, Any]:
         """Return what the status says of the mandate."""

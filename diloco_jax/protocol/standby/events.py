@@ -66,6 +66,10 @@ class StandbyLost(msgspec.Struct, frozen=True, kw_only=True):
     """The standby's stream ended, or it cannot be sent as much as is written."""
 
 
+class StateLoaded(msgspec.Struct, frozen=True, kw_only=True):
+    """The primary has read its disk, and is about to let things be seen."""
+
+
 class StateGathered(msgspec.Struct, frozen=True, kw_only=True):
     """A primary that gathered has a state of its own again, durably."""
 
@@ -80,6 +84,7 @@ PrimaryEvent = (
     | StandbyAttached
     | StandbyAnswered
     | StandbyLost
+    | StateLoaded
     | StateGathered
     | RunFinished
     | Timer

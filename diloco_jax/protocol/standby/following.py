@@ -7,6 +7,9 @@ the primary renewed it meanwhile, the write is refused.
 
 From the moment of that write the standby answers nothing. So nothing that the primary
 writes later can be visible as long as the mandate calls this standby in step.
+
+What the mandate says of a node is about its disk. If a node comes back without a run on
+its disk, it has no right to its log, neither as the holder nor as the standby in step.
 """
 
 from __future__ import annotations
@@ -70,14 +73,18 @@ class Standby(msgspec.Struct, frozen=True, kw_only=True):
     """When the primary gave the last sign of life, or was dialled."""
     have: int = -1
     """Number of the last record that is durable here."""
+    empty: bool = False
+    """The disk holds no run, or a part of a copy: what the mandate says of it is about
+    a disk that is lost."""
 
 
 Step = tuple[Standby, list[StandbyEffect]]
 
 
-def begin(timing: MandateTiming, node: str) -> Standby:
-    """Return the state of a standby that has heard of nobody yet."""
-    return Standby(timing=timing, node=node)
+def begin(timing: MandateTiming, node: str, *, empty: bool) -> Standby:
+    """Return the state of a standby that has heard of nobody yet. empty: its disk holds
+    no run."""
+    return Standby(timing=timing, node=node, empty=empty)
 
 
 def step(state: Standby, event: StandbyEvent, now: float) -> Step:
@@ -90,10 +97,10 @@ def step(state: Standby, event: StandbyEvent, now: float) -> Step:
             state, effects = _told_by_store(state, event, now)
         case Following() if state.phase == "dialled":
             phase = STANDBY.move(state.phase, "be accepted")
-            state = replace(state, phase=phase, heard_at=now)
+            state = replace(state, phase=phase, heard_at=now, empty=True)
         case Copied(number=number) if state.phase == "copying":
             phase = STANDBY.move(state.phase, "finish")
-            state = replace(state, phase=phase, have=number, heard_at=now)
+            state = replace(state, phase=phase, have=number, heard_at=now, empty=False)
             effects = [AnswerPrimary(number=number)]
         case PrimaryHeard(number=number) if state.phase in ("copying", "following"):
             have = max(state.have, number) if state.phase == "following" else -1
@@ -117,7 +124,7 @@ def next_deadline(state: Standby, now: float) -> float:
         times.append(state.next_at)
         if state.phase != "claiming":
             times.append(_claims_at(state))
-    if state.phase == "apart" and state.mandate is not None:
+    if _may_dial(state):
         times.append(state.dial_at)
     if state.phase in LISTENING:
         times.append(state.heard_at + state.timing.patience_s)
@@ -127,7 +134,8 @@ def next_deadline(state: Standby, now: float) -> float:
 def in_step(state: Standby) -> bool:
     """Tell if the mandate, as last seen, says that this disk has everything that is
     visible."""
-    return state.mandate is not None and state.mandate.in_step == state.node
+    mandate = state.mandate
+    return mandate is not None and mandate.in_step == state.node and not state.empty
 
 
 def _claims_at(state: Standby) -> float:
@@ -179,7 +187,7 @@ def _read(state: Standby, event: MandateRead, now: float) -> Step:
         return replace(state, next_at=now), []
     if mandate is None:
         return state, []
-    if mandate.holder == state.node:
+    if mandate.holder == state.node and (mandate.gathers or not state.empty):
         # By a write that was in doubt, or before this process was started again.
         state = replace(state, phase=STANDBY.move(state.phase, "claim"))
         return _lead(state, "gathering" if mandate.gathers else "log")
@@ -217,14 +225,20 @@ def _advance(state: Standby, now: float) -> Step:
     if state.phase in LISTENING and now >= state.heard_at + state.timing.patience_s:
         state = _lost(state, now)
         effects.append(HangUp())
-    # Not before the mandate was read: if it names this node, a copy of what another
-    # one still has would take the place of the state that counts.
-    known = state.mandate is not None
-    if state.phase == "apart" and known and now >= state.dial_at:
+    if _may_dial(state) and now >= state.dial_at:
         phase = STANDBY.move(state.phase, "dial")
         state = replace(state, phase=phase, heard_at=now)
         effects.append(Dial())
     return state, effects
+
+
+def _may_dial(state: Standby) -> bool:
+    """Tell if another node may lead. Before the mandate was read, it may name this one:
+    a copy of what another one still has would take the place of the state that counts.
+    """
+    mandate = state.mandate
+    known = mandate is not None and mandate.holder != state.node
+    return state.phase == "apart" and known
 
 
 def _ask(state: Standby) -> tuple[Standby, StandbyEffect]:

@@ -1,8 +1,8 @@
 """The states of a primary and of a standby, and every legal move, as tables.
 
-A primary's state says what the mandate may say of its standby. From `proving` to
-`parting`, nothing is visible that the standby has not answered for, because the mandate
-may call it in step. docs/design/standby.md draws the tables.
+A primary's state says what the mandate may say of its standby. In `loading`, and from
+`proving` to `parting`, nothing is visible that the standby has not answered for,
+because the mandate may call it in step. docs/design/standby.md draws the tables.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ from typing import Literal
 from diloco_jax.protocol.coordinator.machines import StateMachine
 
 PrimaryState = Literal[
-    "seeking", "alone", "copying", "proving", "naming", "in_step", "parting", "over"
+    "seeking",
+    "loading",
+    "alone",
+    "copying",
+    "proving",
+    "naming",
+    "in_step",
+    "parting",
+    "over",
 ]
 StandbyState = Literal["apart", "dialled", "copying", "following", "claiming", "over"]
 
 PRIMARY: StateMachine[PrimaryState] = StateMachine(
     "primary",
     {
-        "seeking": {"win": "alone", "step down": "over"},
+        "seeking": {"win": "alone", "resume": "loading", "step down": "over"},
+        "loading": {"show": "parting", "step down": "over"},
         "alone": {"attach": "copying", "step down": "over"},
         "copying": {"come near": "proving", "lose": "alone", "step down": "over"},
         "proving": {"catch up": "naming", "lose": "alone", "step down": "over"},
@@ -54,5 +63,5 @@ STANDBY: StateMachine[StandbyState] = StateMachine(
 
 STANDBY_MACHINES: tuple[StateMachine[str], ...] = (PRIMARY, STANDBY)  # type: ignore[assignment]
 
-GATED = ("proving", "naming", "in_step", "parting")
+GATED = ("loading", "proving", "naming", "in_step", "parting")
 """States in which only what the standby has answered for is visible."""

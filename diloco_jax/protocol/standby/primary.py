@@ -10,6 +10,9 @@ So a standby is named in the mandate only after it has answered for everything v
 If it is lost, the mandate says so before the primary goes on without it. A primary
 whose mandate has run out shows nothing, and goes on once it has renewed it; islands
 look elsewhere meanwhile. It steps down once it reads that another node holds it.
+
+A primary that starts again lets the mandate name its standby until its state is loaded:
+it has shown nothing, so if it dies meanwhile the standby still has everything.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from diloco_jax.protocol.standby.events import (
     StandbyAttached,
     StandbyLost,
     StateGathered,
+    StateLoaded,
     StepDown,
     StoreSilent,
     WriteMandate,
@@ -52,6 +56,9 @@ from diloco_jax.protocol.standby.mandate import (
 
 NEAR = 64
 """Records by which a standby may lag when the primary begins to wait for it."""
+
+NAMES = ("seeking", "loading", "naming", "in_step")
+"""States in which the mandate is to name the standby, if there is one."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +98,7 @@ class Primary(msgspec.Struct, frozen=True, kw_only=True):
     answered: int = 0
     """Up to which the standby has them."""
     visible: int = 0
+    """Up to which they may be seen; -1 if what was there before them may not."""
     heard_at: float = -math.inf
     """When the standby gave the last sign of life."""
     behind_since: float = math.inf
@@ -122,6 +130,9 @@ def step(state: Primary, event: PrimaryEvent, now: float) -> Step:
             state = _answered(state, number, now)
         case StandbyLost():
             state, effects = _lost(state, "its stream ended")
+        case StateLoaded() if state.phase == "loading":
+            phase = PRIMARY.move("loading", "show")
+            state = replace(state, phase=phase, next_at=-math.inf)
         case StateGathered():
             state = replace(state, gathers=False)
         case RunFinished():
@@ -211,17 +222,22 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
         state,
         generation=generation,
         reign=mandate.reign,
-        gathers=mandate.gathers if state.phase == "seeking" else state.gathers,
         write_next=True,
         next_at=now,
     )
+    if state.phase == "seeking":
+        state = replace(state, gathers=mandate.gathers, standby=mandate.in_step)
     return state, []
 
 
 def _confirmed(state: Primary, asked: Request) -> Step:
     """Move on after a write: the mandate says what was asked for."""
     if state.phase == "seeking":
-        state = replace(state, phase=PRIMARY.move("seeking", "win"))
+        if state.standby:
+            # What was written before this life may be more than the standby has.
+            state = replace(state, answered=-1, visible=-1)
+        move = "resume" if state.standby else "win"
+        state = replace(state, phase=PRIMARY.move("seeking", move))
         return state, [Reign(number=state.reign, gathers=state.gathers)]
     named = asked.mandate is not None and bool(asked.mandate.in_step)
     if state.phase == "naming" and named:
@@ -337,7 +353,7 @@ def _mandate(state: Primary) -> Mandate:
         run_id=state.run_id,
         holder=state.node,
         reign=state.reign,
-        in_step=state.standby if state.phase in ("naming", "in_step") else "",
+        in_step=state.standby if state.phase in NAMES else "",
         gathers=state.gathers,
         over=state.finished,
     )

@@ -53,6 +53,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_standby.OneLeads,
     safe_standby.InStep,
     safe_standby.SeenStays,
+    safe_standby.OverStays,
 )
 
 OBSERVATIONS = tuple(

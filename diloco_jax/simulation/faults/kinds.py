@@ -11,12 +11,7 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.operator import Removal
-from diloco_jax.simulation.faults.standby_faults import (
-    MandateAway,
-    NodeStop,
-    StandbyCrash,
-    StandbyPartition,
-)
+from diloco_jax.simulation.faults.standby_faults import AnyStandbyFault
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
 if TYPE_CHECKING:
@@ -392,8 +387,5 @@ AnyFault = (
     | Repeat
     | Delay
     | Corruption
-    | StandbyCrash
-    | StandbyPartition
-    | NodeStop
-    | MandateAway
+    | AnyStandbyFault
 )

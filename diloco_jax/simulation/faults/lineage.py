@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from diloco_jax.protocol.coordinator.events import Note
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.simulation.faults.invariants import OBSERVATIONS, Monitor, Names
 from diloco_jax.simulation.faults.observing import Invariant
@@ -17,9 +18,8 @@ from diloco_jax.simulation.faults.observing import Invariant
 OF_ITS_DECISIONS = frozenset(
     {"decided", "persisted", "prepared", "arrived", "recovered", "restored"}
 )
-"""Observations that are void from the first record on that never was. Messages and
-commits stay: they wait for the records before them. So does the tape, which is not
-modelled by coordinator."""
+"""Observations that are void from the first record on that never was, as are records of
+the tape. Messages and commits stay: they wait for the records before them."""
 
 
 class Lineage(Invariant):
@@ -30,7 +30,7 @@ class Lineage(Invariant):
         self._monitor = Monitor(config)
         self._journal: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self._records: list[int] = []
-        """Places of the records in the journal."""
+        """Places of the records of log and tape in the journal."""
         self.last = -1
         """Number of the last record, from the start of the run."""
         for name in OBSERVATIONS:
@@ -47,7 +47,9 @@ class Lineage(Invariant):
             return
         first = self._records[after + 1]
         history = self._journal[:first] + [
-            seen for seen in self._journal[first:] if seen[0] not in OF_ITS_DECISIONS
+            seen
+            for seen in self._journal[first:]
+            if seen[0] not in OF_ITS_DECISIONS and not _is_noted(*seen[:2])
         ]
         self._monitor, self._journal = Monitor(self.config), []
         self._records, self.last = [], -1
@@ -57,10 +59,15 @@ class Lineage(Invariant):
     def _observe(self, name: str, *observation: Any, **facts: Any) -> None:
         if name != "cut":  # It is about the disk at that moment.
             self._journal.append((name, observation, facts))
-        if name == "persisted":
+        if name == "persisted" or _is_noted(name, observation):
             self.last += 1
             self._records.append(len(self._journal) - 1)
         getattr(self._monitor, name)(*observation, **facts)
+
+
+def _is_noted(name: str, observation: tuple[Any, ...]) -> bool:
+    """Tell if an observation is that of a record of the tape."""
+    return name == "carrying_out" and isinstance(observation[0], Note)
 
 
 Watching = Monitor | Lineage

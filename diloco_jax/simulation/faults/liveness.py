@@ -55,13 +55,15 @@ def taken_over_within_s(schedule: Schedule) -> float:
     """Bound the time in which one of two coordinators leads; 0 if there is one.
 
     It is the sum of: the mandate's end for a standby that is not in step; a renewal and
-    two attempts to write it; the gathering of all anchors, each after a boundary; and
-    the time in which an island finds the right address, twice.
+    two attempts to write it; the reading of the disk; the gathering of all anchors,
+    each after a boundary; and the time in which an island finds the right address,
+    twice.
     """
     if schedule.standby is None:
         return 0.0
     timing = timing_of(Deadlines(LEASE_S))
     waits_s = timing.gathering_s + 3 * timing.renew_s + RESTART_S
+    waits_s += schedule.standby.load_s
     anchor_s = schedule.slowest_s + schedule.transfer_s
     gathers_s = 2 * LEASES_AWAITED * LEASE_S + len(schedule.fragment_sizes) * anchor_s
     return waits_s + gathers_s + 2 * (LEASE_S + RETRY_S)

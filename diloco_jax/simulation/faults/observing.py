@@ -10,6 +10,7 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
+from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -83,6 +84,9 @@ class Invariant:
 
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""
+
+    def holds(self, node: str, before: Mandate) -> None:
+        """Observe that a node has written the mandate, which said this before."""
 
     def shows(self, node: str, holder: str) -> None:
         """Observe that a node is about to let something be seen, while the mandate

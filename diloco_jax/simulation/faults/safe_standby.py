@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.simulation.faults.observing import Invariant
 
 
@@ -37,4 +38,16 @@ class SeenStays(Invariant):
     def goes_on(self, node: str, last: int, seen: int) -> None:
         self.hold(
             last >= seen, f"{node} goes on from its log, has {last}; seen: {seen}"
+        )
+
+
+class OverStays(Invariant):
+    """Nobody takes over a run of which the mandate says that it is over."""
+
+    name = "over"
+
+    def holds(self, node: str, before: Mandate) -> None:
+        self.hold(
+            node == before.holder or not before.over,
+            f"{node} takes over, and {before.holder} has said that the run is over",
         )

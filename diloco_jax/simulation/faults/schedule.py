@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 from diloco_jax.config import ConfigError, GraceWindow, Placement, RunConfig, SyncConfig
@@ -23,6 +25,7 @@ from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.operator import Removal
+from diloco_jax.simulation.faults.standby_faults import AnyStandbyFault
 
 RUN_ID = "run"
 SEQUENCE_LENGTH = 8
@@ -59,7 +62,7 @@ FAULT = {
 RATE = Bound(0.98, 1.02)
 """Rates of clocks: they differ by less than the mandate allows for."""
 STANDBY_KINDS = frozenset(
-    {"standby_crash", "standby_partition", "node_stop", "mandate_away"}
+    kind.__struct_config__.tag for kind in get_args(AnyStandbyFault)
 )
 """Faults that need a standby."""
 NOT_BESIDE_A_STANDBY = frozenset(
@@ -97,6 +100,8 @@ class DrawnStandby(
 
     copy_s: float = 0.5
     """Seconds that a copy of the primary's files takes."""
+    load_s: float = 0.0
+    """Seconds that a coordinator takes to read its state before it serves."""
     rates: tuple[float, float] = (1.0, 1.0)
     """Seconds of both clocks per second: of the first primary's and of the other."""
 
@@ -238,7 +243,7 @@ def _check_standby(schedule: Schedule) -> None:
                 f'"standby": {{}}, or leave them out'
             )
         return
-    within(standby, SECONDS, "copy_s")
+    within(standby, SECONDS, "copy_s", "load_s")
     for rate in standby.rates:
         if not RATE.low <= rate <= RATE.high:
             raise ConfigError(

@@ -24,6 +24,7 @@ from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchors
 from diloco_jax.simulation.faults.observing import Invariant
 from diloco_jax.simulation.faults.processes import FaultyCoordinator
+from diloco_jax.simulation.faults.standby_disk import FollowedDisk
 from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.merging import VirtualFetch
 
@@ -69,7 +70,7 @@ class SeatedCoordinator(FaultyCoordinator):
     ) -> None:
         super().__init__(world, state, anchors, clock_offset)
         self.node, self._standby_world = node, world
-        self.disk = node.disk
+        self.disk: FollowedDisk = node.disk
         self._begun_at = node.disk.last
         """Number of the run's record that the first one of this life follows."""
         self._seat = _VirtualSeat(self)
@@ -83,8 +84,8 @@ class SeatedCoordinator(FaultyCoordinator):
 
     @property
     def waits(self) -> bool:
-        """See FaultyCoordinator; True as well while it is stopped."""
-        return super().waits or self.node.paused
+        """See FaultyCoordinator; True as well while it is stopped, or has ended."""
+        return super().waits or self.node.paused or self.dead
 
     @property
     def seen_through(self) -> int:
@@ -127,6 +128,9 @@ class SeatedCoordinator(FaultyCoordinator):
         if not isinstance(effect, UNSEEN):
             self._standby_world.shows(self)
         super().carry_out(effect)
+        if isinstance(effect, Note) and not self.dead:
+            self.disk.note()
+            self.node.wrote()
 
     def _append_record(self, record: Durable) -> None:
         super()._append_record(record)

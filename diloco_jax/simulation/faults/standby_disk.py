@@ -27,9 +27,13 @@ class FollowedDisk(Disk):
         super().__init__()
         self.empty = True
         self.last = -1
-        """Number of the run's record up to which it has all."""
+        """Number of the run's record up to which it has all, in log and tape."""
+        self.lost = False
+        """True from a loss to the next copy or term."""
         self.send: Callable[[Change], None] | None = None
         self.send_later: Callable[[Change], None] | None = None
+        self._removed: Change | None = None
+        """Brings back what was removed last."""
 
     def copy(self) -> Change:
         """Return what makes another disk the same as this one is now."""
@@ -38,13 +42,31 @@ class FollowedDisk(Disk):
 
         def put(other: FollowedDisk) -> None:
             other._segments, other._states, other._anchors = kept
-            other._publishes, other.last, other.empty = publishes, last, False
+            other._publishes, other.last = publishes, last
+            other.empty = other.lost = False
 
         return put
 
     def clear(self) -> None:
         """Remove all that a run has left."""
+        if not self.empty:
+            self._removed = self.copy()
         self.empty, self.last = True, -1
+
+    def lose_all(self) -> None:
+        """Lose everything."""
+        self.clear()
+        self.lost = True
+
+    def find_again(self) -> None:
+        """Have what was removed last, as where a person finds the old disk."""
+        if self.empty and self._removed is not None:
+            self._removed(self)
+
+    def begin(self, state: State, anchors: tuple[Anchor, ...]) -> None:
+        """See Disk."""
+        super().begin(state, anchors)
+        self.lost = False
 
     def append(self, record: Mapping[str, Any]) -> None:
         """See Disk."""
@@ -65,6 +87,11 @@ class FollowedDisk(Disk):
             other.last += 1
 
         self._tell(append)
+
+    def note(self) -> None:
+        """Append a record to the tape, which nobody reads here."""
+        self.last += 1
+        self._tell(_noted)
 
     def prepare(self, fragment: int, version: Version, publish: bytes) -> bool:
         """See Disk."""
@@ -103,3 +130,7 @@ class FollowedDisk(Disk):
     def _tell_later(self, change: Change) -> None:
         if self.send_later is not None:
             self.send_later(change)
+
+
+def _noted(other: FollowedDisk) -> None:
+    other.last += 1

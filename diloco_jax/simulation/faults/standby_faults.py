@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, cast
 
-from diloco_jax.simulation.faults.fault import DrawnFault
+from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.standby_node import Node
@@ -25,6 +25,12 @@ def _node(world: StandbyWorld, part: Part) -> Node | None:
     return parts.get(part)
 
 
+def _reached(world: StandbyWorld, to: Reached) -> list[Node]:
+    parts: tuple[Part, ...] = ("primary", "standby")
+    found = [_node(world, part) for part in parts if to in (part, "both")]
+    return [node for node in found if node is not None]
+
+
 class StandbyFault(DrawnFault, frozen=True):
     """Base: a fault that needs a standby."""
 
@@ -41,6 +47,59 @@ class StandbyCrash(StandbyFault, frozen=True):
             return False
         world.kill_standby(node, self.down_s)
         return world.begun(self, self.down_s)
+
+
+class LoadCrash(StandbyFault, frozen=True):
+    """The primary dies, starts again, and dies again `loading_s` later: most often
+    before it has loaded its state."""
+
+    down_s: float
+    loading_s: float
+    restart: Restart
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, "primary")
+        if node is None or node.coordinator is None:
+            return False
+        world.crash(node, Restart(down_s=self.down_s))
+        again_s = self.down_s + self.loading_s
+        world.clock.after(again_s, lambda: world.crash(node, self.restart))
+        lasts_s = max(self.restart.down_s, self.restart.noticed_s)
+        return world.begun(self, again_s + lasts_s)
+
+
+class NodeLoss(StandbyFault, frozen=True):
+    """A process dies, and its disk is lost for good.
+
+    renamed: with the file that has the node's name; otherwise that alone is left.
+    """
+
+    part: Part
+    restart: Restart
+    renamed: bool = False
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, self.part)
+        if node is None:
+            return False
+        world.lose(node, self.restart, renamed=self.renamed)
+        return world.begun(self, max(self.restart.down_s, self.restart.noticed_s))
+
+
+class StandbyFull(StandbyFault, frozen=True):
+    """The standby's disk has no room for anything, for a while."""
+
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, "standby")
+        if node is None or node.disk.full:
+            return False
+        world.fill(node.disk, self.for_s, brimful=True)
+        return world.begun(self, self.for_s)
 
 
 class NodeStop(StandbyFault, frozen=True):
@@ -80,11 +139,7 @@ class MandateAway(StandbyFault, frozen=True):
 
     def strike(self, world: FaultyWorld) -> bool:
         world = cast("StandbyWorld", world)
-        nodes = [
-            node
-            for part in ("primary", "standby")
-            if self.to in (part, "both") and (node := _node(world, part)) is not None
-        ]
+        nodes = _reached(world, self.to)
         if not nodes or not all(node.reaches_object for node in nodes):
             return False
         for node in nodes:
@@ -96,3 +151,40 @@ class MandateAway(StandbyFault, frozen=True):
 
         world.clock.after(self.for_s, back)
         return world.begun(self, self.for_s)
+
+
+class MandateLate(StandbyFault, frozen=True):
+    """What is asked of the object of the mandate arrives `late_s` later, for a while,
+    and so do the answers. Whoever asked has given up, or is dead.
+    """
+
+    to: Reached
+    for_s: float
+    late_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        nodes = _reached(world, self.to)
+        if not nodes or any(node.late_s for node in nodes):
+            return False
+        for node in nodes:
+            node.late_s = self.late_s
+
+        def in_time() -> None:
+            for node in nodes:
+                node.late_s = 0.0
+
+        world.clock.after(self.for_s, in_time)
+        return world.begun(self, self.for_s + self.late_s)
+
+
+AnyStandbyFault = (
+    StandbyCrash
+    | StandbyFull
+    | StandbyPartition
+    | LoadCrash
+    | NodeLoss
+    | NodeStop
+    | MandateAway
+    | MandateLate
+)

@@ -94,8 +94,7 @@ class FollowLine:
 
     def _copied(self, change: Change, number: int) -> None:
         def put() -> None:
-            if self._reaches_standby():
-                change(self.standby.disk)
+            if self._reaches_standby() and self._write([change]):
                 self._tell_standby(Copied(number=number))
 
         self.standby.act(put)
@@ -123,16 +122,24 @@ class FollowLine:
     def _append_late(self, change: Change) -> None:
         def put() -> None:
             if self._reaches_standby():
-                change(self.standby.disk)
+                self._write([change])
 
         late = self._network.clock.now + SNAPSHOT_LATE_S
         self._network.carry(lambda: self.standby.act(put), max(late, self._copied_at))
 
     def _appended(self, changes: list[Change], numbers: list[int]) -> None:
-        if self._reaches_standby():
-            for change in changes:
-                change(self.standby.disk)
+        if self._reaches_standby() and self._write(changes):
             self._tell_standby(PrimaryHeard(number=numbers[0]))
+
+    def _write(self, changes: list[Change]) -> bool:
+        """Write to the standby's disk; if that is full, the stream ends."""
+        disk = self.standby.disk
+        if disk.full:
+            self.close()
+            return False
+        for change in changes:
+            change(disk)
+        return True
 
     def _beat(self) -> None:
         """Give signs of life where nothing else is sent."""

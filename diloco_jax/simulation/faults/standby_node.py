@@ -31,6 +31,7 @@ from diloco_jax.protocol.standby.events import (
     Reign,
     Release,
     Retire,
+    RunFinished,
     StandbyEffect,
     StandbyEvent,
     StepDown,
@@ -67,11 +68,15 @@ class Node:
         self.role: Role = "standby"
         self.paused = False
         self.reaches_object = True
+        self.late_s = 0.0
+        """Seconds by which its requests and their answers are late."""
         self.coordinator: SeatedCoordinator | None = None
         self.gatherer: VirtualGatherer | None = None
         self.line: FollowLine | None = None
         self.written = 0
         """Number of the last record of this life."""
+        self.retired = False
+        """The run is over, and its process has ended for good."""
         self.forward_s = 0.0
         """Seconds by which its clock has jumped."""
         self._world = world
@@ -102,9 +107,12 @@ class Node:
     def start(self, role: Role, clock_s: float) -> None:
         """Start a process. clock_s: reading of the clock of a coordinator in it."""
         self.life += 1
+        self.retired = False
         self.role, self._by, self._clock_s = role, "", clock_s
         if role == "standby":
-            self.machine = following.begin(self.timing, self.name)
+            self.machine = following.begin(
+                self.timing, self.name, empty=self.disk.empty
+            )
             self.give(Timer())
         elif self.disk.empty:
             self._end_soon()  # It refuses to lead without a state.
@@ -137,6 +145,16 @@ class Node:
         self._waiting.clear()
         self.paused, self._by = False, ""
         self.hang_up()
+
+    def finish(self) -> None:
+        """Say in the mandate that the run is over, then end."""
+        seated = isinstance(self.machine, Primary) and not self.machine.finished
+        if seated and not self.paused:
+            self.give(RunFinished())
+
+    def _retire(self) -> None:
+        self.kill()
+        self.retired = True
 
     def hang_up(self) -> None:
         """End the stream to or from the other node."""
@@ -184,6 +202,9 @@ class Node:
             if isinstance(event, MandateWritten) and self.coordinator is not None:
                 self.coordinator.nudge()
             self._set_alarm()
+            machine = self.machine
+            if isinstance(machine, Primary) and machine.told_over:
+                self._retire()
 
     def wrote(self) -> None:
         """Count a record that is durable on this disk."""
@@ -233,12 +254,13 @@ class Node:
                 self.life += 1
                 self._seek()
             case Retire():
-                self.machine = None
+                self._retire()
 
     def _ask(self, request: ReadMandate | WriteMandate) -> None:
-        """Ask the object. Request or answer is lost while the object is away."""
+        """Ask the object. Request or answer is lost while the object is away. A late
+        request counts all the same, even after the end of the process."""
         world, life, answered = self._world, self.life, False
-        latency_s = world.schedule.latency_s
+        way_s = world.schedule.latency_s + self.late_s
 
         def answer(event: FromStore) -> None:
             nonlocal answered
@@ -250,13 +272,13 @@ class Node:
         def arrive() -> None:
             if self.reaches_object:
                 found = world.carry_out(request)
-                world.clock.after(latency_s, functools.partial(come_back, found))
+                world.clock.after(way_s, functools.partial(come_back, found))
 
         def come_back(found: FromStore) -> None:
             if self.reaches_object:
                 self.act(lambda: answer(found))
 
-        world.clock.after(latency_s, arrive)
+        world.clock.after(way_s, arrive)
         silent = world.clock.after(
             self.timing.renew_s, lambda: self.act(lambda: answer(StoreSilent()))
         )
@@ -278,9 +300,9 @@ class Node:
             if self._alarm.call is not None and clock.now < self._alarm.at <= at:
                 return
             self._alarm.cancel()
-        self._alarm = clock.at(at, functools.partial(self._ring, self.life))
+        self._alarm = clock.at(at, self._ring)
 
-    def _ring(self, life: int) -> None:
-        self._alarm = None
-        if self.life == life:
-            self.act(lambda: self.give(Timer()) if self.life == life else None)
+    def _ring(self) -> None:
+        # Whoever set it: the next life may count on it.
+        self._alarm, life = None, self.life
+        self.act(lambda: self.give(Timer()) if self.life == life else None)

@@ -12,13 +12,14 @@ from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.standby.events import (
     FromStore,
+    MandateWritten,
     PrimaryLost,
     ReadMandate,
     StandbyAttached,
     StateGathered,
+    StateLoaded,
     WriteMandate,
 )
-from diloco_jax.protocol.standby.primary import Primary
 from diloco_jax.simulation.faults.arrays import Anchors
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.fault import Restart
@@ -58,10 +59,20 @@ class StandbyWorld(FaultyWorld):
             for name, rate in zip(NODES, drawn.rates, strict=True)
         }
         self.disk = self.nodes[NODES[0]].disk
+        self._load_s = drawn.load_s
         self._seen = -1
         """Number of the last record of which anyone may have seen something."""
         self._attempts: dict[str, int] = dict.fromkeys(schedule.islands, 0)
         self._leading: Node = self.nodes[NODES[0]]
+        self._names = 0
+        """Names that were drawn for nodes that had lost theirs."""
+
+    def _is_over(self) -> bool:
+        """Tell whether the run is over, and so are both processes."""
+        if not super()._is_over():
+            return False
+        cast(SeatedCoordinator, self.coordinator).node.finish()
+        return all(node.retired for node in self.nodes.values())
 
     # ---- processes ------------------------------------------------------------------
 
@@ -114,6 +125,24 @@ class StandbyWorld(FaultyWorld):
         node.kill()
         self._start_again(node, role, down_s, self.clock.now)
 
+    def crash(self, node: Node, restart: Restart) -> None:
+        """Kill the process of a node, if it has one, whatever it does; it starts
+        again."""
+        if node.coordinator is not None:
+            self.crash_coordinator(node.coordinator, restart)
+        elif node.machine is not None:
+            if node.gatherer is not None:
+                self._lose_islands(node.gatherer, restart.noticed_s)
+            self.kill_standby(node, restart.down_s)
+
+    def lose(self, node: Node, restart: Restart, *, renamed: bool) -> None:
+        """Kill a process whose disk is lost; it starts again with an empty one."""
+        node.disk.lose_all()
+        self.crash(node, restart)
+        if renamed:
+            self._names += 1
+            node.name = f"{node.name.partition('.')[0]}.{self._names}"
+
     def stop(self, node: Node, for_s: float) -> None:
         """Stop a process for a while."""
         life, service = node.life, node.coordinator
@@ -147,10 +176,25 @@ class StandbyWorld(FaultyWorld):
                 functools.partial(self._node_gathered, node, node.life),
             )
             return
+        life = node.life
+
+        def loaded() -> None:
+            if node.life == life:
+                self._loaded(node, clock_s)
+
+        self.clock.after(self._load_s, lambda: node.act(loaded))
+
+    def _loaded(self, node: Node, clock_s: float) -> None:
+        mandate = self.object.mandate
+        if mandate is None or mandate.holder != node.name:
+            # Nothing that it begins may ever be seen: it ends once it reads that.
+            self.ended(node, "standby", RESTART_S)
+            return
         self.monitor.goes_on(node.name, node.disk.last, self._seen)
         self._lead(node)
         self.lineage.take_back(node.disk.last)
         super()._start_coordinator(clock_s)
+        node.give(StateLoaded())
 
     def _lead(self, node: Node) -> None:
         """Let the run's log be this node's."""
@@ -204,17 +248,23 @@ class StandbyWorld(FaultyWorld):
     def _go_back(self) -> None:
         """Do what a person does for a lost run whose other disk has a state: remove the
         mandate, and start that coordinator."""
-        best = max(self.nodes.values(), key=lambda node: node.disk.last)
         for node in self.nodes.values():
             self.ended(node, "standby", RESTART_S)
+        self._leading.disk.find_again()
+        best = max(
+            self.nodes.values(), key=lambda node: (not node.disk.empty, node.disk.last)
+        )
         self.object.remove()
         best.kill()
         self._start_again(best, "primary", RESTART_S, self.clock.now)
 
     def carry_out(self, request: ReadMandate | WriteMandate) -> FromStore:
         """Let the object answer."""
+        before = self.object.mandate
         found = self.object.carry_out(request)
         if isinstance(request, WriteMandate):
+            if isinstance(found, MandateWritten) and before is not None:
+                self.monitor.holds(request.mandate.holder, before)
             self._check_named()
         return found
 
@@ -229,9 +279,10 @@ class StandbyWorld(FaultyWorld):
 
     def _check_named(self) -> None:
         mandate = self.object.mandate
-        if mandate is not None and mandate.in_step:
-            disk = self.nodes[mandate.in_step].disk
-            self.monitor.named(mandate.in_step, disk.last, self._seen)
+        name = "" if mandate is None else mandate.in_step
+        for node in self.nodes.values():
+            if node.name == name and not node.disk.lost:
+                self.monitor.named(name, node.disk.last, self._seen)
 
     def persisted(self, by: FaultyCoordinator, record: Durable) -> None:
         """See FaultyWorld; what a deposed one writes does not count."""
@@ -259,7 +310,7 @@ class StandbyWorld(FaultyWorld):
                 return
             if primary.paused:
                 return  # Its patience ends that.
-            if not isinstance(primary.machine, Primary) or primary.line is not None:
+            if primary.coordinator is None or primary.line is not None:
                 self.between.carry(refuse)
                 return
             line = FollowLine(self.between, primary, standby)

@@ -281,8 +281,12 @@ class FaultyWorld(Links):
 
     def fill_disk(self, for_s: float, *, brimful: bool) -> None:
         """Leave room for small records only, or for nothing, for a while."""
-        self.disk.full, self.disk.brimful = True, brimful
-        self.clock.after(for_s, functools.partial(self._free, self.disk))
+        self.fill(self.disk, for_s, brimful=brimful)
+
+    def fill(self, disk: Disk, for_s: float, *, brimful: bool) -> None:
+        """Fill one of the disks; see `fill_disk`."""
+        disk.full, disk.brimful = True, brimful
+        self.clock.after(for_s, functools.partial(self._free, disk))
 
     def _free(self, disk: Disk) -> None:
         disk.full = disk.brimful = False

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from standby_world import Plant, World
+from standby_parts import Plant
+from standby_world import World
 
 from diloco_jax.protocol.standby import primary
+
+STRIKES = (
+    ["crash", "loss", "full", "pause", "line", "line", "store"] + ["start"] * 2
+)  # fmt: skip
 
 
 def beat(world: World, every_s: float = 0.5) -> None:
@@ -20,11 +25,15 @@ def strike(world: World) -> None:
     """Let something go wrong now and again, and mend it."""
     draw = world.random
     name = draw.choice("AB")
-    match draw.choice(["crash", "pause", "line", "line", "store", "start", "start"]):
-        case "crash":
-            world.crash(name)
+    match draw.choice(STRIKES):
+        case "crash" | "loss" as what:
+            world.crash(name, disk_lost=what == "loss")
             role = draw.choice(["primary", "standby"])
             world.at(draw.uniform(0.5, 40), lambda: world.start(name, role))
+        case "full":
+            node = world.nodes[name]
+            node.full = True
+            world.at(draw.uniform(0.5, 20), lambda: setattr(node, "full", False))
         case "pause":
             world.pause(name, draw.uniform(0.5, 30))
         case "line":

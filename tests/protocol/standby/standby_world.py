@@ -12,59 +12,18 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
+
+from standby_parts import BrokenError, Line, Node, Plant
 
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.standby import events, following, primary
-from diloco_jax.protocol.standby.mandate import NO_GENERATION, Mandate, MandateTiming
+from diloco_jax.protocol.standby.mandate import NO_GENERATION, Mandate
 
-TIMING = MandateTiming(valid_s=10.0, renew_s=2.0, patience_s=2.0)
 TIMEOUT_S = 1.0
 """Time after which a request to the object counts as unanswered."""
-
-
-class BrokenError(AssertionError):
-    """An invariant does not hold."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plant:
-    """A mistake that is made on purpose."""
-
-    generations: bool = True
-    """Writes are refused at another generation than they name."""
-    answers_ahead: int = 0
-    """Records by which the standby's answers are too high."""
-    primary: MandateTiming = TIMING
-    standby: MandateTiming = TIMING
-
-
-@dataclass
-class Line:
-    """One connection from a standby to a primary; messages keep their order."""
-
-    ends: tuple[str, str]
-    open: bool = True
-    last: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Node:
-    """A coordinator: its machine, if it is up, and its disk."""
-
-    name: str
-    rate: float
-    """Seconds of its clock per second."""
-    machine: primary.Primary | following.Standby | None = None
-    disk: list[int] = field(default_factory=list)
-    first: int = 0
-    """Records on the disk as this life began: its record number n lies at first + n."""
-    life: int = 0
-    paused_until: float = 0.0
-    inbox: list[tuple[int, Any]] = field(default_factory=list)
-    line: Line | None = None
-    gathers: bool = False
+LOAD_S = 3.0
+"""Time in which a coordinator reads its disk, if that is not drawn."""
 
 
 class World:
@@ -88,6 +47,7 @@ class World:
         self.nodes = {
             name: Node(name, 1 + self.random.uniform(-drift, drift)) for name in "AB"
         }
+        self.nodes["A"].empty = False
 
     # ---- time --------------------------------------------------------------------
 
@@ -111,20 +71,30 @@ class World:
         node = self.nodes[name]
         if node.machine is not None:
             return
+        if role == "primary" and not node.empty:
+            self._seek(node)
+            return
+        # Without a run, a coordinator refuses to lead.
         node.life += 1
-        if role == "primary":
-            node.machine = primary.seek(self.plant.primary, name, "run")
-            node.first = len(node.disk)
-            self._write_records(node, node.life)
-        else:
-            node.machine = following.begin(self.plant.standby, name)
+        empty = node.empty and self.plant.notices_loss
+        node.machine = following.begin(self.plant.standby, name, empty=empty)
         self._give(node, Timer())
 
-    def crash(self, name: str) -> None:
+    def _seek(self, node: Node) -> None:
+        node.life, node.has_state = node.life + 1, False
+        node.machine = primary.seek(self.plant.primary, node.name, "run")
+        node.first = len(node.disk)
+        self._write_records(node, node.life)
+        self._give(node, Timer())
+
+    def crash(self, name: str, *, disk_lost: bool = False) -> None:
         node = self.nodes[name]
         node.machine, node.life = None, node.life + 1
+        node.has_state = False
         node.inbox.clear()
         self._hang_up(node)
+        if disk_lost:
+            node.disk, node.empty, node.lost = [], True, True
 
     def pause(self, name: str, seconds: float) -> None:
         node = self.nodes[name]
@@ -187,8 +157,9 @@ class World:
         machine = node.machine
         if node.life != life or not isinstance(machine, primary.Primary):
             return
-        leads = machine.phase not in ("seeking", "over") and not node.gathers
-        if leads and self.now >= node.paused_until and len(node.disk) < 400:
+        leads = machine.phase not in ("seeking", "over") and node.has_state
+        awake = self.now >= node.paused_until
+        if leads and awake and not node.full and len(node.disk) < 400:
             record = next(self._records)
             node.disk.append(record)
             number = len(node.disk) - node.first
@@ -214,7 +185,9 @@ class World:
                 self.led.append((self.now, node.name, "seat"))
                 if gathers:
                     self._gather(node)
-                elif missing := set(self.visible) - set(node.disk):
+                    return
+                self._load(node)
+                if missing := set(self.visible) - set(node.disk):
                     raise BrokenError(f"{node.name} leads without {missing}")
             case events.Lapse():
                 self.lapsed.append(node.name)
@@ -239,6 +212,8 @@ class World:
         if self.mandate is None or not self.mandate.in_step:
             return
         standby = self.nodes[self.mandate.in_step]
+        if standby.lost:
+            return
         if missing := set(self.visible) - set(standby.disk):
             raise BrokenError(f"{standby.name} is in step without {missing}")
 
@@ -246,18 +221,31 @@ class World:
         self.led.append((self.now, node.name, by))
         if by == "log" and (missing := set(self.visible) - set(node.disk)):
             raise BrokenError(f"{node.name} goes on from its log without {missing}")
-        node.machine, node.life = None, node.life + 1
-        self.start(node.name, "primary")
+        if by == "gathering":
+            node.disk, node.empty = [], True
+        self._seek(node)
+
+    def _load(self, node: Node) -> None:
+        """Read the disk, which takes a while."""
+        life = node.life
+
+        def loaded() -> None:
+            if node.life == life:
+                node.has_state = True
+                self._give(node, events.StateLoaded())
+
+        self.at(self.random.uniform(0, 8) if self.rough else LOAD_S, loaded)
 
     def _gather(self, node: Node) -> None:
         """Ask islands, which takes a while, and begin a term with what they have."""
-        life, node.gathers = node.life, True
+        life = node.life
 
         def begin() -> None:
             if node.life != life:
                 return
             node.disk = [*self.visible, next(self._records)]
-            node.first, node.gathers = len(node.disk), False
+            node.first, node.has_state = len(node.disk), True
+            node.empty = node.lost = False
             self._give(node, events.StateGathered())
 
         self.at(self.random.uniform(1, 10) if self.rough else 3.0, begin)
@@ -312,17 +300,28 @@ class World:
         standby = isinstance(node.machine, following.Standby)
         match message:
             case "copy", number, disk if standby:
-                node.disk = []
+                node.disk, node.empty = [], True
                 self._give(node, events.Following())
-                node.disk = list(disk)
-                self._give(node, events.Copied(number=number))
-            case "record", number, record if standby:
-                node.disk.append(record)
+                if self._has_room(node):
+                    node.disk = [] if node.full else list(disk)
+                    node.empty = node.lost = False
+                    self._give(node, events.Copied(number=number))
+            case "record", number, record if standby and self._has_room(node):
+                if not node.full:
+                    node.disk.append(record)
                 self._give(node, events.PrimaryHeard(number=number))
             case "alive", number if standby:
                 self._give(node, events.PrimaryHeard(number=number))
             case ("answer", number):
                 self._give(node, events.StandbyAnswered(number=number))
+
+    def _has_room(self, node: Node) -> bool:
+        """Tell if a standby can write; if not, its stream ends."""
+        if node.full and self.plant.notices_full:
+            self._hang_up(node)
+            self._give(node, events.PrimaryLost())
+            return False
+        return True
 
     def _hang_up(self, node: Node) -> None:
         line, node.line = node.line, None
@@ -361,8 +360,8 @@ class World:
                 self.at(self._delay(), lambda: answer(back))
 
         if not (self.rough and self.random.random() < 0.05):
-            late = self.rough and self.random.random() < 0.05
-            self.at(self._delay() * (100 if late else 1), arrive)
+            times = [1] * 18 + [100, 1000] if self.rough else [1]
+            self.at(self._delay() * self.random.choice(times), arrive)
         self.at(TIMEOUT_S, lambda: answer(events.StoreSilent()))
 
     def _carry_out(self, effect: Any) -> Any:

@@ -6,8 +6,10 @@ import math
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
+from standby_parts import TIMING, BrokenError, Plant
 from standby_play import beat, play
-from standby_world import TIMING, BrokenError, Plant, World
+from standby_world import LOAD_S, World
 
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.machines import StateMachine
@@ -16,8 +18,14 @@ from diloco_jax.protocol.standby.events import (
     Dial,
     HangUp,
     MandateRead,
+    MandateWritten,
     ReadMandate,
+    Reign,
+    Release,
+    Retire,
+    StateLoaded,
     TakeOver,
+    WriteMandate,
 )
 from diloco_jax.protocol.standby.mandate import Mandate, MandateTiming
 from diloco_jax.protocol.standby.primary import Primary
@@ -67,6 +75,8 @@ PLANTS = {
     "a write replaces any generation": Plant(generations=False),
     "the primary counts on its mandate for too long": Plant(primary=late(TIMING, 9)),
     "the standby answers for what it does not have": Plant(answers_ahead=3),
+    "a lost disk still counts": Plant(notices_loss=False),
+    "what found no room counts as written": Plant(notices_full=False),
 }
 
 
@@ -96,6 +106,15 @@ def test_going_on_before_the_mandate_says_so_is_found(
 ) -> None:
     moves = {state: dict(after) for state, after in primary.PRIMARY.moves.items()}
     moves["in_step"]["lose"] = moves["naming"]["lose"] = "alone"
+    monkeypatch.setattr(primary, "PRIMARY", StateMachine("primary", moves))
+    assert found()
+
+
+def test_showing_something_while_the_mandate_names_a_standby_of_before_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves = {state: dict(after) for state, after in primary.PRIMARY.moves.items()}
+    moves["loading"]["show"] = "alone"
     monkeypatch.setattr(primary, "PRIMARY", StateMachine("primary", moves))
     assert found()
 
@@ -134,6 +153,34 @@ def test_a_primary_that_only_starts_again_goes_on() -> None:
     world.run(40.0)
     assert [who for _, who, _ in world.led] == ["A", "A"]
     assert named(world) == "B"
+
+
+def test_a_primary_that_dies_again_while_it_loads_leaves_its_standby_in_step() -> None:
+    world = calm()
+    world.cut.add("line")
+    world.crash("A")
+    world.start("A", "primary")
+    world.run(LOAD_S / 2)
+    assert named(world) == "B"
+    world.crash("A")
+    world.run(2 * TIMING.valid_s)
+    assert [led[1:] for led in world.led] == [
+        ("A", "seat"),
+        ("A", "seat"),
+        ("B", "log"),
+        ("B", "seat"),
+    ]
+
+
+def test_a_primary_that_has_loaded_goes_on_alone() -> None:
+    world = calm()
+    seen = len(world.visible)
+    world.cut.add("line")
+    world.crash("A")
+    world.start("A", "primary")
+    world.run(LOAD_S + 2)
+    assert named(world) == ""
+    assert len(world.visible) > seen
 
 
 def test_a_standby_that_is_not_in_step_waits_and_gathers() -> None:
@@ -214,7 +261,7 @@ def test_an_object_that_is_away_stops_what_is_visible_and_nobody_takes_over() ->
 def test_a_node_that_the_mandate_names_follows_nobody() -> None:
     """It was killed as the primary, and is started again as a standby. The other one
     may still think that it leads, and its copy would replace the newer state."""
-    state = following.begin(TIMING, "B")
+    state = following.begin(TIMING, "B", empty=False)
     state, effects = following.step(state, Timer(), 0.0)
     assert effects == [ReadMandate()]
     assert following.next_deadline(state, 0.0) == math.inf
@@ -226,10 +273,92 @@ def test_a_node_that_the_mandate_names_follows_nobody() -> None:
 
 
 def test_a_standby_dials_once_it_knows_who_leads() -> None:
-    state = following.begin(TIMING, "B")
+    state = following.begin(TIMING, "B", empty=False)
     state, _ = following.step(state, Timer(), 0.0)
     theirs = Mandate(run_id="r", holder="A", reign=3)
     state, effects = following.step(
         state, MandateRead(generation="g", mandate=theirs), 0.1
     )
     assert effects == [Dial()]
+
+
+@pytest.mark.parametrize("who", ["A", "B"])
+def test_a_disk_that_is_lost_costs_nothing_while_the_other_one_is_whole(
+    who: str,
+) -> None:
+    world = calm()
+    seen = list(world.visible)
+    world.crash(who, disk_lost=True)
+    world.at(1.0, lambda: world.start(who, "standby"))
+    world.run(60.0)
+    assert {by for _, _, by in world.led} <= {"seat", "log"}
+    assert world.mandate is not None
+    assert world.mandate.holder != who
+    assert named(world) == who
+    assert set(seen) < set(world.visible)
+
+
+def test_a_holder_that_lost_its_disk_gathers_if_nobody_else_can_lead() -> None:
+    world = calm()
+    world.crash("B")
+    world.run(10.0)
+    world.crash("A", disk_lost=True)
+    died = world.now
+    world.start("A", "standby")
+    world.run(60.0)
+    at, who, by = next(led for led in world.led[1:] if led[1] == "A")
+    assert (who, by) == ("A", "gathering")
+    assert at - died > TIMING.gathering_s - TIMING.renew_s
+    assert world.mandate is not None
+    assert world.mandate.reign == 2
+
+
+def test_a_standby_without_room_is_not_in_step_and_the_primary_goes_on() -> None:
+    world = calm()
+    world.nodes["B"].full = True
+    world.run(30.0)
+    assert named(world) == ""
+    before = len(world.visible)
+    world.run(10.0)
+    assert len(world.visible) > before
+    world.nodes["B"].full = False
+    world.run(10.0)
+    assert named(world) == "B"
+
+
+def test_what_the_mandate_says_of_a_lost_disk_does_not_count() -> None:
+    """As the holder: it waits, and dials nobody, since no other node leads."""
+    state = following.begin(TIMING, "B", empty=True)
+    state, _ = following.step(state, Timer(), 0.0)
+    mine = Mandate(run_id="r", holder="B", reign=3)
+    state, effects = following.step(
+        state, MandateRead(generation="g", mandate=mine), 0.1
+    )
+    assert effects == []
+    assert following.next_deadline(state, 0.1) == 0.1 + TIMING.renew_s
+    later = 0.1 + TIMING.renew_s
+    state, effects = following.step(state, Timer(), later)
+    assert effects == [ReadMandate()]
+    over = replace(mine, over=True)
+    _, effects = following.step(
+        state, MandateRead(generation="h", mandate=over), later + 0.1
+    )
+    assert effects == [HangUp(), Retire()]
+
+
+def test_a_primary_that_loads_shows_nothing_before_it_parts() -> None:
+    """Its disk may have more than the standby's, which nobody has seen."""
+    named = Mandate(run_id="r", holder="A", in_step="B")
+    state, _ = primary.step(primary.seek(TIMING, "A", "r"), Timer(), 0.0)
+    read = MandateRead(generation="1", mandate=named)
+    state, effects = primary.step(state, read, 0.1)
+    assert effects == [WriteMandate(mandate=named, generation="1")]
+    state, effects = primary.step(state, MandateWritten(generation="2"), 0.2)
+    assert effects == [Reign(number=1, gathers=False)]
+    state, effects = primary.step(state, StateLoaded(), 0.3)
+    parted = replace(named, in_step="")
+    assert effects == [WriteMandate(mandate=parted, generation="2")]
+    assert not primary.may_show(state, 0, 0.4)
+    state, effects = primary.step(state, MandateWritten(generation="3"), 0.4)
+    assert effects == [Release(through=0)]
+    assert primary.may_show(state, 0, 0.4)
