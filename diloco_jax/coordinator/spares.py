@@ -51,7 +51,8 @@ class Spares:
             return octets[start : start + nbytes].view(dtype).reshape(shape)
 
     def trim(self, kept_bytes: int) -> None:
-        """Free the oldest spare memory until at most `kept_bytes` are left."""
+        """Free the oldest spare memory until arrays of at most `kept_bytes` are left;
+        what aligns them is not counted."""
         with self._lock:
             kept, spare = [], 0
             references = _references(self._octets)
@@ -59,9 +60,10 @@ class Spares:
                 reversed(self._octets), reversed(references), strict=True
             ):
                 if count == UNREAD:
-                    if spare + octets.nbytes > kept_bytes:
+                    nbytes = octets.nbytes - CACHE_LINE
+                    if spare + nbytes > kept_bytes:
                         continue
-                    spare += octets.nbytes
+                    spare += nbytes
                 kept.append(octets)
             self._octets = kept[::-1]
 

@@ -6,7 +6,9 @@ import os
 import shutil
 import threading
 import time
+import weakref
 
+import numpy as np
 import pytest
 
 from diloco_jax.coordinator.inbox import Inbox
@@ -324,3 +326,30 @@ def test_hosts_that_send_the_same_tiles_are_refused():
         inbox.begin(half(row))
     with pytest.raises(RemoteProtocolError, match="is not in a fragment of 1 pieces"):
         inbox.begin(half((Box(0, (0, 0), (3, 1)),)))
+
+
+def test_the_next_delta_has_the_memory_of_one_that_was_merged():
+    """New pages cost the kernel up to as much as TLS."""
+    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
+    places, others = set(), []
+    for value in range(4):
+        place = inbox.begin(start())
+        places.add(np.frombuffer(place, np.uint8).ctypes.data)
+        place[:] = bytes([value]) * len(place)
+        assert inbox.end(start(), place)
+        place.release()
+        assert (inbox.payload(KEY) == value).all()
+        inbox.drop(KEY)
+        # What is freed goes to these.
+        others += [np.empty(n, np.uint8) for n in range(50, 200) for _ in range(8)]
+    assert len(places) == 1
+
+
+def test_spare_memory_and_deltas_have_no_more_than_deltas_had():
+    rooms = Rooms(1000)
+    first = [rooms.in_memory(100, held) for held in (0, 100, 200)]
+    memory = [weakref.ref(room.place.base) for room in first]
+    first.clear()
+    large = rooms.in_memory(150, 0)
+    assert large is not None
+    assert [held() is None for held in memory] == [True, True, False], "300 at most"
