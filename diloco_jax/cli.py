@@ -13,12 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from diloco_jax import config_commands
 from diloco_jax.errors import ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
+from diloco_jax.process_end import end_process
 
 T = TypeVar("T")
 
@@ -44,6 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     with contextlib.nullcontext() if name in MEMBERS else Interruptible():
         return _run(name, arguments[1:])
+
+
+def script() -> NoReturn:
+    """Be the `diloco` command: run it, and end this process with the exit code."""
+    code = main()
+    if sys.argv[1:2] and sys.argv[1] in MEMBERS:
+        # A thread that waits for a peer may still be in C++.
+        end_process(code)
+    sys.exit(code)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -246,4 +256,4 @@ def _fail(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

@@ -18,6 +18,7 @@ from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.store import Store
 from diloco_jax.coordinator.workers import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.values import Version
 
@@ -51,13 +52,17 @@ class Holders:
     ) -> StoreHolder | WorkersHolder:
         """Make the fragments of a new run or term durable, and return their holder.
 
-        Worker processes then restore them from the disk. versions: by fragment.
+        Worker processes then restore them from the disk, and the store is empty.
+        versions: by fragment.
         """
         own = self._in_process(store)
         own.begin()
         if self.config.placement.workers == 1:
             return own
         own.close()
+        # The caller has the store, too: workers would need their memory beside it.
+        store.clear()
+        give_back()
         workers = self._workers()
         committed = tuple(
             Committed(fragment=f, version=version, digests={})

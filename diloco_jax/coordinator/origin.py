@@ -52,13 +52,15 @@ def initialise(
     a run with a snapshot goes on after a crash.
 
     workdir: the run's, which keeps the files of the weights' source. given: the
-    parameters, if an island gave them."""
+    parameters, if an island gave them; they are cleared."""
     run = config.run
     # The draw is not kept beside its copy; files are read a piece at a time.
     began = time.monotonic()
     first = first_pieces(run, model, workdir) if given is None else given
     store = make_store(config, plan, first)
     del first
+    if given is not None:
+        given.clear()
     if run.model.weights:
         logger.info(
             "%d parameters of %s, read in %.1f s",

@@ -76,9 +76,10 @@ def begin(
     tape: Tape,
 ) -> tuple[Store, State]:
     """Make the state that the new term begins with: Theta = A, without momentum. The
-    tape says so."""
+    tape says so. The gathered parameters are cleared."""
     opened = gathered.opened
     store = make_store(config, plan, gathered.params)
+    gathered.params.clear()  # As much as Theta, for as long as this process starts.
     for fragment, version in enumerate(opened.versions):
         store.load(fragment, store.arrays(fragment), version)
     tape.append(

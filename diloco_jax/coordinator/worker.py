@@ -36,6 +36,7 @@ from diloco_jax.memory import resident_bytes
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
+from diloco_jax.process_end import end_process
 from diloco_jax.protocol.holding import (
     AnchorKept,
     DeltaArrived,
@@ -358,4 +359,4 @@ def main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    end_process(main(int(sys.argv[1])))

@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from diloco_jax import memory
 from diloco_jax.exit_codes import EXIT_FAILED
-from diloco_jax.island.hosts.world import abandon_world
 from diloco_jax.island.loop import Loop
+from diloco_jax.process_end import leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 
 logger = logging.getLogger(__name__)
@@ -114,4 +114,4 @@ def end_hanging(stop: Callable[[Ending], None], text: str, within_s: float) -> N
     goodbye = threading.Thread(target=stop, args=(ending,), name="goodbye", daemon=True)
     goodbye.start()
     goodbye.join(within_s)
-    abandon_world(EXIT_FAILED)
+    leave_at_once(EXIT_FAILED)

@@ -39,7 +39,6 @@ from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import (
     Hosts,
     HostsError,
-    abandon_world,
     end_alone,
     join_world,
     leave_world,
@@ -51,6 +50,7 @@ from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
 from diloco_jax.island.signals import ended_by_signals
+from diloco_jax.process_end import leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import OWN_DATA, Hello, ResendRequest, Welcome
@@ -131,7 +131,7 @@ def run(
             # exit code.
             leave_world()
         if not island.ended_together or ending.exit_code != EXIT_DONE:
-            abandon_world(ending.exit_code)
+            leave_at_once(ending.exit_code)
     return ending.exit_code
 
 

@@ -131,13 +131,13 @@ def end_last(index: int) -> None:
     """Host 1 is still there when host 0 has ended."""
     from diloco_jax.island import main as island_main
 
-    abandon = island_main.abandon_world
+    leave = island_main.leave_at_once
 
-    def abandons(exit_code):
+    def leaves(exit_code):
         time.sleep(index * SLOW_END_S)
-        abandon(exit_code)
+        leave(exit_code)
 
-    island_main.abandon_world = abandons
+    island_main.leave_at_once = leaves
 
 
 def compile_last(mark: Path, index: int) -> None:

@@ -155,9 +155,10 @@ def main(
     from diloco_jax.island.host import Host
     from diloco_jax.island.hosts.follower import Follower
     from diloco_jax.island.hosts.meeting import WorldAddress
-    from diloco_jax.island.hosts.world import abandon_world, join_world, leave_world
+    from diloco_jax.island.hosts.world import join_world, leave_world
     from diloco_jax.island.joined_host import JoinedHost
     from diloco_jax.island.main import LeadingHost
+    from diloco_jax.process_end import leave_at_once
 
     where = WorldAddress(address=world, index=int(index))
     hosts = join_world(where, 2, budget_s=240.0, meet_s=240.0)
@@ -183,7 +184,7 @@ def main(
     island.stop(ending)
     island.close()
     leave_world()
-    abandon_world(ending.exit_code)
+    leave_at_once(ending.exit_code)
 
 
 if __name__ == "__main__":

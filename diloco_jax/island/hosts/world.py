@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from diloco_jax.config import ConfigError
 from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting
 from diloco_jax.island.hosts.roll_call import await_all
+from diloco_jax.process_end import leave_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -169,17 +169,8 @@ def end_alone(exit_code: int) -> int:
     """Return the exit code of a process that cannot go on. It does not return if the
     process has met the others already."""
     if jax.distributed.is_initialized():
-        abandon_world(exit_code)
+        leave_at_once(exit_code)
     return exit_code
-
-
-def abandon_world(exit_code: int) -> NoReturn:
-    """End this process at once. An orderly exit would wait for the other hosts, and
-    abort when they are gone, which hides the exit code."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 def _store() -> Any:

@@ -1,0 +1,45 @@
+"""Processes with threads in C++ end with their own exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from diloco_jax import cli
+
+BUSY = textwrap.dedent(
+    """
+    import atexit, sys, threading
+    import jax, numpy
+    from diloco_jax import cli
+
+    def in_jax(begun):
+        step, values = jax.jit(lambda x: x * 2), numpy.ones(1000)
+        while True:
+            values = numpy.asarray(step(values))
+            begun.set()
+
+    def command(arguments):
+        begun = threading.Event()
+        for _ in range(3):
+            threading.Thread(target=in_jax, args=(begun,), daemon=True).start()
+        assert begun.wait(60)
+        atexit.register(print, "registered", end="")
+        print("said", end=" ")
+        return 7
+
+    name = sys.argv[1]
+    cli.COMMANDS[name] = (command, "", "")
+    cli.script()
+    """
+)
+
+
+@pytest.mark.parametrize("name", cli.MEMBERS)
+def test_a_member_keeps_its_exit_code_while_threads_are_in_jax(name):
+    command = [sys.executable, "-c", BUSY, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (7, "said registered")
