@@ -215,8 +215,8 @@ class StoreHolder:
         return self._snapshots.writer.wait(patience_s)
 
     def alerts(self, now: float) -> list[str]:
-        """Return what people should know about its snapshots."""
-        return self._snapshots.writer.alerts(now)
+        """Return what people should know about its snapshots, and room for deltas."""
+        return [*self._snapshots.writer.alerts(now), *self._inbox.alerts(now)]
 
     def completed(self, hello: Hello, message: FromCoordinator) -> FromCoordinator:
         """Return the message as it is; see `WorkersHolder.completed`."""

@@ -9,19 +9,13 @@ stripe that does not fit on disk either is answered Busy, and comes again.
 
 from __future__ import annotations
 
-import logging
-import mmap
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.coordinator.rooms import Room, Rooms
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
@@ -29,17 +23,12 @@ from diloco_jax.wire import frames
 from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
-logger = logging.getLogger(__name__)
-
 DELTAS_AT_ONCE = 2
 """Deltas per island and fragment: one that is outstanding, one that was left behind."""
 MOST_STRIPES = 1024
 """Stripes of one part: more than an island has channels, and few to look through."""
 MOST_PARTS = 4096
 """Parts of one delta: more than an island has hosts."""
-SPARED_BYTES_EACH = 32
-"""Bytes of the workdir's disk, per parameter, that deltas leave free: two snapshots of
-parameters, anchors and momentum, and what is published meanwhile."""
 
 
 class _Arriving:
@@ -149,6 +138,10 @@ class Inbox:
     def beside(self, layouts: Sequence[PayloadLayout]) -> Inbox:
         """Return an inbox for payloads of other layouts, with as much room again."""
         return Inbox(layouts, self._rooms)
+
+    def alerts(self, now: float) -> list[str]:
+        """See `Rooms.alerts`."""
+        return self._rooms.alerts(now)
 
     def begin(self, start: UploadStart) -> memoryview:
         """Return the writable place of a stripe. The caller releases it, whatever
@@ -331,66 +324,3 @@ def _is_released(place: memoryview) -> bool:
 
 def _key(start: UploadStart) -> DeltaKey:
     return DeltaKey(start.island, start.incarnation, start.fragment, start.tick)
-
-
-class Room(NamedTuple):
-    """Place for bytes: uint8[nbytes], writable."""
-
-    place: npt.NDArray[np.uint8]
-    in_memory: bool
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of memory that the room takes."""
-        return self.place.nbytes if self.in_memory else 0
-
-
-class Rooms:
-    """Make rooms. A room is freed when its last reference goes."""
-
-    def __init__(
-        self, memory_bytes: int, disk: Path | None = None, spared_bytes: int = 0
-    ) -> None:
-        """Args:
-        memory_bytes: limit of all rooms in memory; further rooms are on disk.
-        disk: a folder; None: there is no room beyond memory.
-        spared_bytes: bytes of that disk that stay free for others.
-        """
-        self._memory, self._disk, self._spared = memory_bytes, disk, spared_bytes
-        self._told = False
-
-    def in_memory(self, nbytes: int, held: int) -> Room | None:
-        """Return a room in memory; None if it does not fit.
-
-        held: bytes of the rooms that are in memory already.
-        """
-        if held + nbytes > self._memory:
-            return None
-        return Room(np.empty(nbytes, np.uint8), in_memory=True)
-
-    def on_disk(self, nbytes: int) -> Room:
-        """Return a room on disk, which may take time. Raises Busy if there is none."""
-        full = (
-            f"{nbytes} bytes more of deltas that wait for their merge exceed "
-            f"placement.merge_buffer_bytes = {self._memory}"
-        )
-        if self._disk is None:
-            raise Busy(full)
-        try:
-            free = shutil.disk_usage(self._disk).free
-            if free - nbytes < self._spared:
-                raise Busy(
-                    f"{full}; {self._disk} has {free} bytes free, of which "
-                    f"{self._spared} are for the record log and snapshots"
-                )
-            with tempfile.TemporaryFile(dir=self._disk) as file:
-                # Writing to a mapped file ends the process if the disk has no blocks
-                # for it.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                place = mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise Busy(f"{full}; no room in {self._disk}: {error}") from error
-        if not self._told:
-            self._told = True
-            logger.warning("%s: further deltas are in %s", full, self._disk)
-        return Room(np.frombuffer(place, np.uint8), in_memory=False)

@@ -10,9 +10,10 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import SPARED_BYTES_EACH, Inbox, Rooms
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.kept import Keeper
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.rooms import SPARED_BYTES_EACH, Rooms
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.store import Store
 

@@ -104,13 +104,15 @@ def _bulk_places(config: Config) -> dict[str, Any]:
 def require_room(config: Config, plan: FragmentPlan) -> None:
     """Raise ConfigError if there is no room for one fragment's deltas from all islands:
     the merge at the end of a run takes all of them."""
-    needed, islands = room_needed(config, plan), len(config.islands)
-    if config.placement.merge_buffer_bytes < needed:
+    needed, placement = room_needed(config, plan), config.placement
+    if placement.merge_buffer_bytes < needed:
+        parts = f", and placement.workers = {placement.workers} have equal parts of it"
         raise ConfigError(
-            f"placement.merge_buffer_bytes = {config.placement.merge_buffer_bytes}, "
-            f"but deltas of the largest fragment have {needed // islands} bytes each "
-            f"(sync.codec_up = {config.run.sync.codec_up!r}), and there are {islands} "
-            f"islands; give at least {needed}, or more sync.fragments"
+            f"placement.merge_buffer_bytes = {placement.merge_buffer_bytes}, "
+            f"but deltas of the largest fragment have {largest_delta(config, plan)} "
+            f"bytes each (sync.codec_up = {config.run.sync.codec_up!r}), and there are "
+            f"{len(config.islands)} islands{parts * (placement.workers > 1)}; give at "
+            f"least {needed}, or more sync.fragments"
         )
 
 
@@ -142,10 +144,15 @@ def own_tls(placement: Placement) -> TlsFiles | None:
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:
-    """Return the bytes of the largest fragment's deltas from all islands."""
+    """Return the bytes of the largest fragment's deltas from all islands, as often as
+    there are workers: one of them takes all, and each has an equal part of the room."""
+    return largest_delta(config, plan) * len(config.islands) * config.placement.workers
+
+
+def largest_delta(config: Config, plan: FragmentPlan) -> int:
+    """Return the bytes of the largest fragment's delta."""
     codec = get_codec(config.run.sync.codec_up)
-    largest = max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
-    return largest * len(config.islands)
+    return max(PayloadLayout.of(codec, p).total_bytes for p in plan.fragments)
 
 
 def faults_of(config: Config, who: str, life: int = 1) -> Faults:

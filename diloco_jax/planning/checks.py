@@ -264,13 +264,18 @@ def _memory(terms: Terms, needs: Needs) -> Check:
 def _buffer(terms: Terms) -> Check:
     """The coordinator does not begin with less (`coordinator/settings.py`)."""
     needed = room_needed(terms.config, terms.fragments)
-    has = terms.config.placement.merge_buffer_bytes
+    has, workers = (
+        terms.config.placement.merge_buffer_bytes,
+        terms.config.placement.workers,
+    )
+    each = f" in each of {workers} workers" * (workers > 1)
     return Check(
         "merge buffer",
         needed,
         has,
         f"deltas of the largest fragment from {len(terms.config.islands)} islands take "
-        f"{needed / GB:.3g} GB and placement.merge_buffer_bytes is {has / GB:.3g} GB",
+        f"{needed / workers / GB:.3g} GB{each} and placement.merge_buffer_bytes is "
+        f"{has / GB:.3g} GB",
         lambda: iter(({"placement.merge_buffer_bytes": needed},)),
     )
 

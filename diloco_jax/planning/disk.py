@@ -3,7 +3,7 @@
 Each term follows from the code that writes: snapshots of fragments in turns
 (`coordinator/snapshots.py`), publishes since the oldest kept one
 (`coordinator/publishes.py`), lines that are never deleted (`observability/`), deltas
-that memory has no place for (`coordinator/inbox.py`).
+that memory has no place for (`coordinator/rooms.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import inbox
+from diloco_jax.coordinator import rooms
 from diloco_jax.coordinator.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
@@ -116,7 +116,7 @@ def plan_disk(
     expected = log + lines + exports + (0 if in_bucket else snapshots)
     late_log = math.ceil((0.5 * rounds + 1) * publish)
     # A delta is put on the disk only where this stays free.
-    spared = max(SPARED_BYTES, inbox.SPARED_BYTES_EACH * params if deltas else 0)
+    spared = max(SPARED_BYTES, rooms.SPARED_BYTES_EACH * params if deltas else 0)
     reserve = late_log + deltas + spared
     return DiskPlan(
         snapshots=snapshots,

@@ -20,7 +20,7 @@ from diloco_jax.wire import encoding, errors, frames
 from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, Request
 from diloco_jax.wire.connection import BulkConnection
-from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
+from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places
 from diloco_jax.wire.principal import Principal
@@ -122,7 +122,9 @@ class BulkPort(abc.ABC):
         except ConnectionLost as error:
             logger.info("a transfer broke off: %s", error)
         except WireError as error:
-            logger.info("answered %s: %s", peer, error)
+            # Who is told to come again does so many times.
+            level = logging.DEBUG if isinstance(error, Busy) else logging.INFO
+            logger.log(level, "answered %s: %s", peer, error)
             self._fail(connection, error)
         except Exception as error:
             logger.exception("a transfer with %s failed", peer)

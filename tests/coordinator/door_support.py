@@ -25,10 +25,11 @@ from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gatherer
 from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import Inbox, Rooms
+from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions

@@ -5,10 +5,12 @@ import errno
 import os
 import shutil
 import threading
+import time
 
 import pytest
 
-from diloco_jax.coordinator.inbox import Inbox, Rooms
+from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.rooms import TOLD_S, Rooms
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
@@ -154,7 +156,7 @@ def test_an_announced_size_that_does_not_fit_is_refused_before_allocation(inbox)
 def test_memory_is_bounded_and_dropping_makes_room(inbox):
     put(inbox, start(fragment=0, island="b"), 1)
     put(inbox, start(fragment=0, island="c"), 1)
-    with pytest.raises(Busy, match="merge_buffer_bytes = 250"):
+    with pytest.raises(Busy, match="exceed the 250 that this process has of"):
         inbox.begin(start())
     inbox.drop(DeltaKey("b", 1, 0, 7))
     assert put(inbox, start(), 1)
@@ -167,7 +169,7 @@ def test_what_is_beyond_is_on_disk_and_leaves_nothing_there(tmp_path, caplog):
         assert put(inbox, start(60, 40, island=island), value)
     for value, island in enumerate("abc"):
         assert (inbox.payload(DeltaKey(island, 1, 0, 7)) == value).all()
-    assert caplog.text.count("merge_buffer_bytes = 100") == 1, "told once"
+    assert caplog.text.count("exceed the 100 that") == 1, "told once"
     assert list(tmp_path.iterdir()) == []
     inbox.drop(DeltaKey("a", 1, 0, 7))
     assert put(inbox, start(island="d"), 4), "memory has room again"
@@ -190,6 +192,18 @@ def test_the_disk_keeps_what_is_for_the_log_and_snapshots(tmp_path):
     inbox = Inbox(LAYOUTS, Rooms(0, tmp_path, spared_bytes=2 * free))
     with pytest.raises(Busy, match="are for the record log and snapshots"):
         inbox.begin(start())
+
+
+def test_people_are_told_for_a_while_that_deltas_found_no_room(caplog):
+    inbox = Inbox(LAYOUTS, Rooms(0))
+    assert inbox.alerts(time.monotonic()) == []
+    for _ in range(3):
+        with pytest.raises(Busy):
+            inbox.begin(start())
+    (alert,) = inbox.alerts(time.monotonic())
+    assert "exceed the 0 that this process has" in alert
+    assert caplog.text.count("islands send deltas again") == 1, "told once"
+    assert inbox.alerts(time.monotonic() + TOLD_S) == []
 
 
 def test_a_stripe_counts_only_in_the_delta_that_it_was_written_to(inbox):

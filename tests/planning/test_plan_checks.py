@@ -89,6 +89,12 @@ REFUSED = [
         5.0,
         "from 2 islands take 0.279 GB and placement.merge_buffer_bytes is 0.1 GB",
     ),
+    (
+        "merge buffer",
+        {"placement.merge_buffer_bytes": 10**8, "placement.workers": 2},
+        5.0,
+        "take 0.279 GB in each of 2 workers and placement.merge_buffer_bytes is 0.1 GB",
+    ),
     ("places", {"placement.bulk_channels": 64}, 5.0, "has places for 4096"),
 ]
 """(check, settings with which it refuses, Gbit/s of a link, part of its text)"""

@@ -11,7 +11,7 @@ from plan_support import CONFIG
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import OuterConfig, Placement
-from diloco_jax.coordinator import inbox, notes, service, snapshots
+from diloco_jax.coordinator import notes, rooms, service, snapshots
 from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import SPARED_BYTES, Publishes
@@ -230,7 +230,7 @@ def test_deltas_wait_on_the_disk_only_where_memory_is_full():
     assert (roomy.deltas, roomy.spared) == (0, SPARED_BYTES)
     tight = planned(Placement(merge_buffer_bytes=most - 1000), 10.0)
     assert tight.deltas == 1000
-    spared = inbox.SPARED_BYTES_EACH * PLAN.total
+    spared = rooms.SPARED_BYTES_EACH * PLAN.total
     assert tight.spared == max(SPARED_BYTES, spared)
     assert tight.expected == roomy.expected
     assert tight.reserve == tight.late_log + 1000 + tight.spared

@@ -102,6 +102,11 @@ def test_deltas_that_find_no_room_are_refused(config, tmp_path):
     assert f"{largest} bytes each (sync.codec_up = 'int8')" in message
     assert f"2 islands; give at least {2 * largest}, or more" in message
     Coordinator(placed(config, merge_buffer_bytes=2 * largest), tmp_path, init=True)
+    # One of the workers has all deltas of a fragment, and half of the room.
+    shared = placed(config, merge_buffer_bytes=4 * largest - 1, workers=2)
+    message = refused_start(shared, tmp_path / "shared", init=True)
+    assert "placement.workers = 2 have equal parts of it" in message
+    assert f"give at least {4 * largest}, or more" in message
 
 
 def test_an_empty_disk_is_not_initialised(config, tmp_path):
