@@ -59,10 +59,10 @@ from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.workdir import read_config
 
-FRAGMENTS, SEQUENCE, PROCESSES = 24, 16, 2
+FRAGMENTS, SEQUENCE, PROCESSES = 48, 16, 2
 SIDE, MATRICES = 4608, 48
 QUICK_SIDE = 512
-BUFFER_BYTES = 2 << 30
+BUFFER_BYTES = 3 << 30
 DISK_BYTES_PER_S = 1e9
 START_S = 600.0
 PARTICIPATION_MIN = 0.95
@@ -240,8 +240,11 @@ def watched(run: PinnedRun, timeout_s: float) -> dict[str, Any]:
 
     run.until(over, timeout_s)
     tape = list(run.tape())
-    began = next(r["time"] for r in tape if r["kind"] == "merged")
-    ended = next(r["time"] for r in tape if r["kind"] == "stopping")
+    began = next((r["time"] for r in tape if r["kind"] == "merged"), None)
+    ended = next((r["time"] for r in tape if r["kind"] == "stopping"), None)
+    if began is None or ended is None:
+        said = run.log_of("coordinator")[-4000:]
+        raise support.RunError(f"a process ended before the run:\n{said}")
     cpu = {}
     for who, taken in samples.items():
         inside = [each for each in taken if began <= each[0] <= ended]

@@ -37,7 +37,7 @@ from diloco_jax.island.pace import goal_of
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
-from diloco_jax.protocol.messages import Hello, Measures
+from diloco_jax.protocol.messages import Hello, Measures, ProfileRequest
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
@@ -197,7 +197,13 @@ class SyntheticIsland:
             data=self._data,
         )
         self._post()
-        self._link.start(Targets(want=self._receiver.want, resend=self._sender.resend))
+        self._link.start(
+            Targets(
+                want=self._receiver.want,
+                resend=self._sender.resend,
+                profile=_profiles_nothing,
+            )
+        )
         self._sender.start()
         self._receiver.start()
 
@@ -254,6 +260,10 @@ class SyntheticIsland:
             ),
             status,
         )
+
+
+def _profiles_nothing(_: ProfileRequest) -> None:
+    """Leave a profile out: a synthetic island computes nothing."""
 
 
 def train(islands: Sequence[SyntheticIsland], step_s: float) -> Mapping[str, float]:
