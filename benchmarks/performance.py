@@ -69,7 +69,7 @@ ROWS = (
     ),
     Row(
         "coordinator_scale",
-        "a cycle by islands and parameters; the whole run against its plan",
+        "cycles by islands and parameters; runs against their plan",
         ("coordinator_scale", "coordinator_load", "coordinator_memory", "large_run"),
     ),
     Row(
