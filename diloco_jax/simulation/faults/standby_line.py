@@ -105,7 +105,8 @@ class FollowLine:
             return
         batch = self._batch = [change]
         network = self._network
-        self._sent_at = network.clock.now
+        if network.clock.now >= self._copied_at:
+            self._sent_at = network.clock.now  # Otherwise it goes after the copy.
         numbers: list[int] = []
 
         def end() -> None:
