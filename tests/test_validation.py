@@ -278,7 +278,7 @@ def test_the_last_host_of_an_island_may_be_struck():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("workers", 2), ("checkpoints", "gs://b/o"), ("first_from", "v6e")],
+    [("checkpoints", "gs://b/o"), ("first_from", "v6e")],
 )
 def test_a_mandate_needs_files_that_a_standby_can_have(field, value):
     placement = Placement(mandate="gs://b/m", **{field: value})

@@ -16,6 +16,7 @@ from diloco_jax import run_files
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.validation import require_followable
+from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.mandates.folder import FolderStore
 from diloco_jax.observability import segments
 from diloco_jax.wire import addresses
@@ -116,9 +117,13 @@ def settle(workdir: Path) -> None:
     if not (folder.is_dir() or won.is_dir() or moving.is_dir()):
         return
     with contextlib.ExitStack() as locks:
-        for place in (workdir, folder):
+        places = (workdir, folder)
+        for place in places:
             if (lock := place / run_files.LOCK).exists():
                 locks.enter_context(held(lock, "a coordinator"))
+        for place in places:
+            # The workers of a lead that was killed live on, and write there.
+            rendezvous.end_others(place, 0)
         if folder.is_dir():
             if standby_leads(workdir):
                 folder.rename(won)

@@ -248,7 +248,7 @@ def _port(field: str, address: str) -> int:
 def require_followable(placement: Placement, by: str) -> None:
     """Raise ConfigError for a placement whose files a standby cannot have. by: what
     asks for the standby."""
-    for field, wanted in (("workers", 1), ("checkpoints", ""), ("first_from", "")):
+    for field, wanted in (("checkpoints", ""), ("first_from", "")):
         value = getattr(placement, field)
         if value != wanted:
             raise ConfigError(

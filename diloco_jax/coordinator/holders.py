@@ -74,13 +74,19 @@ class Holders:
     def _in_process(self, store: Store) -> StoreHolder:
         whose = checkpoint.whose(self.config.run, self.run_id, self.plan)
         everything = range(len(self.plan.fragments))
+        watch = self.seat.watch_fragments
         return make_holder(
-            self.config, store, self.kept, self.workdir, whose, everything, self.seat
+            self.config, store, self.kept, self.workdir, whose, everything, watch
         )
 
     def _workers(self) -> WorkersHolder:
         workers = WorkersHolder(
-            self.config, self.workdir, self.run_id, self.plan.sizes, self.kept
+            self.config,
+            self.workdir,
+            self.run_id,
+            self.plan.sizes,
+            self.kept,
+            self.seat.heard,
         )
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)

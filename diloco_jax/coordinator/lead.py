@@ -277,8 +277,9 @@ class Lead(EngineThread[State, Event]):
                 self.post(message, lambda: self._note_recovered(message))
             case WorkerAway(worker=worker):
                 self.post(message)
-                # After that decision: no merge of its fragments is under way then.
-                self.post(None, lambda: self._bring_back(worker))
+                # After that decision: no merge of its fragments is under way then. Not
+                # before it may be seen: the worker serves what is committed.
+                self.after_shown(lambda: self._bring_back(worker))
             case _:
                 self._unwritten.put(message)
                 # A full queue would never take it from the thread that empties it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from diloco_jax.coordinator.inbox import Inbox
 from diloco_jax.coordinator.kept import Keeper
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.rooms import SPARED_BYTES_EACH, Rooms
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.store import Store
 
 
@@ -25,10 +24,10 @@ def make_holder(
     workdir: Path,
     whose: dict[str, Any],
     fragments: Sequence[int],
-    seat: Unseated | None = None,
+    watch: Callable[[Publishes, FragmentSnapshots], None] = lambda *folders: None,
 ) -> StoreHolder:
     """Return the holder of these fragments, with their folders. whose: see
-    `checkpoint`. seat: has a standby sent what is written there."""
+    `checkpoint`. watch: has a standby sent what is written there."""
     placement, plan = config.placement, store.plan
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
@@ -38,8 +37,7 @@ def make_holder(
     folder = checkpoint.snapshots_folder(placement, workdir)
     publishes = Publishes(workdir / run_files.PUBLISHES, fragments)
     snapshots = FragmentSnapshots(folder, placement, fragments, whose)
-    if seat is not None:
-        seat.watch_fragments(publishes, snapshots)
+    watch(publishes, snapshots)
     return StoreHolder(
         store,
         Inbox(store.layouts_up, rooms),

@@ -132,7 +132,12 @@ class Publishes:
         return count
 
     def _path(self, fragment: int, version: Version) -> Path:
-        return self._folder / f"{fragment:05d}" / f"{name_of(version)}.publish"
+        return path_of(self._folder, fragment, version)
+
+
+def path_of(folder: Path, fragment: int, version: Version) -> Path:
+    """Return the path of a publish, in the folder of all of them."""
+    return folder / f"{fragment:05d}" / f"{name_of(version)}.publish"
 
 
 def require_space(folder: Path, nbytes: int) -> None:

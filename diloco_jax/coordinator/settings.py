@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from diloco_jax import machine, merge_route
@@ -17,6 +18,7 @@ from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.certificates import principals
+from diloco_jax.wire.principal import Principal
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -138,9 +140,14 @@ def own_tls(placement: Placement) -> TlsFiles | None:
     standby's. None = no TLS. Raises SecurityError as `TlsFiles.load` does."""
     folder = placement.certificates
     here = principals(folder) if folder else []
+    return TlsFiles.load_given(folder, coordinator_of(here))
+
+
+def coordinator_of(here: Sequence[Principal]) -> Principal:
+    """Return the coordinator of a machine with the keys of these principals: itself or,
+    on the standby's machine, the standby."""
     others = principal.COORDINATOR in here or principal.STANDBY not in here
-    who = principal.COORDINATOR if others else principal.STANDBY
-    return TlsFiles.load_given(folder, who)
+    return principal.COORDINATOR if others else principal.STANDBY
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:

@@ -214,6 +214,11 @@ def fragment_path(folder: Folder, fragment: int, version: Version) -> Folder:
     return folder / f"{fragment:05d}" / f"{name_of(version)}{SUFFIX}"
 
 
+def named(path: Folder) -> tuple[int, Version]:
+    """Return the fragment and the version that the path of a snapshot names."""
+    return int(path.parent.name), version_of(path.name.removesuffix(SUFFIX))
+
+
 def flat(arrays: Arrays) -> list[Any]:
     """Return the arrays in a snapshot's order: by name, then as they are listed."""
     return [np.asarray(array) for name in sorted(arrays) for array in arrays[name]]

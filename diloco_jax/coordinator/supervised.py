@@ -35,6 +35,7 @@ from diloco_jax.protocol.working import (
     BeginWorker,
     EndWorker,
     FragmentKept,
+    FragmentSaved,
     LeadAlive,
     SaveAll,
     WorkerAlive,
@@ -49,7 +50,7 @@ logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
 
 
-Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept
+Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept | FragmentSaved
 
 
 class Shown(NamedTuple):

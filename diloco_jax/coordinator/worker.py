@@ -19,17 +19,21 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from etils.epath import Path as Folder
 from msgspec.structs import replace
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.kept import KeptFragments
 from diloco_jax.coordinator.make_holder import make_holder
+from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.settings import bulk_server_of, faults_of
+from diloco_jax.coordinator.settings import bulk_server_of, coordinator_of, faults_of
+from diloco_jax.coordinator.snapshots import named
 from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
 from diloco_jax.faults import worker_name
 from diloco_jax.memory import resident_bytes
@@ -53,6 +57,7 @@ from diloco_jax.protocol.working import (
     BeginWorker,
     EndWorker,
     FragmentKept,
+    FragmentSaved,
     FromWorker,
     LeadAlive,
     SaveAll,
@@ -102,7 +107,13 @@ class HoldingWorker(NoProfiles):
         self._store = make_store(config, plan, None)
         self._kept = KeptFragments(workdir, whose, self._tell_kept)
         self.holder = make_holder(
-            config, self._store, self._kept, workdir, whose, begin.fragments
+            config,
+            self._store,
+            self._kept,
+            workdir,
+            whose,
+            begin.fragments,
+            self._watch,
         )
         name = worker_name(begin.worker)
         self.holder.faults = faults_of(config, name, begin.life)
@@ -180,6 +191,14 @@ class HoldingWorker(NoProfiles):
             self._server.stop(0.0)
         self.holder.close()
         self._kept.close(self._config.placement.deadlines.stop_s / 2)
+
+    def _watch(self, publishes: Publishes, snapshots: FragmentSnapshots) -> None:
+        """Tell the lead of snapshots; it learns of publishes by `MergePrepared`."""
+        snapshots.written = self._tell_saved
+
+    def _tell_saved(self, path: Folder) -> None:
+        fragment, version = named(path)
+        self._say(FragmentSaved(fragment=fragment, version=version))
 
     def _tell_kept(self, keep: KeepFragment, trouble: str) -> None:
         self._say(FragmentKept(keep=keep, trouble=trouble))
@@ -292,10 +311,11 @@ class HoldingWorker(NoProfiles):
 
 
 def _own_tls(folder: str, number: int) -> TlsFiles | None:
-    """Load the worker's own key, or the coordinator's if it has none; None: no TLS."""
+    """Load the worker's own key or, if it has none, that of the coordinator or of its
+    standby; None: no TLS."""
     own = principal.worker(number)
-    has_own = bool(folder) and own in principals(folder)
-    return TlsFiles.load_given(folder, own if has_own else principal.COORDINATOR)
+    here = principals(folder) if folder else []
+    return TlsFiles.load_given(folder, own if own in here else coordinator_of(here))
 
 
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:

@@ -44,7 +44,12 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import BeginWorker, FragmentKept, SaveAll
+from diloco_jax.protocol.working import (
+    BeginWorker,
+    FragmentKept,
+    FragmentSaved,
+    SaveAll,
+)
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.sources import FetchSource
@@ -65,10 +70,13 @@ class WorkersHolder:
         run_id: str,
         sizes: tuple[int, ...],
         kept: KeptCycles,
+        on_disk: Callable[[Heard], None] = lambda message: None,
     ) -> None:
-        """sizes: parameters by fragment. kept: makes cycles of what workers write. No
-        process is started before `restore`."""
-        self._kept = kept
+        """sizes: parameters by fragment. kept: makes cycles of what workers write.
+        on_disk: called with a worker's message before the lead is told; it has a
+        standby sent the file of which that tells. No process is started before
+        `restore`."""
+        self._kept, self._on_disk = kept, on_disk
         count = config.placement.workers
         self._dealt = deal(sizes, count)
         self._digests = [""] * len(sizes)
@@ -262,7 +270,11 @@ class WorkersHolder:
     def _hear(self, message: Heard) -> None:
         """Pass on what a worker says, on its thread."""
         self._told.wait()
+        # First: the file has to go ahead of the record that the lead writes of it.
+        self._on_disk(message)
         match message:
+            case FragmentSaved():
+                return None
             case FragmentKept(keep=keep, trouble=trouble):
                 return self._kept.written(keep, trouble, telling(self._tell))
             case MergesCompiled():

@@ -17,6 +17,7 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import Message
+from diloco_jax.protocol.values import Version
 
 MAX_FRAME_BYTES = 64 << 20
 """Most bytes of one message; the largest are those of a start, with all fragments."""
@@ -74,6 +75,13 @@ class FragmentKept(Message, frozen=True, kw_only=True):
     trouble: str = ""
 
 
+class FragmentSaved(Message, frozen=True, kw_only=True):
+    """A snapshot of a fragment is on the worker's disk."""
+
+    fragment: int
+    version: Version
+
+
 class EndWorker(Message, frozen=True, kw_only=True):
     """End: the run is over, or the coordinator is about to end."""
 
@@ -112,6 +120,7 @@ FromWorker = (
     | WorkerAlive
     | AllSaved
     | FragmentKept
+    | FragmentSaved
     | WorkerFailed
 )
 

@@ -103,15 +103,15 @@ def require_island(caller: Principal | None, name: str) -> None:
 def not_worker(server: Principal | None, number: int) -> str:
     """Explain why a server is not this worker; empty if it is.
 
-    The coordinator counts as its worker: a worker without a key of its own uses the
-    coordinator's.
+    The coordinator counts as its worker, and so does its standby: a worker without a
+    key of its own uses theirs.
     """
-    if server in (worker(number), COORDINATOR):
+    if server in (worker(number), COORDINATOR, STANDBY):
         return ""
     return (
         f"that is the certificate of {server or 'nobody'}, and has to be that of "
-        f"{worker(number)}, or the coordinator's; check placement.advertise, and what "
-        f"listens there"
+        f"{worker(number)}, of the coordinator or of its standby; check "
+        f"placement.advertise, and what listens there"
     )
 
 

@@ -19,7 +19,6 @@ from diloco_jax.workdir import RunFacts, held
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("workers", 2),
         ("checkpoints", "gs://bucket/folder"),
         ("first_from", "a"),
         ("bind", "0.0.0.0:7000"),
@@ -169,6 +168,20 @@ def test_nothing_is_moved_under_a_coordinator_at_work(workdir):
     with held(lock, "a coordinator"), pytest.raises(ConfigError, match="in use by"):
         pair.settle(workdir)
     assert state(workdir) == before
+
+
+def test_workers_that_outlived_a_lead_end_before_anything_is_moved(
+    workdir, monkeypatch
+):
+    ended = []
+
+    def end_others(place, count):
+        ended.append((place, count, (place / "log" / "log-0.bin").read_text()))
+
+    monkeypatch.setattr(pair.rendezvous, "end_others", end_others)
+    pair.settle(workdir)
+    other = pair.standby_of(workdir)
+    assert ended == [(workdir, 0, "one"), (other, 0, "two")]
 
 
 def test_the_address_is_that_of_whoever_leads(workdir):

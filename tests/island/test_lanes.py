@@ -52,15 +52,16 @@ def test_an_island_leaves_the_workers_of_a_lead_that_ended_and_tells_its_hosts()
 class Server:
     """A coordinator or its standby: what it answers is a test's."""
 
-    def __init__(self, error=None):
+    def __init__(self, error=None, workers=()):
         self.error, self.asked = error, []
-        self.transfers = self
+        self.transfers, self.workers = self, workers
+        self.left = ()
 
     def open_control(self, hello):
         self.asked.append("hello")
         if self.error is not None:
             raise self.error
-        return SimpleNamespace(welcome=SimpleNamespace(workers=()))
+        return SimpleNamespace(welcome=SimpleNamespace(workers=self.workers))
 
     def fetch(self, request, *, max_bytes, stall_s):
         self.asked.append("fetch")
@@ -72,8 +73,12 @@ class Server:
     def interrupt(self):
         self.asked.append("interrupt")
 
+    def transfers_at(self, address, worker):
+        self.at = address
+        return self
+
     def leave_others(self, kept):
-        """There are none."""
+        self.left = kept
 
 
 def fetch(lanes):
@@ -98,6 +103,20 @@ def test_hellos_alternate_until_one_server_says_welcome():
     assert standby.asked == ["hello", "hello", "hello", "fetch"]
     # One that is stopped would not answer what is under way.
     assert primary.asked[-2:] == ["interrupt", "interrupt"]
+
+
+def test_the_workers_of_a_lead_that_was_replaced_are_left():
+    """They serve on, and what they take in is lost."""
+    primary, standby = Server(workers=FIRST), Server(workers=SECOND)
+    lanes = Lanes(primary, (10,), standby)
+    lanes.open_control("hello")
+    assert (fetch(lanes), primary.at, primary.left) == ("fetched", FIRST[0], FIRST)
+    primary.error = ConnectionLost("dead")
+    with pytest.raises(ConnectionLost):
+        lanes.open_control("hello")
+    lanes.open_control("hello")
+    assert (fetch(lanes), standby.at) == ("fetched", SECOND[0])
+    assert primary.left == standby.left == SECOND
 
 
 def test_a_host_with_a_control_stream_does_not_guess_who_serves():

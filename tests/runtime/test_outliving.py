@@ -34,6 +34,7 @@ from worker_support import (
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.rendezvous import Survivor
+from diloco_jax.coordinator.standby.mirror import Mirror
 from diloco_jax.protocol.holding import (
     Committed,
     DeltaArrived,
@@ -216,7 +217,8 @@ def test_an_incarnation_that_has_ended_has_nothing_there(run):
 
 
 def test_workers_that_cannot_go_on_make_room_for_others(run):
-    """The next lead has another config, and then none of them at all."""
+    """The next lead has another config; then another node leads, which this one
+    follows."""
     config, workdir, *_ = run
     with killed(workdir) as lead:
         pass
@@ -226,7 +228,7 @@ def test_workers_that_cannot_go_on_make_room_for_others(run):
         assert len(restored.fragments) == 2
     with killed(workdir) as lead:
         survivors = [Survivor(pid) for pid in lead.told["pids"]]
-    rendezvous.end_others(workdir, 0)
+    Mirror(workdir, config.placement).sealed()
     assert [survivor.wait(ENDS_S) for survivor in survivors] == [0, 0]
     assert not rendezvous.are_left(workdir)
 

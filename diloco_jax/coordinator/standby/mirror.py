@@ -12,15 +12,18 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from etils.epath import Path as Folder
+
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import log, snapshots
+from diloco_jax.coordinator import log, rendezvous, snapshots
 from diloco_jax.coordinator.publishes import Publishes, name_of
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import Appended
 from diloco_jax.observability import segments
 from diloco_jax.observability.tape import remove_tape
 from diloco_jax.paths import naming
+from diloco_jax.protocol.values import Version
 from diloco_jax.sealed import TEMPORARY, seal_of, sync_path
 from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.workdir import holds_run, read_facts
@@ -53,6 +56,7 @@ class Mirror:
 
     def sealed(self) -> dict[str, str]:
         """Return the seals of the sealed files that are here, by path."""
+        self._end_own_workers()
         found = {}
         for path in self._sealed_files():
             with path.open("rb") as file:
@@ -69,6 +73,7 @@ class Mirror:
                     f"{self._workdir} holds run {here}, the primary's is {run_id}; a "
                     f"standby needs a workdir of its own: give another --workdir"
                 )
+        self._end_own_workers()
         self.close()
         self._publishes = None
         # First: without it the workdir holds no run.
@@ -108,6 +113,11 @@ class Mirror:
             sync_path(path.parent)
             if self._publishes is not None:
                 self._forget_older(path, self._publishes)
+
+    def _end_own_workers(self) -> None:
+        """End the workers that are left of the time when this node led: nobody else may
+        write here."""
+        rendezvous.end_others(self._workdir, 0)
 
     def _sealed_files(self) -> list[Path]:
         publishes = (self._workdir / run_files.PUBLISHES).glob("*/*.publish")
@@ -166,9 +176,21 @@ class Mirror:
                 snapshots.state_path(folder, number).unlink()
             log.forget(self._workdir / run_files.LOG, kept[0])
             return
-        fragment = int(path.parent.name)
-        found = snapshots.versions(folder, fragment)
+        fragment, newest = snapshots.named(Folder(path))
+        found, own = [], 0
+        for version in snapshots.versions(folder, fragment):
+            same = version.term == newest.term
+            if version <= newest:
+                found.append(version)
+                own += same
+            elif same:  # An anchor of this term that was not committed.
+                self._unlink(path, version)
+        if own == 1 and len(found) > 1:
+            return  # Until its record is here, the term before counts.
         for version in found[: -self._keep]:
-            with naming(path):
-                os.unlink(path.with_name(f"{name_of(version)}{snapshots.SUFFIX}"))
+            self._unlink(path, version)
         publishes.forget(fragment, found[-self._keep :][0])
+
+    def _unlink(self, beside: Path, version: Version) -> None:
+        with naming(beside):
+            os.unlink(beside.with_name(f"{name_of(version)}{snapshots.SUFFIX}"))

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
 from diloco_jax.coordinator.settings import server_of
@@ -69,7 +70,9 @@ class StandbyNode:
                 f"--standby-of {primary} needs placement.mandate: without an object "
                 f"that says who leads, two coordinators could; set it for both"
             )
-        addresses.require_free(placement.bind, placement.ports)
+        # Workers of the time when this node led have their ports, and may go on.
+        left = rendezvous.are_left(workdir)
+        addresses.require_free(placement.bind, 2 if left else placement.ports)
         self._config, self._primary, self._tls = config, primary, tls
         self._deadlines = placement.deadlines
         self.node = node_of(workdir)

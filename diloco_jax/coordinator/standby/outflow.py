@@ -1,8 +1,9 @@
 """Send a standby a copy of the primary's files, and all that is written after it.
 
 Everything is listed and numbered on the lead's thread, which alone appends to log and
-tape; publishes and snapshots come from other threads. A publish goes ahead of the
-record that commits it. Snapshots go when there is nothing else to send.
+tape; publishes and snapshots come from other threads, or from workers, whose messages
+tell of them. A publish goes ahead of the record that commits it, and so does the anchor
+of a lost fragment. Snapshots go when there is nothing else to send.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from typing import BinaryIO, NamedTuple
 
 from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import Placement
-from diloco_jax.coordinator.snapshots import SUFFIX
+from diloco_jax.coordinator import publishes
+from diloco_jax.coordinator.snapshots import SUFFIX, fragment_path
+from diloco_jax.coordinator.supervised import Heard
 from diloco_jax.observability import segments
+from diloco_jax.protocol.holding import AnchorKept, MergePrepared
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import FragmentSaved
 from diloco_jax.wire import follow
 from diloco_jax.wire.encoding import encode
 from diloco_jax.wire.errors import Busy, WireError
@@ -222,7 +228,7 @@ class Outflow:
         """lost: called, on any thread, if the standby cannot be sent what is
         written."""
         self._workdir, self._alive_s, self._lost = workdir, alive_s, lost
-        self._snapshots = Path(checkpoint.snapshots_folder(placement, workdir))
+        self._snapshots = checkpoint.snapshots_folder(placement, workdir)
         self._lock = threading.Lock()
         self._outgoing: StandbyFeed | None = None
         self.number = 0
@@ -267,16 +273,38 @@ class Outflow:
         self._append(follow.PutAside(number=self.number, path=self._name(path)))
 
     def published(self, path: Path) -> None:
-        """Take note of a publish that is on disk."""
+        """Take note of a publish that is on disk, or of another file that has to go
+        ahead of the next record."""
         with self._lock:
-            if self._outgoing is not None:
-                self._outgoing.publish(path)
+            outgoing = self._outgoing
+        if outgoing is None:
+            return
+        try:
+            outgoing.publish(path)
+        except OSError as error:
+            # The record would count there without it.
+            self.end(outgoing, Busy(f"{path} cannot be read: {error}"))
+            self._lost("a file cannot be read")
 
     def snapshot(self, path: Path) -> None:
         """Take note of a snapshot or another file that is whole."""
         with self._lock:
             if self._outgoing is not None:
                 self._outgoing.snapshot(path)
+
+    def heard(self, message: Heard) -> None:
+        """Take note of what a worker says that it has on its disk."""
+        match message:
+            case MergePrepared(fragment=fragment, version=version):
+                folder = self._workdir / run_files.PUBLISHES
+                self.published(publishes.path_of(folder, fragment, version))
+            case AnchorKept(fragment=fragment, version=version):
+                self.published(self._snapshot_path(fragment, version))
+            case FragmentSaved(fragment=fragment, version=version):
+                self.snapshot(self._snapshot_path(fragment, version))
+
+    def _snapshot_path(self, fragment: int, version: Version) -> Path:
+        return Path(fragment_path(self._snapshots, fragment, version))
 
     def _append(self, message: follow.AppendedTo | follow.PutAside) -> None:
         with self._lock:
@@ -293,7 +321,7 @@ class Outflow:
         return sorted((self._workdir / run_files.LOG).glob("log-*.bin"))
 
     def _snapshot_files(self) -> list[Path]:
-        return sorted(self._snapshots.rglob(f"*{SUFFIX}"))
+        return sorted(Path(self._snapshots).rglob(f"*{SUFFIX}"))
 
     def _others(self) -> list[Path]:
         tape = self._workdir / run_files.TAPE

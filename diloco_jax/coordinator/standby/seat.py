@@ -28,6 +28,7 @@ from diloco_jax.coordinator.standby.machine_thread import (
 from diloco_jax.coordinator.standby.outflow import Outflow, StandbyFeed
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.supervised import Heard
 from diloco_jax.files import write_text
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import Alert
@@ -200,6 +201,10 @@ class Seat(Unseated):
         """See `Unseated`."""
         publishes.written = self.outflow.published
         snapshots.written = lambda path: self.outflow.snapshot(Path(path))
+
+    def heard(self, message: Heard) -> None:
+        """See `Unseated`."""
+        self.outflow.heard(message)
 
     def turn(
         self, alert: Callable[[str], None], end_sessions: Callable[[str], None]

@@ -10,6 +10,7 @@ from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.supervised import Heard
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.followed import Followable
 
@@ -31,6 +32,10 @@ class Unseated:
         self, publishes: Publishes, snapshots: FragmentSnapshots
     ) -> None:
         """Have a standby sent what these write from now on."""
+
+    def heard(self, message: Heard) -> None:
+        """Have a standby sent the file of which a worker's message tells; on any
+        thread, before the lead hears of it."""
 
     def turn(
         self, alert: Callable[[str], None], end_sessions: Callable[[str], None]

@@ -69,8 +69,10 @@ class Lanes:
             before, self._addresses = self._addresses, addresses
             count = len(addresses)
             self._dealt = deal(self._sizes, count) if count else ()
-        # Those of a lead that was started again, if its workers ended with it.
-        self.coordinator.leave_others(addresses)
+        # Those of a lead that was started again, if its workers ended with it, and
+        # those of a lead that leads no more: they serve on for a while.
+        for server in self._servers:
+            server.leave_others(addresses)
         if addresses != before:
             self.moved(addresses)
 

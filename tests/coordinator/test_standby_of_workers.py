@@ -1,0 +1,247 @@
+"""What workers have on their disk comes to the standby ahead of what the lead writes of
+it, and a worker serves nothing that the standby may not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from door_support import ADMITTED, PLAN, RUN
+from etils.epath import Path as Folder
+from followed_support import Pair
+
+from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.coordinator import workers as workers_module
+from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.snapshots import fragment_path, named
+from diloco_jax.coordinator.standby.unseated import Unseated
+from diloco_jax.coordinator.supervised import Heard
+from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.faults import Faults
+from diloco_jax.observability.metrics import Metrics
+from diloco_jax.observability.tape import Tape
+from diloco_jax.protocol.coordinator.events import WorkerAway
+from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.holding import (
+    AnchorKept,
+    FromHolder,
+    MergePrepared,
+    RestoreFragments,
+)
+from diloco_jax.protocol.values import Prepared, Version
+from diloco_jax.protocol.working import BeginWorker, FragmentSaved
+
+SNAPSHOTS = "checkpoints/coordinator"
+CONFIG = policy_config(RUN, Placement(workers=2), "r", PLAN.sizes, ADMITTED)
+
+
+class Worker:
+    """Stands in for `Supervised`: a test says what its process says."""
+
+    address, alerts = "", ()
+
+    def __init__(
+        self, begin: BeginWorker, config: Config, hear: Callable[[Heard], None], _: Any
+    ) -> None:
+        self.hear = hear
+        self.begun: list[RestoreFragments] = []
+
+    def begin(self, asked: RestoreFragments) -> None:
+        self.begun.append(asked)
+
+    def send(self, message: Any) -> None:
+        """It is away, or does not care."""
+
+
+def held(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, on_disk: Callable[[Heard], None]
+) -> tuple[WorkersHolder, list[Worker]]:
+    monkeypatch.setattr(workers_module, "Supervised", Worker)
+    placement = Placement(workers=2, mandate=str(folder / "mandate"))
+    config = Config(islands={"a": IslandConfig()}, placement=placement)
+    kept = cast(Any, None)
+    made = WorkersHolder(config, folder, "r", CONFIG.fragment_sizes, kept, on_disk)
+    return made, cast(list[Worker], made._workers)
+
+
+class Site(Pair):
+    """The files of a primary whose lead writes a record of whatever workers prepare."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(folder)
+        holder, self.workers = held(monkeypatch, self.here, self.out.heard)
+        holder.answer(self._decide, cast(Any, None))
+        # Another process has these: nothing here is told of what they write.
+        self.theirs = Publishes(self.here / "publishes")
+        self.saved: list[Path] = []
+        self.fragments = FragmentSnapshots(
+            Folder(self.snapshots), Placement(snapshots_kept=1), (0,), {}
+        )
+        self.fragments.written = lambda path: self.saved.append(Path(path))
+
+    def _decide(self, message: FromHolder | Any) -> None:
+        assert isinstance(message, MergePrepared | AnchorKept)
+        self.log.append({"fragment": message.fragment})
+
+    def merge(self, version: Version) -> None:
+        prepared = self.theirs.write(0, version, b"p", final=False)
+        self.say(MergePrepared(fragment=0, version=version, prepared=prepared))
+
+    def save(self, version: Version) -> None:
+        self.fragments.save(0, version, {})
+        self.say(FragmentSaved(fragment=0, version=version))
+
+    def gather(self, version: Version) -> None:
+        """An anchor begins a term of the fragment, which the worker had lost."""
+        self.fragments.save_first(0, version, {})
+        kept = AnchorKept(
+            fragment=0,
+            island="a",
+            incarnation=1,
+            replaced=Version(1, version.number),
+            version=version,
+            digest="",
+        )
+        self.say(kept)
+
+    def say(self, message: Heard) -> None:
+        self.workers[0].hear(message)
+
+    def following(self) -> None:
+        self.begin()
+        self.take()
+
+    def there_is(self) -> list[str]:
+        """The versions that the standby has of fragment 0, and of what kind."""
+        found = [*self.there.rglob("*.publish"), *self.there.rglob("*-*.snapshot")]
+        return sorted(f"{path.stem} {path.suffix[1:]}" for path in found)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path, monkeypatch)
+    yield made
+    made.close()
+
+
+def snapshot(version: Version) -> str:
+    name = fragment_path(Folder(SNAPSHOTS), 0, version)
+    assert named(name) == (0, version)
+    return str(name)
+
+
+def test_a_workers_publish_goes_ahead_of_the_record_that_commits_it(site: Site) -> None:
+    site.following()
+    for number in (1, 2):
+        site.merge(Version(1, number))
+    assert site.take(4) == [
+        "publishes/00000/1-1.publish",
+        "log/log-000000.bin",
+        "publishes/00000/1-2.publish",
+        "log/log-000000.bin",
+    ]
+
+
+def test_a_workers_snapshot_goes_last_and_replaces_what_it_holds(site: Site) -> None:
+    site.following()
+    site.merge(Version(1, 1))
+    site.save(Version(1, 1))
+    site.merge(Version(1, 2))
+    assert site.saved == [site.here / snapshot(Version(1, 1))]
+    assert site.take(5)[-1] == snapshot(Version(1, 1))
+    assert site.there_is() == ["1-1 snapshot", "1-2 publish"]
+
+
+def test_an_anchor_goes_ahead_of_its_record_and_replaces_nothing_before_it(
+    site: Site,
+) -> None:
+    """A lost fragment is not lost at the standby: there the term before counts until
+    the record says that the next one has begun."""
+    site.following()
+    site.merge(Version(1, 1))
+    site.save(Version(1, 1))
+    site.merge(Version(1, 2))
+    site.take()
+    before = ["1-1 snapshot", "1-2 publish"]
+    site.gather(Version(2, 2))
+    # Nobody is told twice of the same file.
+    assert len(site.saved) == 1
+    assert site.take(2) == [snapshot(Version(2, 2)), "log/log-000000.bin"]
+    assert site.there_is() == [*before, "2-2 snapshot"]
+    site.merge(Version(2, 3))
+    site.save(Version(2, 3))
+    site.take()
+    assert site.there_is() == ["2-3 snapshot"]
+
+
+def test_an_anchor_that_never_counted_goes_when_another_one_comes(site: Site) -> None:
+    """The worker died before the record; another island's anchor is an older one, and
+    the next merge has the number of the first."""
+    site.following()
+    site.gather(Version(2, 2))
+    site.gather(Version(2, 1))
+    site.take()
+    assert site.there_is() == ["2-1 snapshot"]
+
+
+def test_no_record_goes_without_a_publish_that_is_gone(site: Site) -> None:
+    site.following()
+    gone = MergePrepared(
+        fragment=0,
+        version=Version(1, 1),
+        prepared=Prepared(digest="", payload_bytes=1),
+    )
+    site.say(gone)
+    assert site.lost == ["a file cannot be read"]
+    assert list(site.messages) == []
+
+
+class Seat(Unseated):
+    """Lets be seen what a test says."""
+
+    number, visible = 1, True
+
+    @property
+    def written(self) -> int:
+        return self.number
+
+    def may_show(self, number: int) -> bool:
+        return self.visible
+
+
+def test_a_worker_is_not_back_before_what_is_decided_may_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, (worker, _) = held(monkeypatch, tmp_path, lambda message: None)
+    seat, tape = Seat(), Tape(tmp_path / "tape.jsonl")
+    lead = Lead(
+        CONFIG,
+        initial(CONFIG),
+        holder=holder,
+        log=cast(Any, SimpleNamespace(append=lambda line: None)),
+        tape=tape,
+        metrics=cast(Metrics, None),
+        sessions=Sessions(),
+        faults=Faults(()),
+        slow_s=1.0,
+        housekeeping=lambda lead: None,
+        seat=seat,
+    )
+    seat.visible = False
+    lead.hear(WorkerAway(worker=0))
+    lead._turn()
+    lead._turn()
+    assert worker.begun == []
+    seat.visible = True
+    lead.nudge()
+    lead._turn()
+    (asked,) = worker.begun
+    assert [c.fragment for c in asked.fragments] == list(holder.of(0))
+    tape.close()

@@ -1,0 +1,168 @@
+"""A coordinator with workers and its standby: first its lead dies and its workers live
+on, then the machine of the node that leads since then is lost, workers included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import support
+import tape_checks
+from etils.epath import Path as Folder
+from runtime_support import make_config, placed, with_run
+
+from diloco_jax import LocalCluster, run_files
+from diloco_jax.cluster import pair
+from diloco_jax.config import Config
+from diloco_jax.coordinator import rendezvous
+from diloco_jax.coordinator.snapshots import named
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timing,
+    pytest.mark.skipif(
+        not rendezvous.HAS_SURVIVORS, reason="workers end with their lead here"
+    ),
+]
+
+STEP_SECONDS, TRAINING_SECONDS = 0.25, 32
+BUDGET_S, TIMEOUT_S = 4.0, 150.0
+MERGES = 4
+"""Merges before the first lead dies, and of each one that leads after it."""
+
+
+class Run(NamedTuple):
+    """A run that two take-overs did not end."""
+
+    config: Config
+    workdir: Path
+    summary: dict[str, Any]
+    tape: list[dict[str, Any]]
+    workers: list[list[int]]
+    """Process ids of the workers of the nodes that led, in turn."""
+
+
+def config_of(text: Path) -> Config:
+    config = make_config(text, steps_per_cycle=6, fragments=3, quorum=1)
+    steps = round(TRAINING_SECONDS / STEP_SECONDS)
+    islands = {
+        name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
+        for name, island in config.islands.items()
+    }
+    tokens = steps * (2 + 4) * config.run.sequence_length
+    config = dataclasses.replace(with_run(config, total_tokens=tokens), islands=islands)
+    return placed(
+        config,
+        workers=2,
+        # Who is killed is back after its mandate is over.
+        restart_delay_s=1.5 * BUDGET_S,
+        time_budget_s=BUDGET_S,
+        evaluate_every_steps=0,
+        snapshot_every_s=2.0,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The process that inherits it may not ask how it ended.
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def pids_of(status: dict[str, Any]) -> list[int]:
+    return [worker["pid"] for worker in status["workers"]]
+
+
+def in_step(status: dict[str, Any], reign: int) -> bool:
+    mandate = status.get("mandate", {})
+    return (mandate.get("reign"), mandate.get("state")) == (reign, "in_step")
+
+
+def has_later_snapshots(workdir: Path) -> bool:
+    """Whether some were written since the fragments began."""
+    found = (workdir / run_files.CHECKPOINTS / "coordinator").glob("*/*.snapshot")
+    return any(named(Folder(path))[1].number > 0 for path in found)
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    config, workers = config_of(text), []
+    with LocalCluster(config, folder, with_standby=True) as cluster:
+        status = cluster.until(
+            lambda s: (
+                in_step(s, 1)
+                and s["merges"] >= MERGES
+                and has_later_snapshots(pair.standby_of(cluster.workdir))
+            ),
+            TIMEOUT_S,
+        )
+        workers.append(pids_of(status))
+        merges = status["merges"]
+        cluster.coordinator.kill()
+        assert all(map(is_alive, workers[0]))
+        # Those of the node that is back end once it follows the other one.
+        status = cluster.until(
+            lambda s: (
+                in_step(s, 2)
+                and s["merges"] >= merges + MERGES
+                and not any(map(is_alive, workers[0]))
+            ),
+            TIMEOUT_S,
+        )
+        workers.append(pids_of(status))
+        cluster.coordinator.kill()
+        for pid in workers[1]:
+            os.kill(pid, signal.SIGKILL)
+        merges = status["merges"]
+        status = cluster.until(
+            lambda s: (
+                s.get("mandate", {}).get("reign") == 3
+                and s["merges"] >= merges + MERGES
+            ),
+            TIMEOUT_S,
+        )
+        workers.append(pids_of(status))
+        summary = cluster.wait(TIMEOUT_S)
+    tape = list(support.read_tape(cluster.workdir / run_files.TAPE))
+    return Run(config, cluster.workdir, summary, tape, workers)
+
+
+def test_each_node_leads_with_workers_of_its_own_from_its_log(run: Run) -> None:
+    pids = [pid for own in run.workers for pid in own]
+    assert len(set(pids)) == len(pids) == 6
+    assert not any(map(is_alive, pids))
+    recovered = [record for record in run.tape if record["kind"] == "recovered"]
+    assert len(recovered) == 2
+    assert run.summary["term"] == 1
+    # One workdir is left.
+    assert not (run.workdir / run_files.STANDBY).exists()
+
+
+def test_the_books_are_exact_and_no_island_noticed(run: Run) -> None:
+    sizes = support.fragment_sizes(run.config)
+    assert run.summary["phase"] == "done"
+    assert tape_checks.version_problems(run.tape) == []
+    assert tape_checks.ledger_problems(run.summary, run.tape, sizes) == []
+    assert tape_checks.interval_problems(run.tape) == []
+    assert tape_checks.row_problems(run.tape) == []
+    islands = run.summary["islands"]
+    assert {name: i["joins"] for name, i in islands.items()} == {"a": 1, "b": 1}
+    assert all(i["tokens_lost"] == {} for i in islands.values())
+
+
+def test_the_tape_repeats_the_whole_run(run: Run) -> None:
+    command = [*support.DILOCO, "replay", str(run.workdir), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["identical"]
+    assert outcome["merges"] == run.summary["merges"]
