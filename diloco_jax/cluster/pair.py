@@ -107,7 +107,9 @@ def address_file(workdir: Path) -> Path:
     """Return the file with the address of whoever leads the run in this workdir."""
     beside = standby_of(workdir) / run_files.ADDRESS
     own = workdir / run_files.ADDRESS
-    return beside if beside.exists() and not own.exists() else own
+    # One that is stopped, or was killed, leaves its own there.
+    led = beside.exists() and (not own.exists() or standby_leads(workdir))
+    return beside if led else own
 
 
 def settle(workdir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,10 @@ def test_the_address_is_that_of_whoever_leads(workdir):
     assert pair.address_file(workdir).read_text() == "h:2"
     own.write_text("h:1")
     assert pair.address_file(workdir).read_text() == "h:1"
+    # Its coordinator is stopped, and leads no more.
+    shutil.rmtree(workdir / run_files.MANDATE)
+    mandate_of(workdir, "two")
+    assert pair.address_file(workdir).read_text() == "h:2"
 
 
 def test_who_is_started_again_follows_the_other_one(workdir):

@@ -81,9 +81,12 @@ def pids_of(status: dict[str, Any]) -> list[int]:
     return [worker["pid"] for worker in status["workers"]]
 
 
+def leads(status: dict[str, Any], reign: int) -> bool:
+    return "mandate" in status and status["mandate"]["reign"] == reign
+
+
 def in_step(status: dict[str, Any], reign: int) -> bool:
-    mandate = status.get("mandate", {})
-    return (mandate.get("reign"), mandate.get("state")) == (reign, "in_step")
+    return leads(status, reign) and status["mandate"]["state"] == "in_step"
 
 
 def has_later_snapshots(workdir: Path) -> bool:
@@ -124,11 +127,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             os.kill(pid, signal.SIGKILL)
         merges = status["merges"]
         status = cluster.until(
-            lambda s: (
-                s.get("mandate", {}).get("reign") == 3
-                and s["merges"] >= merges + MERGES
-            ),
-            TIMEOUT_S,
+            lambda s: leads(s, 3) and s["merges"] >= merges + MERGES, TIMEOUT_S
         )
         workers.append(pids_of(status))
         summary = cluster.wait(TIMEOUT_S)
@@ -166,3 +165,47 @@ def test_the_tape_repeats_the_whole_run(run: Run) -> None:
     outcome = json.loads(done.stdout)
     assert outcome["identical"]
     assert outcome["merges"] == run.summary["merges"]
+
+
+@pytest.mark.nightly
+def test_a_lead_that_is_back_in_time_leads_on_with_its_workers(text: Path) -> None:
+    config = placed(config_of(text), time_budget_s=4 * BUDGET_S, restart_delay_s=0.1)
+    with LocalCluster(config, with_standby=True) as cluster:
+        status = cluster.until(
+            lambda s: in_step(s, 1) and s["merges"] >= MERGES, TIMEOUT_S
+        )
+        workers, merges = pids_of(status), status["merges"]
+        cluster.coordinator.kill()
+        status = cluster.until(
+            lambda s: in_step(s, 1) and s["merges"] >= merges + MERGES, TIMEOUT_S
+        )
+        assert pids_of(status) == workers
+        summary = cluster.wait(TIMEOUT_S)
+        tape = list(support.read_tape(cluster.workdir / run_files.TAPE))
+    (recovered,) = (record for record in tape if record["kind"] == "recovered")
+    assert recovered["snapshot_versions"] == recovered["versions"]
+    sizes = support.fragment_sizes(config)
+    assert tape_checks.version_problems(tape) == []
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
+
+
+@pytest.mark.nightly
+def test_the_workers_of_a_lead_that_was_stopped_end(text: Path) -> None:
+    """They leave it, or it ends them once it finds out that it leads no more."""
+    with LocalCluster(config_of(text), with_standby=True) as cluster:
+        status = cluster.until(
+            lambda s: in_step(s, 1) and s["merges"] >= MERGES, TIMEOUT_S
+        )
+        workers, merges = pids_of(status), status["merges"]
+        (lead,) = cluster.coordinator.pids
+        cluster.coordinator.pause()
+        cluster.until(
+            lambda s: leads(s, 2) and s["merges"] >= merges + MERGES, TIMEOUT_S
+        )
+        os.kill(lead, signal.SIGCONT)
+        cluster.until(lambda s: not any(map(is_alive, workers)), TIMEOUT_S)
+        summary = cluster.wait(TIMEOUT_S)
+        tape = list(support.read_tape(cluster.workdir / run_files.TAPE))
+    sizes = support.fragment_sizes(config_of(text))
+    assert tape_checks.version_problems(tape) == []
+    assert tape_checks.ledger_problems(summary, tape, sizes) == []
