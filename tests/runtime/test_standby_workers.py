@@ -64,7 +64,7 @@ def config_of(text: Path) -> Config:
         restart_delay_s=1.5 * BUDGET_S,
         time_budget_s=BUDGET_S,
         evaluate_every_steps=0,
-        snapshot_every_s=2.0,
+        snapshot_every_s=4.0,
     )
 
 
@@ -89,10 +89,13 @@ def in_step(status: dict[str, Any], reign: int) -> bool:
     return leads(status, reign) and status["mandate"]["state"] == "in_step"
 
 
-def has_later_snapshots(workdir: Path) -> bool:
-    """Whether some were written since the fragments began."""
+def has_files_of_workers(workdir: Path) -> bool:
+    """Whether snapshots and publishes are there that were written since the fragments
+    began."""
     found = (workdir / run_files.CHECKPOINTS / "coordinator").glob("*/*.snapshot")
-    return any(named(Folder(path))[1].number > 0 for path in found)
+    publishes = (workdir / run_files.PUBLISHES).glob("*/*.publish")
+    snapshots = any(named(Folder(path))[1].number > 0 for path in found)
+    return snapshots and any(publishes)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +107,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             lambda s: (
                 in_step(s, 1)
                 and s["merges"] >= MERGES
-                and has_later_snapshots(pair.standby_of(cluster.workdir))
+                and has_files_of_workers(pair.standby_of(cluster.workdir))
             ),
             TIMEOUT_S,
         )
@@ -142,6 +145,8 @@ def test_each_node_leads_with_workers_of_its_own_from_its_log(run: Run) -> None:
     recovered = [record for record in run.tape if record["kind"] == "recovered"]
     assert len(recovered) == 2
     assert run.summary["term"] == 1
+    # No fragment was lost, and gathered from islands.
+    assert "term_begun" not in {record["kind"] for record in run.tape}
     # One workdir is left.
     assert not (run.workdir / run_files.STANDBY).exists()
 
