@@ -123,6 +123,7 @@ def needs_of(terms: Terms) -> Needs:
         terms.disk.write_bytes_per_s,
         terms.rates,
         cycles=config.merges_per_fragment(),
+        apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
     )
     return Needs(
         pacing_step_seconds=pace,
@@ -249,7 +250,7 @@ def _join(terms: Terms, needs: Needs) -> Check:
 
 def _memory(terms: Terms, needs: Needs) -> Check:
     machine = machine_of(terms.config.launch.coordinator_machine)
-    needed = needs.coordinator.memory
+    needed = needs.coordinator.machine_memory
     return Check(
         "memory",
         needed,
@@ -284,9 +285,9 @@ def _cores(terms: Terms, needs: Needs) -> Check:
     machine = machine_of(terms.config.launch.coordinator_machine)
     return Check(
         "cores",
-        needs.coordinator.cores,
+        needs.coordinator.machine_cores,
         machine.cores,
-        f"the coordinator needs {needs.coordinator.cores} cores"
+        f"the coordinator needs {needs.coordinator.machine_cores} cores"
         f"{needs.coordinator.for_whom} and {machine.name} has {machine.cores}",
         lambda: _machines_or_fewer_workers(needs, machine.cores),
     )
@@ -294,17 +295,17 @@ def _cores(terms: Terms, needs: Needs) -> Check:
 
 def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[dict[str, Any]]:
     yield from _machines(needs)
-    most = min(len(needs.coordinator.workers), cores)
+    workers = () if needs.coordinator.apart else needs.coordinator.workers
+    most = min(len(workers), cores)
     yield from ({"placement.workers": fewer} for fewer in range(most - 1, 0, -1))
 
 
 def _machines(
     needs: Needs, *, egress_gbit_per_s: float = 0.0, disk_mib_per_s: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    memory = needs.coordinator.memory / MOST_MEMORY
-    machine = smallest_machine(
-        memory, needs.coordinator.cores, egress_gbit_per_s, disk_mib_per_s
-    )
+    memory = needs.coordinator.machine_memory / MOST_MEMORY
+    cores = needs.coordinator.machine_cores
+    machine = smallest_machine(memory, cores, egress_gbit_per_s, disk_mib_per_s)
     if machine:
         yield {"launch.coordinator_machine": machine.name}
 
@@ -399,7 +400,6 @@ def _places(terms: Terms) -> Check:
         needed,
         MOST_PLACES,
         f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together, and the coordinator has places for {MOST_PLACES}; the "
-        f"others would wait",
+        f"transfers together, and it has places for {MOST_PLACES}; others would wait",
         changes,
     )
