@@ -28,7 +28,7 @@ class Unreachable(Exception):  # noqa: N818
     """There is no worker at this place, and trying again does not help."""
 
 
-class Opened(NamedTuple):
+class OpenLine(NamedTuple):
     """A connection to a worker's process."""
 
     end: End
@@ -48,8 +48,8 @@ class Place(Protocol):
     def pid(self) -> int:
         """The worker's process on this machine; 0: there is none."""
 
-    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> Opened:
-        """Connect to a process; see `Opened`.
+    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> OpenLine:
+        """Connect to a process; see `OpenLine`.
 
         Args:
           asked: what the process restores.
@@ -136,11 +136,11 @@ class BesideLead(Here):
         stop_s = config.placement.deadlines.stop_s
         super().__init__(Path(begin.workdir), begin.worker, stop_s)
 
-    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> Opened:
+    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> OpenLine:
         """See `Place`."""
         found = None if new else self.reach()
         end = found or self.start()
-        return Opened(end, replace(begin, life=self.life), found is not None)
+        return OpenLine(end, replace(begin, life=self.life), found is not None)
 
     def silent_s(self) -> float:
         """See `Place`."""

@@ -20,7 +20,7 @@ from diloco_jax.coordinator.outpost.files import (
     receive_file,
     send_file,
 )
-from diloco_jax.coordinator.places import Opened, Unreachable
+from diloco_jax.coordinator.places import OpenLine, Unreachable
 from diloco_jax.coordinator.settings import own_tls
 from diloco_jax.coordinator.worker_line import read_frame, write_frame
 from diloco_jax.deadlines import Backoff
@@ -68,7 +68,7 @@ class Elsewhere:
         self._dials, self._moved = 0, 0.0
         self._files = FragmentFiles(placement, Path(begin.workdir))
 
-    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> Opened:
+    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> OpenLine:
         """Dial until the outpost answers; see `places.Place`. It knows itself whether
         the process of before is alive."""
         self._touch()
@@ -77,7 +77,7 @@ class Elsewhere:
             try:
                 self._hand_over(asked.fragments)
                 self._dials += 1
-                return Opened(self._dial(), replace(begin, dial=self._dials), True)
+                return OpenLine(self._dial(), replace(begin, dial=self._dials), True)
             except (SecurityError, Refused) as error:
                 raise Unreachable(str(error)) from error
             except (ConnectionLost, OSError) as error:
