@@ -125,6 +125,17 @@ def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
                 assert processes[own].worker() != pid
                 assert (ask.merge(send, start), ask.commit(0)) == wanted
 
+            # An outpost alone dies: the worker serves on, and the line is new.
+            pid = processes[1 - own].worker()
+            processes[1 - own].process.kill()
+            assert ask.await_(WorkerAway).worker == 1 - own
+            workers.bring_back(1 - own, [FIRST.next(), FIRST])
+            processes[1 - own] = WorkerProcess(
+                tmp_path / "config.json", 1 - own, tmp_path / f"worker-{1 - own}"
+            )
+            assert ask.await_(WorkerBack).restored[0].snapshot == FIRST
+            assert processes[1 - own].worker() == pid
+
             pids = [one.worker() for one in processes]
             newer = of_workers(config, tmp_path / "lead")
             last = RestoreFragments(
@@ -151,6 +162,23 @@ def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
                 newer.end(PATIENCE_S)
         assert [one.process.wait(PATIENCE_S) for one in processes] == [0, 0]
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_worker_that_is_asked_to_end_says_that_it_should_be_started_again(
+    text, tmp_path
+):
+    config = with_workers_elsewhere(make_config(text), tmp_path / "certificates")
+    write_config_json(config, tmp_path / "config.json")
+    one = WorkerProcess(tmp_path / "config.json", 0, tmp_path / "worker-0")
+    log = tmp_path / "worker-0.log"
+    deadline = time.monotonic() + PATIENCE_S
+    while "awaits the coordinator at 127.0.0.1" not in log.read_text():
+        assert one.process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    one.process.terminate()
+    assert one.process.wait(PATIENCE_S) == 1
+    assert "Traceback" not in log.read_text()
 
 
 def heard_failure(ask: Ask) -> str:
