@@ -67,7 +67,7 @@ def deployment(
         ),
         *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
         _disk(order, name, f"{folder}/disk.yaml"),
-        _job(order, name, f"{folder}/coordinator.yaml"),
+        _job(order, name, f"{folder}/coordinator.yaml", ("Complete",)),
     ]
     for number, worker in enumerate(order.workers):
         part, file = manifests.part_of_worker(number), f"{worker}.yaml"
@@ -218,8 +218,9 @@ def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
     )
 
 
-def _job(order: Order, name: str, file: str) -> Resource:
-    """Return the coordinator, or a worker."""
+def _job(order: Order, name: str, file: str, ended: tuple[str, ...] = ()) -> Resource:
+    """Return the coordinator, or a worker. ended: states that say that the run is
+    over."""
     cluster = order.cluster
     state = 'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
     get = ("get", "job", name, "--ignore-not-found", "-o", state)
@@ -230,7 +231,7 @@ def _job(order: Order, name: str, file: str) -> Resource:
         create=_kubectl(order, cluster, "apply", "-f", file),
         delete=_delete(order, cluster, OBJECTS, name),
         dead=("Failed",),
-        ended=("Complete",),
+        ended=ended,
         runs=True,
     )
 

@@ -266,6 +266,8 @@ def test_a_price_is_the_users(mixed):
     prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
     parts = {"v5p": 64 * 4.5, "v6e": 256 * 2.5, "coordinator": 3.0}
     assert price_per_hour(mixed.config, prices) == parts
+    apart = changed(mixed, {"placement.workers": 2, "launch.workers_apart": True})
+    assert price_per_hour(apart.config, prices)["coordinator"] == 9
 
 
 @pytest.mark.parametrize("text", ["v9=1", "v5p", "v5p=-1", "v5p=nan"])

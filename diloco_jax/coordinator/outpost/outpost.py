@@ -14,7 +14,8 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from diloco_jax.coordinator.outpost.files import (
     receive_file,
     send_file,
 )
+from diloco_jax.coordinator.outpost.relay import cut, relay
 from diloco_jax.coordinator.places import Here
-from diloco_jax.coordinator.worker_line import pass_frame, read_frame, write_frame
+from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.paths import is_bucket
 from diloco_jax.protocol.outposts import (
     AboutFiles,
@@ -50,13 +53,9 @@ from diloco_jax.protocol.outposts import (
     files_asked,
     first_word,
 )
-from diloco_jax.protocol.working import (
-    BeginWorker,
-    EndWorker,
-    WorkerRefused,
-    encode,
-)
+from diloco_jax.protocol.working import BeginWorker, WorkerRefused
 from diloco_jax.wire import addresses, principal
+from diloco_jax.wire.acceptor import TOLD_EVERY_S
 from diloco_jax.wire.connection import prepare
 from diloco_jax.wire.duplex import End, TlsEnd
 from diloco_jax.wire.errors import Refused, SecurityError
@@ -67,9 +66,10 @@ from diloco_jax.workdir import held, make_workdir
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 0.05
+"""Pause after a connection that could not be accepted, in seconds."""
 CONNECTIONS = 16
 """Most connections at a time: one of messages, few of files, and those of strangers."""
-_OVER = encode(EndWorker(over=True))
 
 
 class Outpost:
@@ -92,7 +92,7 @@ class Outpost:
         self._admission = Admission(workdir, index)
         self._here = Here(workdir, index, self._deadlines.stop_s)
         numeric = addresses.resolve(bind)
-        addresses.require_free(numeric)
+        # The next port may be that of a worker that has outlived its outpost.
         self._bulk = addresses.bulk_address(numeric)
         self._listener = addresses.listen(numeric)
         self._places = threading.Semaphore(CONNECTIONS)
@@ -100,7 +100,8 @@ class Outpost:
         self._begins = threading.Lock()
         """Held while the worker's process gets a line."""
         self._line: End | None = None
-        self._over = threading.Event()
+        self._over, self._closing = threading.Event(), threading.Event()
+        self._told = -TOLD_EVERY_S
         self.address = addresses.format_address(*self._listener.getsockname()[:2])
         """Where it listens."""
 
@@ -111,6 +112,7 @@ class Outpost:
 
     def close(self) -> None:
         """Stop listening, and end the worker that was begun here."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -121,8 +123,11 @@ class Outpost:
         while True:
             try:
                 connection, peer = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closing.wait(PAUSE_S):
+                    return
+                self._warn("a connection could not be accepted: %s", error)
+                continue
             if not self._places.acquire(blocking=False):
                 connection.close()
                 continue
@@ -135,14 +140,14 @@ class Outpost:
         """Answer one connection to its end."""
         ends: list[End] = [connection]
         try:
-            with self._watch.guard(self._deadlines.connect_s, lambda: _cut(connection)):
+            with self._watch.guard(self._deadlines.connect_s, lambda: cut(connection)):
                 end = self._secured(connection)
                 ends[:] = [end]
                 word = self._greeted(end, peer)
             if word is not None:
                 self._obey(end, word, peer)
         except OSError as error:
-            logger.warning("the connection from %s broke: %s", peer, error)
+            self._warn("the connection from %s broke: %s", peer, error)
         except Exception:
             logger.exception("the connection from %s failed", peer)
         finally:
@@ -183,8 +188,15 @@ class Outpost:
         try:
             yield
         except (Refused, SecurityError, ConfigError, msgspec.DecodeError) as error:
-            logger.warning("%s is refused: %s", peer, error)
+            self._warn("%s is refused: %s", peer, error)
             write_frame(end, WorkerRefused(text=str(error)))
+
+    def _warn(self, text: str, *facts: object) -> None:
+        """Log what strangers can bring about, now and then."""
+        now = time.monotonic()
+        if now - self._told >= TOLD_EVERY_S:
+            self._told = now
+            logger.warning(text, *facts)
 
     def _require_lead(self, end: End) -> None:
         """Raise Refused or SecurityError unless the other end is a coordinator."""
@@ -213,41 +225,18 @@ class Outpost:
         logger.info("worker %d %s with the lead at %s", self._index, how, peer)
         try:
             write_frame(there, replace(own, life=self._here.life))
-            over = self._relay(end, there)
+            over, hung = relay(end, there, _deadlines_of(own))
         finally:
             hang_up(there)
             with self._begins:
                 if self._line is end:
                     self._line = None
+        if hung:
+            logger.error("worker %d says nothing any more: it is killed", self._index)
+            self._here.end(kill=True)
         if over:
             self._here.end(kill=False)
             self._over.set()
-
-    def _relay(self, lead: End, worker: End) -> bool:
-        """Pass messages on in both directions until the line breaks; tell whether the
-        lead said that the run is over."""
-        silence_s = 3 * self._deadlines.lease_s
-        over: list[bytes] = []
-        for end in (lead, worker):
-            end.settimeout(silence_s)
-
-        def inwards() -> None:
-            def note(frame: bytes) -> None:
-                if frame == _OVER:
-                    over.append(frame)
-
-            _pass_on(lead, worker, note)
-            with contextlib.suppress(OSError):
-                worker.shutdown(socket.SHUT_WR if over else socket.SHUT_RDWR)
-
-        thread = threading.Thread(target=inwards, daemon=True)
-        thread.start()
-        # To the end of what the worker says: its last word may be why it failed.
-        _pass_on(worker, lead)
-        with contextlib.suppress(OSError):
-            lead.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        return bool(over)
 
     def _fitted(self, begin: BeginWorker) -> BeginWorker:
         """Return the lead's first message with what is of this machine. Raises
@@ -323,19 +312,9 @@ def _send(end: End, path: Path, **facts: Any) -> None:
     send_file(end, path, size, _nothing)
 
 
-def _pass_on(
-    here: End, there: End, seen: Callable[[bytes], object] = lambda _: None
-) -> None:
-    """Pass messages on until either end is closed."""
-    with contextlib.suppress(OSError):
-        while (frame := read_frame(here)) is not None:
-            seen(frame)
-            pass_frame(there, frame)
-
-
-def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+def _deadlines_of(begin: BeginWorker) -> Deadlines:
+    """Return the deadlines of the lead."""
+    return from_builtins(begin.config, "the lead's config").placement.deadlines
 
 
 def _nothing() -> None:
