@@ -8,11 +8,12 @@ import signal
 import subprocess
 from pathlib import Path
 
-from runtime_support import PATIENCE_S, await_gone
+from runtime_support import PATIENCE_S
 
 from diloco_jax.cluster.commands import DILOCO, free_port
 from diloco_jax.config import Config
 from diloco_jax.coordinator import rendezvous
+from diloco_jax.coordinator.rendezvous import Survivor
 from diloco_jax.wire.certificates import make_certificates
 
 
@@ -47,13 +48,19 @@ class WorkerProcess:
         reached.end.close()
         return reached.process.pid
 
+    def kill(self) -> None:
+        """Kill it; the worker's process lives on."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
     def kill_machine(self) -> None:
         """As when the machine goes down: both processes are killed."""
-        pids = [self.worker(), self.process.pid]
-        for pid in pids:
+        worker = self.worker()
+        survivor = Survivor(worker)
+        for pid in (worker, self.process.pid):
             os.kill(pid, signal.SIGKILL)
         self.process.wait(PATIENCE_S)
-        await_gone(pids)
+        survivor.wait(PATIENCE_S)
 
     def close(self) -> None:
         """End it, however it is."""

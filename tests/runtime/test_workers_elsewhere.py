@@ -32,6 +32,7 @@ from worker_support import (
 from diloco_jax.cluster.commands import DILOCO, free_port
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import rendezvous, snapshots
+from diloco_jax.coordinator.rendezvous import Survivor
 from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
@@ -127,7 +128,7 @@ def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
 
             # An outpost alone dies: the worker serves on, and the line is new.
             pid = processes[1 - own].worker()
-            processes[1 - own].process.kill()
+            processes[1 - own].kill()
             assert ask.await_(WorkerAway).worker == 1 - own
             workers.bring_back(1 - own, [FIRST.next(), FIRST])
             processes[1 - own] = WorkerProcess(
@@ -137,6 +138,7 @@ def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
             assert processes[1 - own].worker() == pid
 
             pids = [one.worker() for one in processes]
+            survivors = [Survivor(pid) for pid in pids]
             newer = of_workers(config, tmp_path / "lead")
             last = RestoreFragments(
                 fragments=(
@@ -161,7 +163,7 @@ def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
             if newer is not None:
                 newer.end(PATIENCE_S)
         assert [one.process.wait(PATIENCE_S) for one in processes] == [0, 0]
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert [survivor.wait(PATIENCE_S) for survivor in survivors] == [0, 0]
 
 
 def test_a_worker_that_is_asked_to_end_says_that_it_should_be_started_again(
