@@ -118,6 +118,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "CONFIG --workdir DIR --bind HOST:PORT",
         "the coordinator alone; --init [hf:DIR] begins a new run",
     ),
+    "worker": (
+        config_commands.worker_command,
+        "CONFIG --index N --workdir DIR",
+        "one worker of a coordinator on another machine",
+    ),
     "island": (
         config_commands.island_command,
         "CONFIG --name NAME --coordinator HOST:PORT --workdir DIR",

@@ -123,6 +123,20 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     return code
 
 
+def worker_command(arguments: Sequence[str]) -> int:
+    """Run `diloco worker CONFIG --index N --workdir DIR`."""
+    from diloco_jax.coordinator.outpost.options import WorkerOptions
+
+    _, config, options = _config_and_options("worker", arguments, WorkerOptions())
+    bind, workdir = options.address(config.placement), _workdir(config)
+    from diloco_jax.coordinator.outpost.command import run
+    from diloco_jax.observability.logs import setup_logging
+
+    setup_logging()
+    code: int = run(config, options.index, workdir, bind)
+    return code
+
+
 def island_command(arguments: Sequence[str]) -> int:
     """Run `diloco island CONFIG --name NAME --coordinator HOST:PORT --workdir DIR`."""
     from diloco_jax.island.options import IslandOptions

@@ -150,9 +150,10 @@ def newest_pieces(
     found = [snapshots.versions(folder, f) for f in range(len(plan.fragments))]
     if lacking := [fragment for fragment, versions in enumerate(found) if not versions]:
         raise ConfigError(
-            f"{folder} has no snapshot of fragments {lacking}: the worker that held "
-            f"them lost its disk, and the run ended before an island gave them back; "
-            f"give a kept cycle, or another copy of the workdir"
+            f"{folder} has no snapshot of fragments {lacking}: workers on other "
+            f"machines have them until the run ends, or the worker that held them lost "
+            f"its disk, and the run ended before an island gave them back; give a kept "
+            f"cycle, or another copy of the workdir"
         )
     for fragment, of_fragment in enumerate(plan.fragments):
         version = found[fragment][-1]

@@ -17,7 +17,16 @@ from diloco_jax.options import parse
 from diloco_jax.simulation.commands import KINDS
 
 WIDTHS = (80, 200)
-OF_CONFIG = ("run", "chaos", "coordinator", "island", "emulate", "plan", "launch")
+OF_CONFIG = (
+    "run",
+    "chaos",
+    "coordinator",
+    "worker",
+    "island",
+    "emulate",
+    "plan",
+    "launch",
+)
 COMMANDS = [
     *([name] for name in cli.COMMANDS if name != "simulate"),
     *(["simulate", kind] for kind in KINDS),

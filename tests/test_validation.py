@@ -269,6 +269,29 @@ def test_a_placement_that_cannot_work_is_refused(field, value, shown):
         assert text in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"workers": 1}, ["has 2 addresses", "placement.workers = 1", "at least 2"]),
+        ({"workers": 3}, ["has 2 addresses", "placement.workers = 3"]),
+        ({"worker_addresses": ("a:1", "b")}, ["worker_addresses[1]: address 'b'"]),
+        ({"worker_addresses": ("a:1", "b:0")}, ["'b:0'", "give a port from 1"]),
+        ({"worker_addresses": ("a:1", "b:65535")}, ["'b:65535'", "to 65534"]),
+        ({"worker_addresses": ("a:1", "a:1")}, ["an address twice"]),
+        ({"mandate": "gs://b/m"}, ["a standby follows the files of one"]),
+    ],
+)
+def test_workers_elsewhere_need_addresses_that_can_be_dialled(changes, shown):
+    given = {"workers": 2, "worker_addresses": ("a:1", "b:1"), **changes}
+    islands = {"v6e": IslandConfig()}
+    message = refusal(Config(placement=Placement(**given), islands=islands))
+    for text in shown:
+        assert text in message
+    there = Placement(workers=2, worker_addresses=("a:1", "b:1"))
+    config = Config(placement=there, islands=islands).validate()
+    assert (config.placement.ports, config.placement.workers_here) == (2, 0)
+
+
 def test_the_last_host_of_an_island_may_be_struck():
     islands = {"v6e": IslandConfig(mesh_data=2, hosts=2)}
     faults = Placement(faults=("v6e/1@1:kill", "coordinator@1:kill"))

@@ -18,7 +18,7 @@ from diloco_jax.cluster.processes import (
     log_tail,
     wait_all,
 )
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.exit_codes import EXIT_CONFIG
 from diloco_jax.files import write_json
 from diloco_jax.interrupt import Interrupt
@@ -49,6 +49,16 @@ class ClusterError(Exception):
         self.exit_code = exit_code
 
 
+def require_here(placement: Placement) -> None:
+    """Raise ConfigError if a part of the run is on another machine."""
+    if placement.worker_addresses:
+        raise ConfigError(
+            f"placement.worker_addresses = {', '.join(placement.worker_addresses)}: "
+            f"this starts all of a run on this machine; leave them out, or start "
+            f"`diloco worker`, `diloco coordinator` and `diloco island` yourself"
+        )
+
+
 class Cluster:
     """Coordinator and islands. Call everything from the main thread."""
 
@@ -60,7 +70,9 @@ class Cluster:
         resume: bool = False,
         route: Route = straight,
     ):
-        """resume: the workdir holds a run that was stopped."""
+        """resume: the workdir holds a run that was stopped. Raises ConfigError if not
+        all of the run is to be on this machine."""
+        require_here(config.placement)
         self._route = route
         self.config = config
         self.workdir = workdir

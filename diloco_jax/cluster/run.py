@@ -19,7 +19,7 @@ from diloco_jax import paths, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import beside, commands, pair
 from diloco_jax.cluster.beginning import Beginning
-from diloco_jax.cluster.cluster import Cluster, Route, straight
+from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
 from diloco_jax.cluster.private import are_own, private_files, with_keys
 from diloco_jax.cluster.processes import kill_group, log_tail, start_child
 from diloco_jax.cluster.resume import (
@@ -72,6 +72,7 @@ def run(
     SecurityError before anything is started, and ClusterError if the run cannot start.
     """
     config.validate()
+    require_here(config.placement)
     standby = standby or pair.is_local(config.placement)
     if standby:
         pair.require_pairable(config.placement)

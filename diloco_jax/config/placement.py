@@ -225,6 +225,14 @@ class Placement:
         help="Processes that merge and serve fragments, each its own share of them; "
         "1 = the coordinator's own process does.",
     )
+    worker_addresses: tuple[str, ...] = setting(
+        (),
+        group=PROCESSES,
+        metavar="[HOST:PORT [HOST:PORT ...]]",
+        help="Where each of the workers runs `diloco worker`, worker 0 first, which "
+        "serves islands at the next port; empty = the coordinator starts them on its "
+        "own machine.",
+    )
     merge_route: MergeRoute = setting(
         "auto",
         group=PROCESSES,
@@ -290,8 +298,14 @@ class Placement:
 
     @property
     def ports(self) -> int:
-        """Ports in a row of the coordinator: control, bulk, and one of each worker."""
-        return 2 + (self.workers if self.workers > 1 else 0)
+        """Ports in a row of the coordinator: control, bulk, and one of each worker on
+        its machine."""
+        return 2 + self.workers_here
+
+    @property
+    def workers_here(self) -> int:
+        """Worker processes on the coordinator's machine."""
+        return self.workers if self.workers > 1 and not self.worker_addresses else 0
 
     @property
     def patience_s(self) -> float:

@@ -20,7 +20,7 @@ from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.observability.sinks import check_names as check_sinks
 from diloco_jax.protocol.values import ISLAND_NAME
-from diloco_jax.wire.addresses import parse_address
+from diloco_jax.wire.addresses import LAST_PORT, parse_address
 
 URLS = ("https://", "http://")
 
@@ -239,6 +239,34 @@ def _check_workers(placement: Placement, fragments: int) -> None:
             f"placement.workers = {placement.workers}, but there are {fragments} "
             f"fragments; give at most as many, or more sync.fragments"
         )
+    given = placement.worker_addresses
+    if not given:
+        return
+    if len(given) != placement.workers or placement.workers < 2:
+        raise ConfigError(
+            f"placement.worker_addresses has {len(given)} addresses, and "
+            f"placement.workers = {placement.workers}; give one address for each of at "
+            f"least 2 workers, or none"
+        )
+    for number, address in enumerate(given):
+        if not 0 < _port(f"worker_addresses[{number}]", address) < LAST_PORT:
+            raise ConfigError(
+                f"placement.worker_addresses has {address!r}: the coordinator dials "
+                f"that port, and islands the next one; give a port from 1 to "
+                f"{LAST_PORT - 1}"
+            )
+    if len(set(given)) < len(given):
+        raise ConfigError(
+            f"placement.worker_addresses = {', '.join(given)} has an address twice; "
+            f"each worker needs its own two ports"
+        )
+    for field in ("mandate", "standby"):
+        if value := getattr(placement, field):
+            raise ConfigError(
+                f"placement.{field} = {value!r} and placement.worker_addresses: a "
+                f"standby follows the files of one machine, and these workers have "
+                f"theirs on others; leave one of them out"
+            )
 
 
 def _port(field: str, address: str) -> int:

@@ -41,9 +41,9 @@ class Holders:
     def restoring(self) -> StoreHolder | WorkersHolder:
         """Return a holder without arrays, for `restore`. Workers that an earlier lead
         has left are ended, unless they can go on."""
-        workers = self.config.placement.workers
-        rendezvous.end_others(self.workdir, workers if workers > 1 else 0)
-        if workers > 1:
+        placement = self.config.placement
+        rendezvous.end_others(self.workdir, placement.workers_here)
+        if placement.workers > 1:
             return self._workers()
         return self._in_process(make_store(self.config, self.plan, None))
 

@@ -37,6 +37,8 @@ SUFFIX = ".fragment"
 
 Done = Callable[[int, str], None]
 """Called once a cycle is kept or given up, with the reason for the latter."""
+Fetch = Callable[[int, int], None]
+"""Moves a fragment of a cycle to this machine; given cycle and fragment."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -132,10 +134,13 @@ class KeptCycles:
         """
         self._writer.close(patience_s)
 
-    def written(self, keep: KeepFragment, trouble: str, done: Done) -> None:
+    def written(
+        self, keep: KeepFragment, trouble: str, done: Done, fetch: Fetch | None = None
+    ) -> None:
         """Note that a worker has written a fragment; otherwise `trouble` says why not.
-        `done` follows the last one, as after `keep`."""
-        self._writer.submit(self._written, keep, trouble, done)
+        `done` follows the last one, as after `keep`. fetch: moves it to this machine
+        from the worker's."""
+        self._writer.submit(self._written, keep, trouble, done, fetch)
 
     def _write(self, keep: KeepFragment, theta: list[Any], done: Done) -> None:
         cycle, trouble = self._begun(keep.cycle), ""
@@ -148,7 +153,9 @@ class KeptCycles:
             trouble = str(error)
         self._written(keep, trouble, done)
 
-    def _written(self, keep: KeepFragment, trouble: str, done: Done) -> None:
+    def _written(
+        self, keep: KeepFragment, trouble: str, done: Done, fetch: Fetch | None = None
+    ) -> None:
         cycle = self._begun(keep.cycle)
         if cycle.given_up or keep.cycle < cycle.number:
             return
@@ -156,6 +163,8 @@ class KeptCycles:
         try:
             if trouble:
                 raise OSError(trouble)
+            if fetch is not None:
+                fetch(keep.cycle, keep.fragment)
             cycle.fragments[keep.fragment] = keep
             if len(cycle.fragments) < len(self._sizes):
                 return

@@ -43,7 +43,7 @@ class Publishes:
         sealed.sync_path(folder.parent)
         torn, own = f"*{sealed.TEMPORARY}", [folder]
         if fragments is not None:
-            own = [self._path(f, Version()).parent for f in fragments]
+            own = [self.path(f, Version()).parent for f in fragments]
         for path in [path for below in own for path in below.rglob(torn)]:
             path.unlink()
 
@@ -52,7 +52,7 @@ class Publishes:
     ) -> Prepared:
         """Write a publish; it is on disk when this returns. final: it belongs to the
         flush. Raises OSError if the disk is full."""
-        path = self._path(fragment, version)
+        path = self.path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
             sealed.sync_path(self._folder)
@@ -73,7 +73,7 @@ class Publishes:
         """Return a publish, and True if it belongs to the flush. wanted: its
         digest, if the log still has the record. Raises DurableError if the file is
         missing or is not what the record says."""
-        path = self._path(fragment, version)
+        path = self.path(fragment, version)
         made = []
 
         def make(header: dict[str, Any]) -> npt.NDArray[Any]:
@@ -93,7 +93,7 @@ class Publishes:
         """Return a publish as mapped from the disk; None if it was deleted since it was
         read or written, or was cut off.
         """
-        path = self._path(fragment, version)
+        path = self.path(fragment, version)
         try:
             header, found = sealed.mapped(path)
         except sealed.SealedError:
@@ -111,14 +111,14 @@ class Publishes:
 
     def versions(self, fragment: int) -> list[Version]:
         """Return the versions that are on disk, oldest first."""
-        found = self._path(fragment, Version()).parent.glob("*.publish")
+        found = self.path(fragment, Version()).parent.glob("*.publish")
         return sorted(version_of(path.stem) for path in found)
 
     def forget(self, fragment: int, through: Version) -> None:
         """Delete the publishes up to a version: that of the oldest kept snapshot."""
         for version in self.versions(fragment):
             if version <= through:
-                self._path(fragment, version).unlink()
+                self.path(fragment, version).unlink()
 
     def discard(self, committed: Mapping[int, Version]) -> int:
         """Delete publishes above the committed versions, by fragment: their merges
@@ -127,11 +127,12 @@ class Publishes:
         for fragment, newest in committed.items():
             for version in self.versions(fragment):
                 if version > newest:
-                    self._path(fragment, version).unlink()
+                    self.path(fragment, version).unlink()
                     count += 1
         return count
 
-    def _path(self, fragment: int, version: Version) -> Path:
+    def path(self, fragment: int, version: Version) -> Path:
+        """Return the path of a publish."""
         return path_of(self._folder, fragment, version)
 
 

@@ -41,6 +41,7 @@ WORD_S = 5.0
 LOOK_S = 0.5
 """Interval between two looks at whether to wait for a lead any longer, in seconds."""
 _LEAD, _SOCKET, _LIFE = "lead", "socket", "life"
+_RUN, _DIAL = "run_id", "dial"
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -67,6 +68,10 @@ class Survivor:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return 0
 
+    def close(self) -> None:
+        """Watch it no more."""
+        os.close(self._descriptor)
+
     def _ends(self, within_s: float | None) -> bool:
         ends = select.poll()
         ends.register(self._descriptor, select.POLLIN)
@@ -83,11 +88,11 @@ class Reached(NamedTuple):
 # ---- the lead's side ----------------------------------------------------------------
 
 
-def next_lead(workdir: Path) -> int:
+def next_lead(workdir: Path, at_least: int = 1) -> int:
     """Return the number of this lead, and keep it: no other may be started at the same
     time (`run_files.LOCK`)."""
     (workdir / run_files.WORKERS).mkdir(exist_ok=True)
-    number = 1 + _number(_path(workdir, _LEAD), _LEAD)
+    number = max(at_least, 1 + _number(_path(workdir, _LEAD), _LEAD))
     write_json({_LEAD: number}, _path(workdir, _LEAD))
     return number
 
@@ -143,6 +148,20 @@ def end_others(workdir: Path, count: int) -> None:
 # ---- the worker's side --------------------------------------------------------------
 
 
+def obeyed(workdir: Path) -> tuple[str, int, int]:
+    """Return the run of the workdir of a worker on another machine, the lead that it
+    obeyed last and the number of that one's line."""
+    found = _path(workdir, _LEAD)
+    run_id = _read(found).get(_RUN, "")
+    return str(run_id), _number(found, _LEAD), _number(found, _DIAL)
+
+
+def obey(workdir: Path, run_id: str, lead: int, dial: int) -> None:
+    """Keep what `obeyed` returns."""
+    (workdir / run_files.WORKERS).mkdir(exist_ok=True)
+    write_json({_RUN: run_id, _LEAD: lead, _DIAL: dial}, _path(workdir, _LEAD))
+
+
 class Rendezvous:
     """A worker's place; its thread hears leads for as long as the process lives."""
 
@@ -161,7 +180,7 @@ class Rendezvous:
         """
         self._workdir = Path(begin.workdir)
         self._path = _path(self._workdir, begin.worker)
-        self._begin, self._lead = begin, begin.lead
+        self._begin, self._lead, self._dial = begin, begin.lead, begin.dial
         self._fenced, self._ended = fenced, ended
         self._came: queue.SimpleQueue[tuple[socket.socket, BeginWorker]] = (
             queue.SimpleQueue()
@@ -216,7 +235,7 @@ class Rendezvous:
                 word = None
             match word:
                 case BeginWorker() if self._is_newer(word):
-                    self._lead = word.lead
+                    self._lead, self._dial = word.lead, word.dial
                     self._fenced()  # Before its line is taken.
                     self._came.put((end, word))
                 case EndWorker():
@@ -228,7 +247,7 @@ class Rendezvous:
     def _is_newer(self, begin: BeginWorker) -> bool:
         own = self._begin
         same = (begin.run_id, begin.worker) == (own.run_id, own.worker)
-        return same and begin.lead > self._lead
+        return same and begin.is_newer(self._lead, self._dial)
 
 
 def _path(workdir: Path, name: int | str) -> Path:

@@ -128,7 +128,7 @@ def require_cores(placement: Placement) -> None:
     """Raise ConfigError if there are more workers than cores: each one merges on a core
     of its own, and `diloco plan` counts on that."""
     cores = machine.cores()
-    if placement.workers > cores:
+    if placement.workers_here > cores:
         raise ConfigError(
             f"placement.workers = {placement.workers}, but this machine has {cores} "
             f"cores for the coordinator; give at most {cores}, or a machine with more"

@@ -1,28 +1,23 @@
-"""A worker's process and its successors: start, listen, start again."""
+"""A worker's process and its successors: start or dial, listen, do it again."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator import rendezvous
-from diloco_jax.coordinator.rendezvous import Reached, Survivor
+from diloco_jax.coordinator.outpost.dialing import Elsewhere
+from diloco_jax.coordinator.places import BesideLead, Place, Unreachable
 from diloco_jax.coordinator.worker_line import WorkerLine, write_frame
-from diloco_jax.island.environment import fit_threads
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
     FragmentsRestored,
@@ -40,15 +35,12 @@ from diloco_jax.protocol.working import (
     SaveAll,
     WorkerAlive,
     WorkerFailed,
+    WorkerRefused,
     WorkerServes,
     from_worker,
 )
-from diloco_jax.wire import addresses
 
 logger = logging.getLogger(__name__)
-
-COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
-
 
 Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept | FragmentSaved
 
@@ -89,18 +81,27 @@ class Supervised:
         self._restored: queue.SimpleQueue[FragmentsRestored | str] = queue.SimpleQueue()
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
         self._line: WorkerLine | None = None
-        self._process: subprocess.Popen[bytes] | Survivor | None = None
         self._ending = threading.Event()
+        self._place: Place = (
+            Elsewhere(begin, config, self._ending)
+            if config.placement.worker_addresses
+            else BesideLead(begin, config)
+        )
         self._memory_bytes, self._resident_bytes = 0, 0
-        self._serves, self._failure = False, ""
+        self._serves, self._failure, self._refusal = False, "", ""
         self._thread = threading.Thread(
             target=self._supervise, name=self.name, daemon=True
         )
         self._thread.start()
 
+    @property
+    def fragments(self) -> tuple[int, ...]:
+        """Those that it holds."""
+        return self._begin.fragments
+
     def begin(self, asked: RestoreFragments) -> None:
-        """Start a process, which restores these fragments; at first go on with that of
-        an earlier lead, if it lives."""
+        """Start or dial a process, which restores these fragments; at first go on with
+        that of an earlier lead, if it lives."""
         self._orders.put(asked)
 
     def restored(self, patience_s: float) -> FragmentsRestored:
@@ -108,13 +109,23 @@ class Supervised:
 
         Raises ConfigError if it does not come up in time.
         """
-        try:
-            found = self._restored.get(timeout=patience_s)
-        except queue.Empty:
-            found = f"it has not restored its fragments within {patience_s:g} s"
+        patience_s += self._place.patience_s
+        found: FragmentsRestored | str | None = None
+        while found is None:
+            try:
+                found = self._restored.get(timeout=patience_s)
+            except queue.Empty:
+                if self._place.silent_s() < patience_s:
+                    continue  # Files are on their way to it.
+                found = f"it has not restored its fragments within {patience_s:g} s"
         if isinstance(found, str):
             raise ConfigError(f"{self.name} did not come up: {found}")
         return found
+
+    @property
+    def elsewhere(self) -> Elsewhere | None:
+        """Its place, if that is another machine."""
+        return self._place if isinstance(self._place, Elsewhere) else None
 
     def send(self, message: ToHolder | SaveAll) -> None:
         """Send a message; nothing happens while the worker is away."""
@@ -133,28 +144,27 @@ class Supervised:
 
     def shown(self) -> Shown:
         """Return the facts about this worker that `diloco status` shows."""
-        process = self._process
         return Shown(
             worker=self._begin.worker,
             address=self.address if self._serves else "",
-            pid=process.pid if process is not None else 0,
+            pid=self._place.pid,
             fragments=len(self._begin.fragments),
             memory_bytes=self._memory_bytes,
             resident_bytes=self._resident_bytes,
         )
 
-    def end(self) -> None:
-        """Ask the process to end; start no other."""
+    def end(self, *, over: bool = False) -> None:
+        """Ask the process to end; start no other. over: the run is over."""
         self._ending.set()
         self._orders.put(None)
         line = self._line
         if line is not None:
-            line.send(EndWorker())
+            line.send(EndWorker(over=over))
 
     def join(self, within_s: float) -> None:
         """Wait for the process; kill it if it stays."""
         self._thread.join(within_s)
-        self._kill()
+        self._place.end(kill=not self._ending.is_set())
         self._thread.join(1.0)
 
     # ---- its thread -----------------------------------------------------------------
@@ -163,21 +173,18 @@ class Supervised:
         first, crashes, placement = True, 0, self._config.placement
         while (asked := self._orders.get()) is not None and not self._ending.is_set():
             began = time.monotonic()
-            workdir, worker = Path(self._begin.workdir), self._begin.worker
-            reached = rendezvous.reach(workdir, worker) if first else None
-            if first:
-                life = rendezvous.last_life(workdir, worker) + (reached is None)
-                self._begin = replace(self._begin, life=life)
-            self._live(asked, first, reached)
-            if reached is not None and not self.address and not self._ending.is_set():
-                logger.warning(
-                    "%s, process %d of an earlier lead, cannot go on: %s",
-                    self.name,
-                    reached.process.pid,
-                    self._failure or "it ended",
-                )
-                self._begin = replace(self._begin, life=self._begin.life + 1)
-                self._live(asked, first, None)
+            try:
+                left = self._live(asked, first, new=not first)
+                if left and not self.address and not self._ending.is_set():
+                    logger.warning(
+                        "%s of an earlier lead cannot go on: %s",
+                        self.name,
+                        self._failure or "it ended",
+                    )
+                    self._live(asked, first, new=True)
+            except Unreachable as error:
+                self._give_up(first, f"{self.name} cannot be reached: {error}")
+                return
             if self._ending.is_set():
                 return
             if first and not self.address:
@@ -188,58 +195,51 @@ class Supervised:
             why = self._failure or "it ended"
             crashes = crashes_in_a_row(crashes, time.monotonic() - began)
             if crashes > placement.restarts:
-                self._failed(
-                    RuntimeError(
-                        f"{self.name} failed {crashes} times in a row, "
-                        f"placement.restarts = {placement.restarts}: {why}; see its "
-                        f"lines above, mend that, and start the coordinator again"
-                    )
+                self._give_up(
+                    first,
+                    f"{self.name} failed {crashes} times in a row, "
+                    f"placement.restarts = {placement.restarts}: {why}; see its "
+                    f"lines above, mend that, and start the coordinator again",
                 )
                 return
-            self._begin = replace(self._begin, life=self._begin.life + 1)
             logger.error("%s is away: %s", self.name, why)
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)
 
-    def _live(
-        self, asked: RestoreFragments, first: bool, reached: Reached | None
-    ) -> None:
-        """Go through one life of a process, or what is left of it."""
-        line = self._start(asked, reached)
-        self._listen(line, first)
-        self._line, self._serves = None, False
-        line.close()
-        self._kill()
+    def _give_up(self, first: bool, why: str) -> None:
+        if first:
+            self._restored.put(why)
+        elif not self._ending.is_set():
+            self._failed(RuntimeError(why))
 
-    def _start(self, asked: RestoreFragments, reached: Reached | None) -> WorkerLine:
-        """Start a process, unless one is reached, and say what it holds."""
-        own = self._spawned() if reached is None else reached.end
-        if reached is not None:
-            self._process = reached.process
+    def _live(self, asked: RestoreFragments, first: bool, *, new: bool) -> bool:
+        """Go through one life of a process, or what is left of it; tell whether it may
+        have been that of an earlier lead. Raises Unreachable."""
         self._failure = ""
+        opened = self._place.open(self._begin, asked, new)
+        self._begin = opened.begin
         with contextlib.suppress(OSError):  # It has died already, as is heard next.
-            write_frame(own, self._begin)
+            write_frame(opened.end, self._begin)
         deadlines = self._deadlines
         line = WorkerLine(
-            own, from_worker, LeadAlive, deadlines.report_s, 3 * deadlines.lease_s
+            opened.end,
+            from_worker,
+            LeadAlive,
+            deadlines.report_s,
+            3 * deadlines.lease_s,
         )
         line.send(asked)
         self._line = line
-        return line
-
-    def _spawned(self) -> socket.socket:
-        own, other = socket.socketpair()
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        fit_threads(environment)
-        with other:
-            self._process = subprocess.Popen(
-                [*COMMAND, str(other.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(other.fileno(),),
-                start_new_session=True,
-            )
-        return own
+        try:
+            self._listen(line, first)
+        except msgspec.DecodeError as error:
+            self._failure = f"what it says cannot be read: {error}"
+        self._line, self._serves = None, False
+        line.close()
+        self._place.end(kill=not self._ending.is_set())
+        if self._refusal:
+            raise Unreachable(self._refusal)
+        return opened.left
 
     def _listen(self, line: WorkerLine, first: bool) -> None:
         """Pass on what the process says, until its line breaks."""
@@ -271,30 +271,13 @@ class Supervised:
                     self._saved.put(message)
                 case WorkerFailed(text=text):
                     self._failure = text
+                case WorkerRefused(text=text):
+                    self._refusal = text
                 case _:
                     self._hear(message)
 
     def _came_up(self, bound: str) -> None:
         """Note where it serves; a later process serves at the same place."""
         self._serves = True
-        placement = self._config.placement
-        self.address = bound
-        if placement.advertise:
-            _, port = addresses.parse_address(bound)
-            there, first = addresses.parse_address(placement.advertise)
-            # Where ports are fixed, each is forwarded as the coordinator's own is.
-            if own := addresses.parse_address(placement.bind)[1]:
-                port += first - own
-            self.address = addresses.format_address(there, port)
+        self.address = self._place.address_of(bound)
         self._begin = replace(self._begin, bind=bound)
-
-    def _kill(self) -> None:
-        process = self._process
-        if process is not None:
-            if process.poll() is None and not self._ending.is_set():
-                process.kill()
-            try:
-                process.wait(self._deadlines.stop_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()

@@ -1,8 +1,10 @@
-"""The line between the lead's process and a worker's: messages over a local socket.
+"""The line between the lead's process and a worker's: messages over a connection.
 
-Nobody else can come to it: it is a socket pair, or a connection that a worker took at
-its `Rendezvous`. A message is its length (u32,
-little-endian) and MessagePack. Either process hears at once that the other has died.
+Nobody else can come to it. On one machine it is a socket pair, or a connection that a
+worker took at its `Rendezvous`; to another machine it is a connection with mutual TLS,
+which an outpost took (`outpost/`). A message is its length (u32, little-endian) and
+MessagePack. Either process hears that the other has died: at once on one machine, else
+after a silence.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax.protocol import working
+from diloco_jax.wire.duplex import End
 
 _LENGTH = struct.Struct("<I")
 
@@ -27,7 +30,7 @@ class WorkerLine:
 
     def __init__(
         self,
-        end: socket.socket,
+        end: End,
         decode: Callable[[bytes], Any],
         alive: Callable[[], msgspec.Struct],
         alive_s: float,
@@ -92,13 +95,17 @@ class WorkerLine:
                 return
 
 
-def write_frame(end: socket.socket, message: msgspec.Struct) -> None:
+def write_frame(end: End, message: msgspec.Struct) -> None:
     """Send one message. Raises OSError if the line is broken."""
-    frame = working.encode(message)
+    pass_frame(end, working.encode(message))
+
+
+def pass_frame(end: End, frame: bytes) -> None:
+    """Send one message that is encoded. Raises OSError if the line is broken."""
     end.sendall(_LENGTH.pack(len(frame)) + frame)
 
 
-def read_frame(end: socket.socket) -> bytes | None:
+def read_frame(end: End) -> bytes | None:
     """Return the bytes of the next message; None if the line is broken."""
     head = _read(end, _LENGTH.size)
     if head is None:
@@ -107,7 +114,7 @@ def read_frame(end: socket.socket) -> bytes | None:
     return None if length > working.MAX_FRAME_BYTES else _read(end, length)
 
 
-def _read(end: socket.socket, nbytes: int) -> bytes | None:
+def _read(end: End, nbytes: int) -> bytes | None:
     got = bytearray()
     while len(got) < nbytes:
         try:

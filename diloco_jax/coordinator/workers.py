@@ -1,4 +1,4 @@
-"""Hold fragments in worker processes on the lead's machine: start, watch, start again.
+"""Hold fragments in worker processes, here or elsewhere: start, watch, start again.
 
 A lead that was killed leaves its workers, and the next one goes on with them.
 
@@ -51,7 +51,7 @@ from diloco_jax.protocol.working import (
     SaveAll,
 )
 from diloco_jax.wire import addresses, bulk
-from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.errors import Busy, WireError
 from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,10 @@ class WorkersHolder:
         self._uncompiled = count
         self._lock = threading.Lock()
         self._patience_s = config.placement.outage_budget_s
-        fields, lead = dataclasses.asdict(config), rendezvous.next_lead(workdir)
+        # A lead that has lost its disk counts on, for workers on other machines.
+        at_least = int(time.time()) if config.placement.worker_addresses else 1
+        lead = rendezvous.next_lead(workdir, at_least)
+        fields, self._over = dataclasses.asdict(config), False
         self._workers = [
             Supervised(
                 BeginWorker(
@@ -226,12 +229,32 @@ class WorkersHolder:
                 logger.error("%s wrote no last snapshot: %s", worker.name, why)
             for fragment, digest in () if saved is None else saved.digests.items():
                 self._digests[fragment] = digest
+        if within_s is None:
+            self._over = True
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        """Copy the last snapshots of workers on other machines to this one."""
+        for worker in self._workers:
+            if (there := worker.elsewhere) is None:
+                continue
+            for fragment in worker.fragments:
+                try:
+                    there.bring_home(fragment)
+                except (WireError, OSError) as error:
+                    logger.error(
+                        "fragment %d stays on the machine of %s alone, from where it "
+                        "can be copied to the workdir: %s",
+                        fragment,
+                        worker.name,
+                        error,
+                    )
 
     def end(self, within_s: float) -> None:
         """End all workers; kill those that have not ended in time."""
         self._told.set()
         for worker in self._workers:
-            worker.end()
+            worker.end(over=self._over)
         deadline = time.monotonic() + within_s
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -276,7 +299,10 @@ class WorkersHolder:
             case FragmentSaved():
                 return None
             case FragmentKept(keep=keep, trouble=trouble):
-                return self._kept.written(keep, trouble, telling(self._tell))
+                there = self._workers[self._dealt[keep.fragment]].elsewhere
+                fetch = there.fetch_kept if there is not None else None
+                done = telling(self._tell)
+                return self._kept.written(keep, trouble, done, fetch)
             case MergesCompiled():
                 with self._lock:
                     self._uncompiled -= 1

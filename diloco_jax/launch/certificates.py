@@ -17,7 +17,7 @@ from diloco_jax.launch.order import COORDINATOR
 from diloco_jax.wire.certificates import add, make_certificates, principals, renew
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.principal import COORDINATOR as PRINCIPAL
-from diloco_jax.wire.principal import island
+from diloco_jax.wire.principal import island, worker
 
 DAYS = 90
 """Days for which a launch's certificates are valid."""
@@ -26,24 +26,26 @@ RENEWED_DAYS = 45
 
 
 def prepare_certificates(
-    folder: Path, hosts: tuple[str, ...], islands: tuple[str, ...]
+    folder: Path, hosts: tuple[str, ...], islands: tuple[str, ...], workers: int = 0
 ) -> None:
-    """Make certificates for the coordinator on `hosts` and for these islands in
-    `folder`, and STEM.tar of each one's three files: `ca.pem`, `STEM.pem`, `STEM.key`.
+    """Make certificates for the coordinator on `hosts`, for these islands and for so
+    many workers in `folder`, and STEM.tar of each one's three files: `ca.pem`,
+    `STEM.pem`, `STEM.key`.
 
     Existing files are kept unless they end soon. Raises SecurityError if they cannot be
     completed.
     """
     if not (folder / "ca.pem").exists():
-        make_certificates(folder, hosts, DAYS, islands=islands)
+        make_certificates(folder, hosts, DAYS, islands=islands, workers=workers)
     else:
         here = set(principals(folder))
         lacking = [name for name in islands if island(name) not in here]
+        new = workers if any(w not in here for w in map(worker, range(workers))) else 0
         missing = [host for host in hosts if host not in _known_hosts(folder)]
-        if missing or lacking:
-            add(folder, missing, DAYS, islands=lacking)
+        if missing or lacking or new:
+            add(folder, missing, DAYS, islands=lacking, workers=new)
         renew(folder, DAYS, RENEWED_DAYS)
-    for who in (PRINCIPAL, *map(island, islands)):
+    for who in (PRINCIPAL, *map(island, islands), *map(worker, range(workers))):
         _pack(folder, who.stem)
 
 

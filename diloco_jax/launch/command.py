@@ -113,6 +113,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             certificates,
             backend.hosts(order),
             tuple(island.name for island in order.islands),
+            len(order.workers),
         )
     if options.action == "watch":
         order = dataclasses.replace(order, ends_unix=order.end_unix(int(time.time())))

@@ -1,5 +1,6 @@
 """Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
-coordinator is a Job with a disk and a Service in one of them.
+coordinator is a Job with a disk and a Service in one of them. So is each worker with
+`launch.workers_apart`.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.
@@ -20,6 +21,7 @@ from diloco_jax.launch.order import (
     PORT,
     WORKDIR,
     Order,
+    worker_host,
 )
 from diloco_jax.launch.placing import GkeCluster, PlacedIsland
 from diloco_jax.launch.pods import ISLAND, PART, config_name
@@ -34,7 +36,7 @@ from diloco_jax.launch.resources import (
 from diloco_jax.launch.text import yaml_text
 
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
-"""Kinds of the coordinator's objects in `coordinator.yaml`."""
+"""Kinds of the coordinator's objects in `coordinator.yaml`, and of a worker's."""
 ISLAND_OBJECTS = "jobset,networkpolicy,serviceaccount"
 
 
@@ -48,7 +50,7 @@ def deployment(
     outside = f"{settings.coordinator_address or service}:{PORT}"
     files = {
         "config.yaml": yaml_text(manifests.config_map(order)),
-        "disk.yaml": yaml_text(manifests.disk(order)),
+        "disk.yaml": yaml_text(manifests.disk(order, name, COORDINATOR)),
         "coordinator.yaml": yaml_text(*manifests.coordinator(order, outside, now_unix)),
         "reader.yaml": yaml_text(manifests.reader(order)),
     }
@@ -64,9 +66,15 @@ def deployment(
             for stem in order.secrets
         ),
         *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
-        _disk(order, f"{folder}/disk.yaml"),
-        _coordinator(order, f"{folder}/coordinator.yaml"),
+        _disk(order, name, f"{folder}/disk.yaml"),
+        _job(order, name, f"{folder}/coordinator.yaml", ("Complete",)),
     ]
+    for number, worker in enumerate(order.workers):
+        part, file = manifests.part_of_worker(number), f"{worker}.yaml"
+        files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(order, worker, part))
+        files[file] = yaml_text(*manifests.worker(order, number, now_unix))
+        made.append(_disk(order, worker, f"{folder}/{worker}-disk.yaml"))
+        made.append(_job(order, worker, f"{folder}/{file}"))
     for island in order.islands:
         file = f"{island.resource}.yaml"
         near = island.cluster == order.cluster
@@ -89,11 +97,14 @@ def deployment(
 
 
 def hosts(order: Order) -> tuple[str, ...]:
-    """Return the names by which islands reach the coordinator, for its certificate."""
+    """Return the names by which islands reach the coordinator and its workers, for
+    their certificates."""
     name, address = order.coordinator, order.settings.coordinator_address
+    workers = (worker_host(worker, order.settings) for worker in order.workers)
     return (
         *(f"{name}.{order.settings.namespace}.svc", name),
         *([address] if address else []),
+        *workers,
     )
 
 
@@ -141,7 +152,8 @@ def _coordinator_pool(order: Order) -> Resource:
         order.coordinator,
         COORDINATOR,
         settings.coordinator_zone,
-        *(f"--machine-type={settings.coordinator_machine}", "--max-nodes=1"),
+        f"--machine-type={settings.coordinator_machine}",
+        f"--max-nodes={1 + len(order.workers)}",
         f"--node-taints={PART}={COORDINATOR}:NoSchedule",
         account=settings.coordinator_account or settings.service_account,
     )
@@ -206,8 +218,10 @@ def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
     )
 
 
-def _coordinator(order: Order, file: str) -> Resource:
-    name, cluster = order.coordinator, order.cluster
+def _job(order: Order, name: str, file: str, ended: tuple[str, ...] = ()) -> Resource:
+    """Return the coordinator, or a worker. ended: states that say that the run is
+    over."""
+    cluster = order.cluster
     state = 'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
     get = ("get", "job", name, "--ignore-not-found", "-o", state)
     return Resource(
@@ -217,13 +231,13 @@ def _coordinator(order: Order, file: str) -> Resource:
         create=_kubectl(order, cluster, "apply", "-f", file),
         delete=_delete(order, cluster, OBJECTS, name),
         dead=("Failed",),
-        ended=("Complete",),
+        ended=ended,
         runs=True,
     )
 
 
-def _disk(order: Order, file: str) -> Resource:
-    kind, name, cluster = "persistentvolumeclaim", order.coordinator, order.cluster
+def _disk(order: Order, name: str, file: str) -> Resource:
+    kind, cluster = "persistentvolumeclaim", order.cluster
     return Resource(
         what=f"{kind} {name}",
         owner=COORDINATOR,
@@ -286,11 +300,14 @@ def _elsewhere(order: Order, cluster: GkeCluster) -> str:
 
 def _logs(order: Order) -> tuple[Owned, ...]:
     lines = f"--tail={LOG_LINES}"
-    job = f"job/{order.coordinator}"
+    own = ("--container=diloco", lines)
     return (
-        Owned(
-            COORDINATOR,
-            _kubectl(order, order.cluster, "logs", job, "--container=diloco", lines),
+        *(
+            Owned(
+                COORDINATOR,
+                _kubectl(order, order.cluster, "logs", f"job/{name}", *own),
+            )
+            for name in (order.coordinator, *order.workers)
         ),
         *(
             Owned(

@@ -10,7 +10,7 @@ import ipaddress
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.launch.order import COORDINATOR, MAX_RESTARTS, Order
+from diloco_jax.launch.order import COORDINATOR, MAX_RESTARTS, PORT, Order
 from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.launch.pods import (
     POOL,
@@ -20,6 +20,7 @@ from diloco_jax.launch.pods import (
     falls_back,
     island_pod,
     reader_pod,
+    worker_pod,
 )
 
 HOPELESS = {
@@ -109,43 +110,46 @@ def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
 
     now_unix: the coordinator may begin a run within INIT_WITHIN_S after it.
     """
-    name, labels = order.coordinator, _labels(order, COORDINATOR)
-    settings = order.settings
-    annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    job = {
-        "parallelism": 1,
-        "completions": 1,
-        "backoffLimit": MAX_RESTARTS,
-        # Two coordinators on one disk: the second waits until the first has ended.
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [HOPELESS, {"action": "Ignore", "onPodConditions": DISRUPTED}]
-        },
-        "template": {
-            "metadata": {"labels": labels, "annotations": annotations},
-            "spec": coordinator_pod(order, address, now_unix),
-        },
-    }
+    name = order.coordinator
     return [
-        _account(
-            *(order, name, COORDINATOR),
-            settings.coordinator_account or settings.service_account,
-        ),
+        _account(order, name, COORDINATOR, _coordinators_account(order)),
         _service(order),
         _policy(order, name, COORDINATOR, [_islands_may(order, order.ports)]),
-        {
-            "apiVersion": "policy/v1",
-            "kind": "PodDisruptionBudget",
-            "metadata": _metadata(order, name, COORDINATOR),
-            "spec": {"minAvailable": 1, "selector": {"matchLabels": labels}},
-        },
-        {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": _metadata(order, name, COORDINATOR),
-            "spec": job,
-        },
+        _budget(order, name, COORDINATOR),
+        _job(order, name, COORDINATOR, coordinator_pod(order, address, now_unix)),
     ]
+
+
+def worker(order: Order, number: int, now_unix: int) -> list[Manifest]:
+    """Return account, service, policy and Job of a worker on a machine of its own."""
+    name, part = order.workers[number], part_of_worker(number)
+    control, bulk = PORT, PORT + 1
+    lead: Manifest = {"podSelector": {"matchLabels": _labels(order, COORDINATOR)}}
+    may_lead = {"from": [lead], "ports": [{"protocol": "TCP", "port": control}]}
+    metadata = _metadata(order, name, part)
+    return [
+        _account(order, name, part, _coordinators_account(order)),
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata,
+            "spec": {
+                "selector": _labels(order, part),
+                "ports": [
+                    {"name": "lead", "port": control},
+                    {"name": "bulk", "port": bulk},
+                ],
+            },
+        },
+        _policy(order, name, part, [may_lead, _islands_may(order, (bulk,))]),
+        _budget(order, name, part),
+        _job(order, name, part, worker_pod(order, number, now_unix)),
+    ]
+
+
+def part_of_worker(number: int) -> str:
+    """Return the part of the run that a worker is, in labels."""
+    return f"worker-{number}"
 
 
 def reader(order: Order) -> Manifest:
@@ -163,14 +167,14 @@ def reader_name(order: Order) -> str:
     return f"{order.name}-reader"
 
 
-def disk(order: Order) -> Manifest:
-    """Return the disk on which the coordinator keeps the run. It is an object of its
-    own, which outlives the coordinator's Job."""
+def disk(order: Order, name: str, part: str) -> Manifest:
+    """Return the disk on which the coordinator, or a worker, keeps its part of the run.
+    It is an object of its own, which outlives the Job."""
     size = f"{order.settings.coordinator_disk_gb}Gi"
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(order, order.coordinator, COORDINATOR),
+        "metadata": _metadata(order, name, part),
         "spec": {
             "accessModes": ["ReadWriteOnce"],
             "resources": {"requests": {"storage": size}},
@@ -186,6 +190,49 @@ def config_map(order: Order) -> Manifest:
         "metadata": _metadata(order, config_name(order), "all"),
         "data": {run_files.CONFIG: order.config_json},
     }
+
+
+def _job(order: Order, name: str, part: str, pod: Manifest) -> Manifest:
+    """Return the Job of the coordinator, or of a worker, which has a disk."""
+    annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(order, name, part),
+        "spec": {
+            "parallelism": 1,
+            "completions": 1,
+            "backoffLimit": MAX_RESTARTS,
+            # Two on one disk: the second waits until the first has ended.
+            "podReplacementPolicy": "Failed",
+            "podFailurePolicy": {
+                "rules": [HOPELESS, {"action": "Ignore", "onPodConditions": DISRUPTED}]
+            },
+            "template": {
+                "metadata": {
+                    "labels": _labels(order, part),
+                    "annotations": annotations,
+                },
+                "spec": pod,
+            },
+        },
+    }
+
+
+def _budget(order: Order, name: str, part: str) -> Manifest:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(order, name, part),
+        "spec": {
+            "minAvailable": 1,
+            "selector": {"matchLabels": _labels(order, part)},
+        },
+    }
+
+
+def _coordinators_account(order: Order) -> str:
+    return order.settings.coordinator_account or order.settings.service_account
 
 
 def _service(order: Order) -> Manifest:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import (
@@ -79,6 +78,8 @@ class Order:
     """Where the first parameters come from; empty = they are drawn."""
     ports: tuple[int, ...] = (PORT, PORT + 1)
     """Ports of the coordinator, see `Placement.ports`."""
+    workers: tuple[str, ...] = ()
+    """Names of the workers that have machines of their own; worker 0 first."""
     ends_unix: int = 0
     """End of all processes, if it is set already."""
 
@@ -86,7 +87,8 @@ class Order:
     def secrets(self) -> dict[str, str]:
         """Names of the secrets with certificates, by the stem of the files in them."""
         islands = {principal.island(i.name).stem: i.resource for i in self.islands}
-        owners = {COORDINATOR: self.coordinator, **islands}
+        workers = {principal.worker(n).stem: w for n, w in enumerate(self.workers)}
+        owners = {COORDINATOR: self.coordinator, **islands, **workers}
         return {stem: f"{resource}-certificates" for stem, resource in owners.items()}
 
     def owner_of(self, stem: str) -> str:
@@ -104,6 +106,14 @@ class Order:
         return (
             *(COORDINATOR, f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--workdir", WORKDIR),
             *("--bind", f"0.0.0.0:{PORT}", "--advertise", address),
+            *("--certificates", CERTIFICATES),
+        )
+
+    def worker_arguments(self, worker: int) -> tuple[str, ...]:
+        """Return the arguments of `diloco` of a worker on a machine of its own."""
+        return (
+            *("worker", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--index", f"{worker}"),
+            *("--workdir", WORKDIR, "--listen", f"0.0.0.0:{PORT}"),
             *("--certificates", CERTIFICATES),
         )
 
@@ -202,22 +212,66 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
     if on == "gke":
         check_zones(settings, islands)
         _check_address(settings, islands)
+    workers = _workers(config, name, on, islands)
     resources = [pool for island in islands for pool in island.pools]
-    resources.append(resource_name(name, COORDINATOR))
+    resources += [resource_name(name, COORDINATOR), *workers]
     for resource in resources:
         if resources.count(resource) > 1:
             raise ConfigError(
                 f"two parts of the run would be called {resource!r}; rename an island"
             )
+    hosts = _host_config(config, islands, workers)
     return Order(
         name=resource_name(name, ""),
         settings=settings,
         islands=islands,
         cluster=cluster_of(settings),
-        config_json=json.dumps(_host_config(config, islands), indent=2),
+        config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
         source=source,
-        ports=tuple(range(PORT, PORT + config.placement.ports)),
+        ports=tuple(range(PORT, PORT + hosts.placement.ports)),
+        workers=workers,
     )
+
+
+def _workers(
+    config: Config, name: str, on: Backend, islands: tuple[PlacedIsland, ...]
+) -> tuple[str, ...]:
+    """Return the names of the workers that have machines of their own. Raises
+    ConfigError if they cannot have them."""
+    placement, settings = config.placement, config.launch
+    if placement.worker_addresses:
+        raise ConfigError(
+            f"placement.worker_addresses = {', '.join(placement.worker_addresses)}: a "
+            f"launch places workers itself; leave them out, and set "
+            f"launch.workers_apart for machines of their own"
+        )
+    if not settings.workers_apart:
+        return ()
+    if on != "gke":
+        raise ConfigError(
+            f"launch.workers_apart = True with --on {on}: only --on gke makes machines "
+            f"for workers; leave it out, and workers run on the coordinator's machine"
+        )
+    if placement.workers == 1:
+        raise ConfigError(
+            "launch.workers_apart = True and placement.workers = 1: the coordinator "
+            "merges itself; give at least 2 workers, or leave it out"
+        )
+    away = [i.name for i in islands if i.cluster != cluster_of(settings)]
+    if away:
+        raise ConfigError(
+            f"launch.workers_apart = True, and {', '.join(away)} run in other clusters "
+            f"(launch.clusters), which do not reach the workers' pods; leave one of "
+            f"them out"
+        )
+    return tuple(
+        resource_name(name, f"worker-{worker}") for worker in range(placement.workers)
+    )
+
+
+def worker_host(name: str, settings: LaunchConfig) -> str:
+    """Return the name by which the others reach a worker's pod."""
+    return f"{name}.{settings.namespace}.svc"
 
 
 def _check_source(source: str) -> None:
@@ -277,8 +331,11 @@ def _copied(config: Config) -> DataConfig:
     return dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
 
 
-def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, Any]:
-    """Return the config for the machines, with the number of hosts of each slice.
+def _host_config(
+    config: Config, placed: tuple[PlacedIsland, ...], workers: tuple[str, ...]
+) -> Config:
+    """Return the config for the machines, with the number of hosts of each slice, and
+    where workers are.
 
     It leaves out the settings of this machine; the machines' command lines give their
     own.
@@ -294,6 +351,9 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
         advertise=here.advertise,
         certificates=here.certificates,
         insecure=here.insecure,
+        worker_addresses=tuple(
+            f"{worker_host(worker, launch)}:{PORT}" for worker in workers
+        ),
     )
     run = dataclasses.replace(config.run, data=_copied(config))
     islands = {
@@ -303,7 +363,7 @@ def _host_config(config: Config, placed: tuple[PlacedIsland, ...]) -> dict[str, 
         for island in placed
     }
     ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
-    return dataclasses.asdict(ordered.validate())
+    return ordered.validate()
 
 
 def ended_at(command: str, end_unix: int, grace_s: float) -> str:

@@ -50,22 +50,38 @@ def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
     script = f"""\
 if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then set -- {init}; fi
 {start}"""
-    volumes = [*_volumes(order, COORDINATOR), _disk(order)]
+    return _serving_pod(order, order.coordinator, COORDINATOR, script, order.ports)
+
+
+def worker_pod(order: Order, worker: int, now_unix: int) -> Manifest:
+    """Return the pod of a worker on a machine of its own."""
+    command = shlex.join(["diloco", *order.worker_arguments(worker)])
+    script = ended_at(command, order.end_unix(now_unix), STOP_S)
+    stem = principal.worker(worker).stem
+    return _serving_pod(order, order.workers[worker], stem, script, (PORT, PORT + 1))
+
+
+def _serving_pod(
+    order: Order, name: str, stem: str, script: str, ports: tuple[int, ...]
+) -> Manifest:
+    """Return a pod with a disk and a machine for itself. name: of all that is made for
+    it. stem: of its certificates."""
+    volumes = [*_volumes(order, stem), _disk(name)]
     machine = machine_of(order.settings.coordinator_machine)
     size = _requests(machine.cores, machine.memory / GIB)
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": STOP_S,
-        **_identity(order.coordinator),
+        **_identity(name),
         **_on_coordinators_node(order),
-        **_copies_data(order),
+        **(_copies_data(order) if stem == COORDINATOR else {}),
         "containers": [
             {
                 "name": "diloco",
                 "image": order.settings.image,
                 "command": ["/bin/bash", "-c", script],
                 "env": _variables(order, COORDINATOR),
-                "ports": [{"containerPort": port} for port in order.ports],
+                "ports": [{"containerPort": port} for port in ports],
                 "readinessProbe": {"tcpSocket": {"port": PORT}},
                 "resources": {"requests": size},
                 "securityContext": {
@@ -82,7 +98,7 @@ if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then set -- {i
 def reader_pod(order: Order) -> Manifest:
     """Return a pod from which the run's folder can be copied, beside the coordinator or
     after it."""
-    volumes = [_disk(order)]
+    volumes = [_disk(order.coordinator)]
     return {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": 24 * 3600,
@@ -194,8 +210,8 @@ def _requests(cores: int, gib: float) -> dict[str, str]:
     return {"cpu": str(round(REQUESTED * cores)), "memory": f"{memory}Gi"}
 
 
-def _disk(order: Order) -> Manifest:
-    claim = {"claimName": order.coordinator}
+def _disk(claimed: str) -> Manifest:
+    claim = {"claimName": claimed}
     return {"name": "run", "persistentVolumeClaim": claim}
 
 
@@ -206,7 +222,7 @@ def _volumes(order: Order, stem: str) -> list[Manifest]:
         {"name": "config", "configMap": {"name": config_name(order)}},
         {"name": "certificates", "secret": secret},
     ]
-    if order.settings.data:
+    if order.settings.data and not stem.startswith("worker"):
         volumes.append({"name": "data", "emptyDir": {}})
     return volumes
 

@@ -37,8 +37,7 @@ MOST_DISK = 0.9
 """Share of a disk's bytes, and of its rate, that may be planned for."""
 DISK_EGRESS = 1.16
 """Bytes that a machine sends for each byte that it writes to a persistent disk
-(cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24).
-"""
+(cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24)."""
 GB = 1e9
 
 
@@ -123,6 +122,7 @@ def needs_of(terms: Terms) -> Needs:
         terms.disk.write_bytes_per_s,
         terms.rates,
         cycles=config.merges_per_fragment(),
+        apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
     )
     return Needs(
         pacing_step_seconds=pace,
@@ -249,7 +249,7 @@ def _join(terms: Terms, needs: Needs) -> Check:
 
 def _memory(terms: Terms, needs: Needs) -> Check:
     machine = machine_of(terms.config.launch.coordinator_machine)
-    needed = needs.coordinator.memory
+    needed = needs.coordinator.machine_memory
     return Check(
         "memory",
         needed,
@@ -263,17 +263,14 @@ def _memory(terms: Terms, needs: Needs) -> Check:
 
 def _buffer(terms: Terms) -> Check:
     """The coordinator does not begin with less (`coordinator/settings.py`)."""
-    needed = room_needed(terms.config, terms.fragments)
-    has, workers = (
-        terms.config.placement.merge_buffer_bytes,
-        terms.config.placement.workers,
-    )
+    config, needed = terms.config, room_needed(terms.config, terms.fragments)
+    has, workers = config.placement.merge_buffer_bytes, config.placement.workers
     each = f" in each of {workers} workers" * (workers > 1)
     return Check(
         "merge buffer",
         needed,
         has,
-        f"deltas of the largest fragment from {len(terms.config.islands)} islands take "
+        f"deltas of the largest fragment from {len(config.islands)} islands take "
         f"{needed / workers / GB:.3g} GB{each} and placement.merge_buffer_bytes is "
         f"{has / GB:.3g} GB",
         lambda: iter(({"placement.merge_buffer_bytes": needed},)),
@@ -284,9 +281,9 @@ def _cores(terms: Terms, needs: Needs) -> Check:
     machine = machine_of(terms.config.launch.coordinator_machine)
     return Check(
         "cores",
-        needs.coordinator.cores,
+        needs.coordinator.machine_cores,
         machine.cores,
-        f"the coordinator needs {needs.coordinator.cores} cores"
+        f"the coordinator needs {needs.coordinator.machine_cores} cores"
         f"{needs.coordinator.for_whom} and {machine.name} has {machine.cores}",
         lambda: _machines_or_fewer_workers(needs, machine.cores),
     )
@@ -294,17 +291,17 @@ def _cores(terms: Terms, needs: Needs) -> Check:
 
 def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[dict[str, Any]]:
     yield from _machines(needs)
-    most = min(len(needs.coordinator.workers), cores)
+    workers = len(needs.coordinator.workers)
+    most = 0 if needs.coordinator.apart else min(workers, cores)
     yield from ({"placement.workers": fewer} for fewer in range(most - 1, 0, -1))
 
 
 def _machines(
     needs: Needs, *, egress_gbit_per_s: float = 0.0, disk_mib_per_s: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    memory = needs.coordinator.memory / MOST_MEMORY
-    machine = smallest_machine(
-        memory, needs.coordinator.cores, egress_gbit_per_s, disk_mib_per_s
-    )
+    memory = needs.coordinator.machine_memory / MOST_MEMORY
+    cores = needs.coordinator.machine_cores
+    machine = smallest_machine(memory, cores, egress_gbit_per_s, disk_mib_per_s)
     if machine:
         yield {"launch.coordinator_machine": machine.name}
 
@@ -352,9 +349,8 @@ def _disk_speed(terms: Terms, needs: Needs) -> Check:
         disk.bytes_per_s,
         has,
         f"log and snapshots write {disk.bytes_per_s / 1e6:.0f} MB/s to a disk of "
-        f"{size} GB, which takes {rate / 1e6:.0f}, of which "
-        f"{MOST_DISK:.0%} may be used (a round of snapshots in "
-        f"{disk.round_seconds:.0f} s)",
+        f"{size} GB, which takes {rate / 1e6:.0f}, of which {MOST_DISK:.0%} may be "
+        f"used (a round of snapshots in {disk.round_seconds:.0f} s)",
         changes,
     )
 
@@ -399,7 +395,6 @@ def _places(terms: Terms) -> Check:
         needed,
         MOST_PLACES,
         f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together, and the coordinator has places for {MOST_PLACES}; the "
-        f"others would wait",
+        f"transfers together, and it has places for {MOST_PLACES}; others would wait",
         changes,
     )

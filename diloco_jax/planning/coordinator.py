@@ -88,6 +88,8 @@ class CoordinatorPlan:
     those of each worker, and one for the lead."""
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
+    apart: bool
+    """Each worker is on a machine of its own, and so is the lead."""
     merge_core_seconds: float
     """Core seconds of the merge of the largest fragment."""
     disk: DiskPlan
@@ -101,7 +103,21 @@ class CoordinatorPlan:
     def for_whom(self) -> str:
         """How many processes cores and memory are for, if they are several."""
         count = len(self.workers)
+        if self.apart:
+            return f" on the machine of the largest of {count} workers"
         return f" (placement.workers = {count}, and one for the lead)" if count else ""
+
+    @property
+    def machine_memory(self) -> int:
+        """Bytes of memory that the machine needs, or the one that needs most."""
+        return max(w.memory for w in self.workers) if self.apart else self.memory
+
+    @property
+    def machine_cores(self) -> int:
+        """Cores that the machine needs, or the one that needs most."""
+        if not self.apart:
+            return self.cores
+        return max(1, *(math.ceil(worker.cores) for worker in self.workers))
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -129,11 +145,13 @@ def plan_coordinator(
     rates: MachineRates = CONSTANTS,
     *,
     cycles: float,
+    apart: bool = False,
 ) -> CoordinatorPlan:
     """Estimate the coordinator's memory, cores and disk.
 
     run: a config with a resolved outer optimizer. cores: of the machine, on which the
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
+    apart: workers have machines of their own.
     """
     up, down = (
         payload_bytes(c, plan) for c in (run.sync.codec_up, run.sync.codec_down)
@@ -207,6 +225,7 @@ def plan_coordinator(
         merge_cores=merge_cores,
         cores=1 + needed + sum(max(1, math.ceil(w.cores)) for w in dealt),
         workers=dealt,
+        apart=apart and bool(dealt),
         merge_core_seconds=each * largest,
         disk=disk,
         replayed=replayed * plan.total,

@@ -50,7 +50,7 @@ def require_prices(config: Config, prices: Mapping[str, float]) -> None:
 
 def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, float]:
     """Return the hourly price of the chips by generation, and of the coordinator's
-    machine.
+    machines.
 
     prices: per chip by generation, and per machine for "coordinator".
     """
@@ -60,7 +60,9 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
         generation = found.generation.name
         chips = found.chips * prices[generation]
         parts[generation] = parts.get(generation, 0.0) + chips
-    return parts | {COORDINATOR: prices[COORDINATOR]}
+    # Each worker apart has a machine like the coordinator's.
+    machines = 1 + config.launch.workers_apart * config.placement.workers
+    return parts | {COORDINATOR: machines * prices[COORDINATOR]}
 
 
 def sentence(per_hour: Mapping[str, float]) -> str:

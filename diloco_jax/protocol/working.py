@@ -39,6 +39,12 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     """Counts the lives of the lead in the run: a worker believes the newest alone."""
     life: int = 1
     """Counts the processes of this worker in the run."""
+    dial: int = 0
+    """Counts the lines of this life of the lead to a worker on another machine."""
+
+    def is_newer(self, lead: int, dial: int) -> bool:
+        """Tell whether it comes after a line of that lead, with that number."""
+        return (self.lead, self.dial) > (lead, dial)
 
     def is_like(self, other: BeginWorker) -> bool:
         """Tell whether a worker that was begun so can go on with `other`."""
@@ -51,7 +57,9 @@ def _for_a_worker(begin: BeginWorker) -> BeginWorker:
     placement = begin.config.get("placement", {})
     own = {k: v for k, v in placement.items() if k not in ("bind", "advertise")}
     config = {**begin.config, "placement": own}
-    return replace(begin, config=config, ticket_key=b"", lead=0, life=0, bind="")
+    return replace(
+        begin, config=config, ticket_key=b"", lead=0, life=0, dial=0, bind=""
+    )
 
 
 class SaveAll(Message, frozen=True, kw_only=True):
@@ -85,6 +93,9 @@ class FragmentSaved(Message, frozen=True, kw_only=True):
 class EndWorker(Message, frozen=True, kw_only=True):
     """End: the run is over, or the coordinator is about to end."""
 
+    over: bool = False
+    """The run is over: nobody will begin the worker again."""
+
 
 class LeadAlive(Message, frozen=True, kw_only=True):
     """Sign of life of the lead."""
@@ -112,6 +123,14 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     text: str
 
 
+class WorkerRefused(Message, frozen=True, kw_only=True):
+    """A worker on another machine does not do that; text: why, with the remedy."""
+
+    text: str
+    passing: bool = False
+    """Another attempt may succeed."""
+
+
 ToWorker = BeginWorker | RestoreFragments | ToHolder | SaveAll | EndWorker | LeadAlive
 FromWorker = (
     FragmentsRestored
@@ -122,6 +141,7 @@ FromWorker = (
     | FragmentKept
     | FragmentSaved
     | WorkerFailed
+    | WorkerRefused
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -100,18 +100,19 @@ def require_island(caller: Principal | None, name: str) -> None:
     )
 
 
-def not_worker(server: Principal | None, number: int) -> str:
+def not_worker(server: Principal | None, number: int, *, own: bool = False) -> str:
     """Explain why a server is not this worker; empty if it is.
 
-    The coordinator counts as its worker, and so does its standby: a worker without a
-    key of its own uses theirs.
+    The coordinator counts as its worker, and so does its standby, unless the worker
+    needs a key of its `own`: one on their machine that has none uses theirs.
     """
-    if server in (worker(number), COORDINATOR, STANDBY):
+    if server == worker(number) or (server in (COORDINATOR, STANDBY) and not own):
         return ""
+    others = "" if own else ", of the coordinator or of its standby"
+    field = "placement.worker_addresses" if own else "placement.advertise"
     return (
         f"that is the certificate of {server or 'nobody'}, and has to be that of "
-        f"{worker(number)}, of the coordinator or of its standby; check "
-        f"placement.advertise, and what listens there"
+        f"{worker(number)}{others}; check {field}, and what listens there"
     )
 
 
@@ -134,6 +135,18 @@ def require_follower(caller: Principal | None) -> None:
         "identity",
         f"this is for the standby, and the caller's certificate is that of {caller}; "
         f"use the {STANDBY.stem}.pem and .key that `diloco certs --standby` made",
+    )
+
+
+def require_lead(caller: Principal | None, number: int) -> None:
+    """Raise Refused unless the caller may lead this worker; see `require_island`."""
+    if caller is None or caller in (COORDINATOR, STANDBY):
+        return
+    raise Refused(
+        "identity",
+        f"{worker(number)} obeys the {COORDINATOR} alone, and the caller's certificate "
+        f"is that of {caller}; start the coordinator with its own "
+        f"{COORDINATOR.stem}.pem and .key",
     )
 
 

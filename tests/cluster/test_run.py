@@ -328,6 +328,10 @@ def test_a_failed_evaluation_is_told_and_the_summary_kept(launch, workdir):
         ({"time_budget_s": 0.0}, "time_budget_s = 0.0; it must be above 0"),
         ({"bind": "0.0.0.0:0"}, "--insecure"),
         ({"certificates": "/nonexistent"}, "nonexistent"),
+        (
+            {"workers": 2, "worker_addresses": ("a:1", "b:1")},
+            "starts all of a run on this machine",
+        ),
     ],
 )
 def test_bad_placement_is_refused_before_anything_is_made(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.config import Config, Placement
-from diloco_jax.coordinator import supervised
+from diloco_jax.coordinator import places
 from diloco_jax.coordinator.supervised import Supervised
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import RestoreFragments
@@ -34,7 +34,7 @@ NOTHING = RestoreFragments(fragments=())
 @pytest.fixture
 def ending(monkeypatch):
     """A worker that may be started again once; what it says, and its failure."""
-    monkeypatch.setattr(supervised, "COMMAND", (sys.executable, "-c", SERVES_AND_ENDS))
+    monkeypatch.setattr(places, "COMMAND", (sys.executable, "-c", SERVES_AND_ENDS))
     placement = Placement(
         bind="127.0.0.1:7077",
         advertise="coordinator.example:9077",

@@ -154,9 +154,13 @@ def config(tmp_path: Path) -> Config:
 def launch(config: Config):
     """`launch("gke", "stop", project="p")`: the command, with changed settings."""
 
-    def launch(on, action="create", *, yes=True, only=(), disk=False, **settings):
+    def launch(
+        on, action="create", *, yes=True, only=(), disk=False, workers=1, **settings
+    ):
         changed = dataclasses.replace(
-            config, launch=dataclasses.replace(config.launch, **settings)
+            config,
+            launch=dataclasses.replace(config.launch, **settings),
+            placement=dataclasses.replace(config.placement, workers=workers),
         )
         options = LaunchOptions(on=on, action=action, yes=yes, only=only, disk=disk)
         return run(changed, "configs/two.py", options)

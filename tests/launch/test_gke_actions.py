@@ -56,6 +56,21 @@ def test_create_makes_everything_once(cloud, launch):
     assert cloud.changes() == []
 
 
+def test_workers_apart_are_made_and_deleted_with_keys_of_their_own(cloud, launch):
+    assert launch("gke", workers=2, workers_apart=True) == 0
+    assert cloud.things["node pool"]["two-coordinator"]["--max-nodes"] == "3"
+    for number in range(2):
+        name = f"two-worker-{number}"
+        for kind in ("job", "service", "networkpolicy", "persistentvolumeclaim"):
+            assert f"{kind}/{name}" in cloud.objects
+        files = cloud.objects[f"secret/{name}-certificates"]["data"]
+        stem = f"worker.{number}"
+        assert sorted(files) == sorted(["ca.pem", f"{stem}.pem", f"{stem}.key"])
+    assert launch("gke", "delete", workers=2, workers_apart=True) == 0
+    left = [name for name in cloud.objects if "worker" in name]
+    assert left == [f"persistentvolumeclaim/two-worker-{n}" for n in range(2)]
+
+
 def test_a_reserved_slice_of_one_host(cloud, launch, config):
     config.islands["v5p"] = dataclasses.replace(
         config.islands["v5p"], topology="v5p:2x2x1", mesh_fsdp=4

@@ -6,7 +6,7 @@ import jobset_schema
 import jsonschema
 import kubernetes_validate
 import pytest
-from gke_support import job_and_pod, jobset, rendered
+from gke_support import container_script, job_and_pod, jobset, rendered
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from diloco_jax.config import ConfigError
@@ -62,6 +62,45 @@ def test_every_object_is_valid_in_kubernetes(config, settings):
     job["template"]["spec"]["nodeSelectors"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(whole, version, strict=True)
+
+
+def test_each_worker_apart_has_a_pod_a_disk_and_a_key_and_obeys_the_coordinator(
+    config,
+):
+    placement = dataclasses.replace(config.placement, workers=2)
+    config = dataclasses.replace(config, placement=placement)
+    made = rendered(config, workers_apart=True, data="gs://bucket/text")
+    for version in KUBERNETES:
+        for (kind, _), value in made.items():
+            if kind != "JobSet":
+                kubernetes_validate.validate(value, version, strict=True)
+    for number in range(2):
+        name = f"two-worker-{number}"
+        job = made["Job", name]["spec"]
+        labels = job["template"]["metadata"]["labels"]
+        pod = job["template"]["spec"]
+        command = f"diloco worker /var/lib/diloco/config/config.json --index {number}"
+        assert f"exec {command} --workdir" in container_script(pod)
+        claims = [
+            v["persistentVolumeClaim"] for v in pod["volumes"] if v["name"] == "run"
+        ]
+        assert claims == [{"claimName": name}]
+        secrets = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
+        assert secrets == [f"{name}-certificates"]
+        assert ("PersistentVolumeClaim", name) in made
+        assert "initContainers" not in pod, "it reads no text"
+        service = made["Service", name]["spec"]
+        assert service["selector"] == labels
+        assert [port["port"] for port in service["ports"]] == [7077, 7078]
+        policy = made["NetworkPolicy", name]["spec"]
+        assert policy["podSelector"]["matchLabels"] == labels
+        lead, islands = policy["ingress"]
+        coordinator = made["Job", "two-coordinator"]["spec"]["template"]["metadata"]
+        (peer,) = lead["from"]
+        assert peer == {"podSelector": {"matchLabels": coordinator["labels"]}}
+        assert [port["port"] for port in lead["ports"]] == [7077]
+        assert [port["port"] for port in islands["ports"]] == [7078]
+    assert ("Job", "two-worker-0") not in rendered(config)
 
 
 @settings

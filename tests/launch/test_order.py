@@ -119,6 +119,33 @@ def test_an_islands_slice_must_fit_its_mesh(config):
     make_order(with_island(config, hosts=2), "two.py", "gke")
 
 
+def test_workers_have_machines_of_their_own_only_where_that_is_made(config):
+    apart = placed(changed(config, workers_apart=True), workers=2)
+    order = make_order(apart, "two.py", "gke")
+    hosts = json.loads(order.config_json)["placement"]
+    assert hosts["worker_addresses"] == [
+        "two-worker-0.default.svc:7077",
+        "two-worker-1.default.svc:7077",
+    ]
+    assert order.ports == (7077, 7078)
+    assert "only --on gke makes" in refusal(apart, on="tpu_vm")
+    assert "at least 2 workers" in refusal(placed(apart, workers=1), on="gke")
+    far = changed(
+        apart,
+        zones={"v5p": "us-east5-a", "v6e.b": "us-central1-b"},
+        clusters={"v6e.b": "us-central1/far"},
+        coordinator_address="10.20.0.9",
+    )
+    assert "v6e.b run in other clusters" in refusal(far, on="gke")
+    by_hand = placed(config, workers=2, worker_addresses=("a:1", "b:1"))
+    assert "a launch places workers itself" in refusal(by_hand, on="gke")
+
+
+def placed(config, **changes):
+    placement = dataclasses.replace(config.placement, **changes)
+    return dataclasses.replace(config, placement=placement)
+
+
 def test_two_parts_of_one_name_are_refused(config):
     twin = with_island(config, "V6E-B", topology="v6e:1x1")
     zones = {**config.launch.zones, "V6E-B": "us-east5-a"}

@@ -120,6 +120,16 @@ def test_more_workers_than_cores_are_refused():
     assert found.change == {"placement.workers": cores - 1}
 
 
+def test_workers_on_machines_of_their_own_need_only_their_share():
+    terms = changed(terms_of("four_regions"), {"placement.workers": 64})
+    terms = changed(terms, {"launch.workers_apart": True})
+    assert "cores" not in [refusal.check for refusal in refusals(terms)]
+    plan = needs_of(terms).coordinator
+    assert plan.machine_memory == max(worker.memory for worker in plan.workers)
+    assert plan.machine_cores == 1
+    assert plan.memory > 32 * plan.machine_memory
+
+
 def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():
     """A disk where deltas may wait must leave room for two snapshots besides."""
     terms = changed(terms_of("four_regions"), {"launch.coordinator_disk_gb": 900})
@@ -256,6 +266,8 @@ def test_a_price_is_the_users(mixed):
     prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
     parts = {"v5p": 64 * 4.5, "v6e": 256 * 2.5, "coordinator": 3.0}
     assert price_per_hour(mixed.config, prices) == parts
+    apart = changed(mixed, {"placement.workers": 2, "launch.workers_apart": True})
+    assert price_per_hour(apart.config, prices)["coordinator"] == 9
 
 
 @pytest.mark.parametrize("text", ["v9=1", "v5p", "v5p=-1", "v5p=nan"])

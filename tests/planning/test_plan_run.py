@@ -148,7 +148,7 @@ def test_the_coordinator_holds_what_the_store_holds(calm):
     assert coordinator.merge_buffer == DELTAS_AT_ONCE * len(CONFIG.islands) * up
     parts = dataclasses.asdict(heavy)
     for name in (
-        *("memory", "wire_cores", "merge_cores", "cores", "workers"),
+        *("memory", "wire_cores", "merge_cores", "cores", "workers", "apart"),
         *("merge_core_seconds", "disk", "replayed", "replayed_bytes"),
         "replay_core_seconds",
     ):

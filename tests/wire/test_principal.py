@@ -85,6 +85,10 @@ def test_only_the_island_itself_may_speak_for_it():
 
 def test_a_worker_is_itself_or_uses_the_coordinators_key():
     assert not_worker(worker(1), 1) == not_worker(COORDINATOR, 1) == ""
+    assert not_worker(worker(1), 1, own=True) == ""
+    assert "of coordinator, and has to be that of worker 1;" in not_worker(
+        COORDINATOR, 1, own=True
+    )
     for who in (worker(2), island("1"), READER, None):
         wrong = not_worker(who, 1)
         assert wrong.startswith(f"that is the certificate of {who or 'nobody'}, and")

@@ -1,0 +1,62 @@
+"""Which lead an outpost obeys: the newest of one run, across restarts of either."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from diloco_jax import run_files
+from diloco_jax.coordinator import rendezvous
+from diloco_jax.protocol.outposts import FirstWord
+from diloco_jax.protocol.working import BeginWorker
+from diloco_jax.wire.errors import Refused
+
+
+class Admission:
+    """Remembers on disk which lead was obeyed last. Thread-safe."""
+
+    def __init__(self, workdir: Path, index: int) -> None:
+        """workdir: the worker's. index: number of the worker."""
+        self._workdir, self._index = workdir, index
+        self._lock = threading.Lock()
+
+    def admit(self, word: FirstWord) -> None:
+        """Obey the lead that says this. Raises Refused for an older lead, for another
+        worker, and for another run than the one that is here."""
+        if word.worker != self._index:
+            raise Refused(
+                "worker",
+                f"this is worker {self._index}, and the lead asks for worker "
+                f"{word.worker}; check placement.worker_addresses, and --index",
+            )
+        with self._lock:
+            run_id, lead, dial = rendezvous.obeyed(self._workdir)
+            path = self._workdir / run_files.WORKERS / "lead.json"
+            if run_id and word.run_id != run_id:
+                raise Refused(
+                    "run_id",
+                    f"{self._workdir} of worker {self._index} holds fragments of run "
+                    f"{run_id}, and the lead's run is {word.run_id}; give another "
+                    f"--workdir, or remove that one",
+                )
+            newer = word.lead >= lead
+            if isinstance(word, BeginWorker):
+                newer, dial = word.is_newer(lead, dial), word.dial
+            elif word.lead > lead:
+                dial = 0
+            if not newer:
+                raise Refused(
+                    "lead",
+                    f"worker {self._index} obeys lead {lead} of run {run_id}, and this "
+                    f"is lead {word.lead}: another coordinator of this run was started "
+                    f"later; end one of them. If the clock was wrong then, remove "
+                    f"{path}",
+                )
+            rendezvous.obey(self._workdir, word.run_id, word.lead, dial)
+
+    def require_current(self, begin: BeginWorker) -> None:
+        """Raise Refused if another line was admitted since this one."""
+        with self._lock:
+            _, lead, dial = rendezvous.obeyed(self._workdir)
+        if (lead, dial) != (begin.lead, begin.dial):
+            raise Refused("lead", f"lead {lead} came meanwhile; end one of the two")

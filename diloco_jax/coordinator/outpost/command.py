@@ -1,0 +1,23 @@
+"""`diloco worker CONFIG --index N --workdir DIR`: a worker on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from diloco_jax.config import Config
+from diloco_jax.coordinator.outpost.outpost import Outpost
+from diloco_jax.exit_codes import EXIT_DONE
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, index: int, workdir: Path, bind: str) -> int:
+    """Serve as this worker until the run is over; return the exit code."""
+    outpost = Outpost(config, index, workdir, bind)
+    with contextlib.closing(outpost):
+        logger.info("worker %d awaits the coordinator at %s", index, outpost.address)
+        outpost.serve()
+    logger.info("the run is over")
+    return EXIT_DONE

@@ -1,0 +1,218 @@
+"""The lead's side of an outpost: dial it, and move files to it and from it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from diloco_jax.config import Config
+from diloco_jax.coordinator.outpost.files import (
+    FragmentFiles,
+    hang_up,
+    receive_file,
+    send_file,
+)
+from diloco_jax.coordinator.places import OpenLine, Unreachable
+from diloco_jax.coordinator.settings import own_tls
+from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.deadlines import Backoff
+from diloco_jax.protocol.holding import Committed, RestoreFragments
+from diloco_jax.protocol.outposts import (
+    AboutFiles,
+    AskNewest,
+    DropKept,
+    FileComes,
+    GetKept,
+    GetSnapshot,
+    Kind,
+    Newest,
+    OutpostReady,
+    PutFile,
+    Stored,
+    from_outpost,
+)
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import BeginWorker, WorkerRefused
+from diloco_jax.wire import addresses
+from diloco_jax.wire.duplex import End, dial_worker
+from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
+
+Answer = TypeVar("Answer")
+
+
+class Elsewhere:
+    """The place of a worker on another machine; see `places.Place`."""
+
+    pid = 0
+
+    def __init__(
+        self, begin: BeginWorker, config: Config, ending: threading.Event
+    ) -> None:
+        """ending: set once the lead ends, and nobody is to be dialled any more."""
+        self._config, self._ending = config, ending
+        self._worker, placement = begin.worker, config.placement
+        self._about = AboutFiles(
+            run_id=begin.run_id, worker=begin.worker, lead=begin.lead
+        )
+        self._dialled = placement.worker_addresses[begin.worker]
+        self._deadlines = placement.deadlines
+        self.patience_s = placement.outage_budget_s
+        self._dials, self._moved = 0, 0.0
+        self._files = FragmentFiles(placement, Path(begin.workdir))
+
+    def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> OpenLine:
+        """Dial until the outpost answers; see `places.Place`. It knows itself whether
+        the process of before is alive."""
+        self._touch()
+        pauses = Backoff(self._deadlines)
+        while True:
+            try:
+                self._hand_over(asked.fragments)
+                self._dials += 1
+                return OpenLine(self._dial(), replace(begin, dial=self._dials), True)
+            except (SecurityError, Refused) as error:
+                raise Unreachable(str(error)) from error
+            except (ConnectionLost, OSError) as error:
+                if self.silent_s() > self.patience_s:
+                    raise Unreachable(
+                        f"{error}; it was dialled for {self.patience_s:g} s "
+                        f"(placement.outage_budget_s)"
+                    ) from error
+            if self._ending.wait(pauses.next_s()):
+                raise Unreachable("the coordinator ends")
+
+    def silent_s(self) -> float:
+        """Return the seconds since dialling began, or bytes of files moved last."""
+        return time.monotonic() - self._moved
+
+    def address_of(self, bound: str) -> str:
+        """Return the address at which islands reach the worker."""
+        return addresses.bulk_address(self._dialled)
+
+    def end(self, *, kill: bool) -> None:
+        """Do nothing: the worker ends when it is told to, or nobody leads it."""
+
+    def bring_home(self, fragment: int) -> None:
+        """Copy the newest snapshot of a fragment to this machine, unless it is where
+        every machine finds it. Raises WireError, OSError."""
+        if self._files.in_bucket:
+            return
+        with self._opened() as line:
+            comes = line.ask(GetSnapshot(fragment=fragment), FileComes)
+            path = self._files.path("snapshot", fragment, comes.version)
+            receive_file(line.end, path, comes.size, self._touch)
+        self._files.leave_only(fragment, comes.version)
+
+    def fetch_kept(self, cycle: int, fragment: int) -> None:
+        """Move a fragment of a kept cycle here. Raises WireError, OSError."""
+        path = self._files.kept_path(cycle, fragment)
+        with self._opened() as line:
+            comes = line.ask(GetKept(cycle=cycle, fragment=fragment), FileComes)
+            receive_file(line.end, path, comes.size, self._touch)
+            line.ask(DropKept(cycle=cycle, fragment=fragment), Stored)
+
+    def _hand_over(self, committed: tuple[Committed, ...]) -> None:
+        """Move the files that this machine has of fragments to the worker: those of the
+        beginning of a run or a term, or of a time when fragments were here. Files of
+        merges that never were are deleted."""
+        here = [c for c in committed if self._has(c.fragment)]
+        if not here:
+            return
+        with self._opened() as line:
+            for one in here:
+                there = line.ask(AskNewest(fragment=one.fragment), Newest).version
+                self._put(line, one, there)
+                self._files.remove(one.fragment)
+
+    def _has(self, fragment: int) -> bool:
+        files = self._files
+        own = not files.in_bucket and files.newest(fragment) is not None
+        return own or bool(files.publishes(fragment, Version(sys.maxsize)))
+
+    def _put(self, line: _Files, committed: Committed, there: Version | None) -> None:
+        fragment, through = committed.fragment, committed.version
+        newest = self._files.newest(fragment, through)
+        files: list[tuple[Kind, Version]] = []
+        if newest is not None and not self._files.in_bucket:
+            if there is not None and newest <= there <= through:
+                return  # It has come further there.
+            files.append(("snapshot", newest))
+        publishes = self._files.publishes(fragment, through)
+        files += [("publish", v) for v in publishes if newest is None or v > newest]
+        for kind, version in files:
+            path = self._files.path(kind, fragment, version)
+            size = path.stat().st_size
+            put = PutFile(kind=kind, fragment=fragment, version=version, size=size)
+            write_frame(line.end, put)
+            send_file(line.end, path, size, self._touch)
+            line.answer(Stored)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[_Files]:
+        """Yield a connection for files."""
+        end = self._dial()
+        try:
+            write_frame(end, self._about)
+            yield _Files(end, self._dialled)
+        finally:
+            hang_up(end)
+
+    def _dial(self) -> End:
+        """Return a connection whose outpost is ready. Raises WireError."""
+        placement = self._config.placement
+        end = dial_worker(
+            self._dialled, self._worker, own_tls(placement), self._deadlines
+        )
+        try:
+            _Files(end, self._dialled).answer(OutpostReady)
+            end.settimeout(self._deadlines.idle_s)
+        except BaseException:
+            hang_up(end)
+            raise
+        return end
+
+    def _touch(self) -> None:
+        self._moved = time.monotonic()
+
+
+class _Files(NamedTuple):
+    """A connection on which an outpost answers questions."""
+
+    end: End
+    address: str
+
+    def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
+        """Return the answer of this kind. Raises ConnectionLost; Refused if the outpost
+        does not do it."""
+        write_frame(self.end, message)
+        return self.answer(kind)
+
+    def answer(self, kind: type[Answer]) -> Answer:
+        """Return the next answer, as `ask` does."""
+        frame = read_frame(self.end)
+        if frame is None:
+            raise ConnectionLost(
+                f"{self.address} ended the connection; see the log of `diloco worker` "
+                f"there"
+            )
+        try:
+            found = from_outpost(frame)
+        except msgspec.DecodeError as error:
+            raise ConnectionLost(f"{self.address} is no outpost: {error}") from error
+        if isinstance(found, WorkerRefused):
+            text = f"{self.address}: {found.text}"
+            raise ConnectionLost(text) if found.passing else Refused("worker", text)
+        if not isinstance(found, kind):
+            raise ConnectionLost(
+                f"{self.address} answers with {type(found).__name__}, and not with "
+                f"{kind.__name__}; both ends must run the same version of diloco"
+            )
+        return found

@@ -1,0 +1,132 @@
+"""Files of fragments, on one machine and on their way to another.
+
+A worker on another machine has its fragments' files on its own disk. The lead sends it
+those that it has itself, at a beginning of a run, and gets the last snapshots and the
+fragments of kept cycles, so that its workdir alone has all that is left of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco_jax import checkpoint, run_files, sealed
+from diloco_jax.config import Placement
+from diloco_jax.coordinator import kept, snapshots
+from diloco_jax.coordinator.publishes import Publishes, require_space
+from diloco_jax.paths import is_bucket
+from diloco_jax.protocol.outposts import Kind
+from diloco_jax.protocol.values import Version
+from diloco_jax.wire.duplex import End
+
+BLOCK_BYTES = 1 << 20
+
+Moved = Callable[[], None]
+"""Called now and then while bytes are moving."""
+
+
+class FragmentFiles:
+    """The files of fragments on this machine."""
+
+    def __init__(self, placement: Placement, workdir: Path) -> None:
+        self._snapshots = checkpoint.snapshots_folder(placement, workdir)
+        self._kept = workdir / run_files.KEPT
+        self.in_bucket = is_bucket(str(self._snapshots))
+        """Snapshots are where every machine finds them."""
+        self._publishes = Publishes(workdir / run_files.PUBLISHES, ())
+
+    def newest(self, fragment: int, through: Version | None = None) -> Version | None:
+        """Return the version of the newest snapshot of a fragment, up to `through`."""
+        found = snapshots.versions(self._snapshots, fragment)
+        fitting = [v for v in found if through is None or v <= through]
+        return fitting[-1] if fitting else None
+
+    def publishes(self, fragment: int, through: Version) -> list[Version]:
+        """Return the versions of the publishes of a fragment, up to `through`."""
+        found = self._publishes.versions(fragment)
+        return [version for version in found if version <= through]
+
+    def path(self, kind: Kind, fragment: int, version: Version) -> Path:
+        """Return the path of a file of a fragment, which is no object of a bucket."""
+        if kind == "publish":
+            return self._publishes.path(fragment, version)
+        return Path(snapshots.fragment_path(self._snapshots, fragment, version))
+
+    def kept_path(self, cycle: int, fragment: int) -> Path:
+        """Return the path of a fragment of a cycle that is not whole yet."""
+        scratch = kept.path_of(self._kept, cycle, kept.TEMPORARY)
+        return scratch / kept.fragment_name(fragment)
+
+    def drop_kept(self, cycle: int, fragment: int) -> None:
+        """Delete a fragment of a kept cycle, and what there is of earlier cycles."""
+        own = self.kept_path(cycle, fragment)
+        own.unlink(missing_ok=True)
+        for scratch in self._kept.glob(f"*{kept.TEMPORARY}"):
+            if scratch < own.parent:
+                shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):  # Others are still there.
+            own.parent.rmdir()
+
+    def remove(self, fragment: int) -> None:
+        """Delete the snapshots, unless they are in a bucket, and the publishes of a
+        fragment: another machine has it."""
+        for version in self._publishes.versions(fragment):
+            self.path("publish", fragment, version).unlink()
+        if self.in_bucket:
+            return
+        for version in snapshots.versions(self._snapshots, fragment):
+            self.path("snapshot", fragment, version).unlink()
+
+    def leave_only(self, fragment: int, version: Version) -> None:
+        """Delete all snapshots of a fragment but one."""
+        for other in snapshots.versions(self._snapshots, fragment):
+            if other != version:
+                self.path("snapshot", fragment, other).unlink()
+
+
+def send_file(end: End, path: Path, size: int, moved: Moved) -> None:
+    """Send the bytes of a file that has this size. Raises OSError."""
+    with path.open("rb") as file:
+        left = size
+        while left:
+            block = file.read(min(left, BLOCK_BYTES))
+            if not block:
+                raise OSError(f"{path} has {left} bytes less than before")
+            end.sendall(block)
+            left -= len(block)
+            moved()
+
+
+def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
+    """Receive a file of this size; it is on disk under its name when this returns.
+    Raises OSError, and leaves nothing of it then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_space(path.parent, size)
+    scratch = path.with_name(f"{path.name}{sealed.TEMPORARY}")
+    try:
+        with scratch.open("wb") as file:
+            left = size
+            while left:
+                block = end.recv(min(left, BLOCK_BYTES))
+                if not block:
+                    raise ConnectionError(f"{left} bytes of {path.name} did not come")
+                file.write(block)
+                left -= len(block)
+                moved()
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        sealed.sync_path(path.parent)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def hang_up(end: End) -> None:
+    """Shut a connection down and close it."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

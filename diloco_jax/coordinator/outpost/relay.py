@@ -1,0 +1,79 @@
+"""Pass messages between a lead and the worker of an outpost, as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from diloco_jax.coordinator.worker_line import pass_frame, read_frame
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.working import EndWorker, encode
+from diloco_jax.wire.duplex import End
+
+_OVER = encode(EndWorker(over=True))
+
+
+class Relayed(NamedTuple):
+    """What was heard until the line broke."""
+
+    over: bool
+    """The lead said that the run is over."""
+    hung: bool
+    """The worker said nothing any more, though it has the line."""
+
+
+def relay(lead: End, worker: End, deadlines: Deadlines) -> Relayed:
+    """Pass messages on in both directions until an end is closed or silent.
+
+    A worker shows that it lives far more often than `silence_s`, and the lead waits
+    longer for it. What the worker says is passed on to its end: its last word may be
+    why it failed.
+    """
+    silence_s = 2 * deadlines.lease_s
+    lead.settimeout(3 * deadlines.lease_s)
+    worker.settimeout(silence_s)
+    over = threading.Event()
+    heard = time.monotonic()
+
+    def note(frame: bytes) -> None:
+        if frame == _OVER:
+            over.set()
+
+    def hear(_: bytes) -> None:
+        nonlocal heard
+        heard = time.monotonic()
+
+    def inwards() -> None:
+        _pass_on(lead, worker, note)
+        if not over.is_set():
+            cut(worker)
+
+    thread = threading.Thread(target=inwards, daemon=True)
+    thread.start()
+    said_all = _pass_on(worker, lead, hear)
+    hung = said_all and time.monotonic() - heard >= silence_s
+    cut(lead)
+    thread.join()
+    return Relayed(over.is_set(), hung)
+
+
+def cut(end: End) -> None:
+    """End what other threads send and receive."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _pass_on(here: End, there: End, seen: Callable[[bytes], None]) -> bool:
+    """Pass messages on until either end is closed or silent; tell whether it is the
+    first one."""
+    while (frame := read_frame(here)) is not None:
+        seen(frame)
+        try:
+            pass_frame(there, frame)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,93 @@
+"""Messages between a lead and an outpost: the process on another machine that starts a
+worker there.
+
+Each connection begins with the outpost's word. The lead then says `BeginWorker`, and
+speaks with the worker from there on; or it asks about files, one after another.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from diloco_jax.protocol.messages import Message
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import BeginWorker, WorkerRefused
+
+Kind = Literal["snapshot", "publish"]
+
+
+class OutpostReady(Message, frozen=True, kw_only=True):
+    """First word of an outpost: it obeys this caller."""
+
+    worker: int
+
+
+class AboutFiles(Message, frozen=True, kw_only=True):
+    """First message of a connection for files: which lead asks."""
+
+    run_id: str
+    worker: int
+    lead: int
+
+
+class AskNewest(Message, frozen=True, kw_only=True):
+    """Which is the newest snapshot of a fragment there? `Newest` answers."""
+
+    fragment: int
+
+
+class Newest(Message, frozen=True, kw_only=True):
+    """Version of that snapshot; None: there is none."""
+
+    version: Version | None
+
+
+class PutFile(Message, frozen=True, kw_only=True):
+    """Keep a file of a fragment, whose bytes follow. `Stored` answers."""
+
+    kind: Kind
+    fragment: int
+    version: Version
+    size: int
+
+
+class Stored(Message, frozen=True, kw_only=True):
+    """The file is on disk."""
+
+
+class GetSnapshot(Message, frozen=True, kw_only=True):
+    """Send the newest snapshot of a fragment. `FileComes` answers."""
+
+    fragment: int
+
+
+class GetKept(Message, frozen=True, kw_only=True):
+    """Send a fragment of a kept cycle. `FileComes` answers."""
+
+    cycle: int
+    fragment: int
+
+
+class DropKept(Message, frozen=True, kw_only=True):
+    """Delete it: the lead has it on disk. `Stored` answers."""
+
+    cycle: int
+    fragment: int
+
+
+class FileComes(Message, frozen=True, kw_only=True):
+    """The bytes of the file follow. version: a snapshot's."""
+
+    size: int
+    version: Version = Version()
+
+
+FilesAsked = AskNewest | PutFile | GetSnapshot | GetKept | DropKept
+FirstWord = BeginWorker | AboutFiles
+FromOutpost = OutpostReady | WorkerRefused | Newest | Stored | FileComes
+
+first_word = msgspec.msgpack.Decoder(FirstWord).decode
+files_asked = msgspec.msgpack.Decoder(FilesAsked).decode
+from_outpost = msgspec.msgpack.Decoder(FromOutpost).decode

@@ -1,0 +1,314 @@
+"""The outpost of a worker on another machine: whom it obeys, and files on their way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+
+import pytest
+from msgspec.structs import replace
+
+from diloco_jax.cluster.commands import free_port
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator.outpost import dialing
+from diloco_jax.coordinator.outpost import outpost as outposts
+from diloco_jax.coordinator.outpost.admission import Admission
+from diloco_jax.coordinator.outpost.dialing import Elsewhere
+from diloco_jax.coordinator.outpost.files import FragmentFiles
+from diloco_jax.coordinator.outpost.options import WorkerOptions
+from diloco_jax.coordinator.outpost.outpost import Outpost
+from diloco_jax.coordinator.places import Unreachable
+from diloco_jax.protocol.holding import Committed, RestoreFragments
+from diloco_jax.protocol.outposts import AboutFiles
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import BeginWorker
+from diloco_jax.wire import principal
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
+from diloco_jax.wire.tls import TlsFiles
+
+PATIENCE_S = 60.0
+OLD, NEW = Version(1, 3), Version(1, 5)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder, [], 1, islands=["a"], workers=2)
+    return folder
+
+
+@pytest.fixture
+def config(certificates):
+    addresses = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
+    placement = Placement(
+        workers=2,
+        worker_addresses=addresses,
+        certificates=str(certificates),
+        outage_budget_s=1.0,
+    )
+    return Config(islands={"a": IslandConfig()}, placement=placement).validate()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts the outpost of a worker; returns it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(config: Config, index: int = 0, name: str = "there") -> Outpost:
+            bind = config.placement.worker_addresses[index]
+            made = Outpost(config, index, tmp_path / name, bind)
+            stack.callback(made.close)
+            threading.Thread(target=made.serve, daemon=True).start()
+            return made
+
+        yield start
+
+
+def begin(workdir, **fields) -> BeginWorker:
+    defaults = {
+        "config": {},
+        "workdir": str(workdir),
+        "run_id": "r",
+        "worker": 0,
+        "fragments": (0, 2),
+        "bind": "",
+        "ticket_key": b"",
+        "lead": 7,
+    }
+    return BeginWorker(**(defaults | fields))
+
+
+def elsewhere(config, workdir, **fields) -> Elsewhere:
+    return Elsewhere(begin(workdir, **fields), config, threading.Event())
+
+
+def placed(config, **changes) -> Config:
+    placement = dataclasses.replace(config.placement, **changes)
+    return dataclasses.replace(config, placement=placement)
+
+
+def asked(*fragments: int) -> RestoreFragments:
+    return RestoreFragments(
+        fragments=tuple(
+            Committed(fragment=f, version=NEW, digests={}) for f in fragments
+        )
+    )
+
+
+# ---- whom it obeys ---------------------------------------------------------------
+
+
+def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
+    config, serve, tmp_path, monkeypatch
+):
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    island = TlsFiles.load(config.placement.certificates, principal.island("a"))
+    monkeypatch.setattr(dialing, "own_tls", lambda _: island)
+    why = "worker 0 obeys the coordinator alone, .* is that of island a"
+    with pytest.raises(Unreachable, match=why):
+        place.open(begin(tmp_path), asked(), new=False)
+
+
+def test_a_worker_needs_a_key_of_its_own(config, tmp_path):
+    own = tmp_path / "certificates"
+    make_certificates(own, [], 1)
+    with pytest.raises(SecurityError, match=r"worker\.0\.pem"):
+        Outpost(placed(config, certificates=str(own)), 0, tmp_path / "w", "127.0.0.1:0")
+
+
+def test_no_other_address_than_loopback_without_tls(config, tmp_path):
+    with pytest.raises(ConfigError, match="not loopback"):
+        Outpost(placed(config, certificates=""), 0, tmp_path / "w", "0.0.0.0:7077")
+
+
+def test_the_newest_lead_counts_also_after_a_restart(tmp_path):
+    Admission(tmp_path, 0).admit(begin(tmp_path, lead=7, dial=2))
+    again = Admission(tmp_path, 0)
+    for older in (begin(tmp_path, lead=6, dial=9), begin(tmp_path, lead=7, dial=2)):
+        with pytest.raises(Refused, match="obeys lead 7 of run r, and this is lead"):
+            again.admit(older)
+    again.admit(begin(tmp_path, lead=7, dial=3))
+    again.admit(AboutFiles(run_id="r", worker=0, lead=8))
+    with pytest.raises(Refused, match="obeys lead 8"):
+        again.admit(begin(tmp_path, lead=7, dial=4))
+    with pytest.raises(Refused, match="obeys lead 8"):
+        again.admit(AboutFiles(run_id="r", worker=0, lead=7))
+    again.admit(begin(tmp_path, lead=8, dial=1))
+    again.require_current(begin(tmp_path, lead=8, dial=1))
+    with pytest.raises(Refused, match="lead 8 came meanwhile"):
+        again.require_current(begin(tmp_path, lead=7, dial=3))
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"worker": 1}, "this is worker 0, and the lead asks for worker 1"),
+        ({"run_id": "s"}, "holds fragments of run r, and the lead's run is s"),
+    ],
+)
+def test_another_worker_and_another_run_are_refused(tmp_path, other, why):
+    admission = Admission(tmp_path, 0)
+    admission.admit(begin(tmp_path))
+    with pytest.raises(Refused, match=why):
+        admission.admit(begin(tmp_path, lead=99, **other))
+
+
+def test_a_lead_that_is_refused_does_not_dial_again(config, serve, tmp_path):
+    serve(config)
+    Admission(tmp_path / "there", 0).admit(begin(tmp_path, lead=9))
+    place = elsewhere(config, tmp_path / "lead")
+    first = place._files.path("snapshot", 0, NEW)
+    first.parent.mkdir(parents=True)
+    first.write_bytes(b"x")
+    with pytest.raises(Unreachable, match="obeys lead 9 of run r, and this is lead 7"):
+        place.open(begin(tmp_path), asked(0), new=False)
+    assert first.exists()
+
+
+def test_a_lead_dials_for_the_outage_budget_and_says_so(config, tmp_path):
+    place = elsewhere(config, tmp_path / "lead")
+    with pytest.raises(Unreachable, match=r"dialled for 1 s \(placement\.outage"):
+        place.open(begin(tmp_path), asked(), new=False)
+    place._ending.set()
+    with pytest.raises(Unreachable, match="the coordinator ends"):
+        place.open(begin(tmp_path), asked(), new=False)
+
+
+def test_strangers_that_say_nothing_hold_nobody_up(config, serve, monkeypatch):
+    monkeypatch.setattr(outposts, "CONNECTIONS", 2)
+    quick = placed(config, time_budget_s=1.0)
+    made = serve(quick)
+    host, _, port = made.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(2)]
+    for connection in silent:
+        connection.settimeout(PATIENCE_S)
+        assert connection.recv(1) == b"", "it was given up"
+        connection.close()
+
+
+def test_code_that_the_workers_own_config_does_not_name_is_not_executed(
+    config, serve, tmp_path
+):
+    made = serve(config)
+    model = dataclasses.replace(config.run.model, factory="mine.py:model")
+    run = dataclasses.replace(config.run, model=model)
+    theirs = dataclasses.asdict(dataclasses.replace(config, run=run))
+    with pytest.raises(ConfigError, match=r"model\.factory.*give both the same CONFIG"):
+        made._fitted(begin(tmp_path, config=theirs))
+
+
+def test_what_is_of_a_machine_is_that_of_the_workers(config, serve, tmp_path):
+    made = serve(config)
+    lead = placed(config, certificates="/lead", workdir="/lead", snapshot_every_s=9.0)
+    own = made._fitted(begin("/lead", config=dataclasses.asdict(lead)))
+    placement = own.config["placement"]
+    assert placement["certificates"] == config.placement.certificates
+    assert own.workdir == placement["workdir"] == str(tmp_path / "there")
+    assert placement["snapshot_every_s"] == 9.0
+    elsewhere = placed(config, checkpoints="gs://b/o")
+    with pytest.raises(ConfigError, match="give both the same bucket"):
+        made._fitted(begin("/lead", config=dataclasses.asdict(elsewhere)))
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "why"),
+    [
+        ({"index": 2}, {}, "--index 2, but placement.worker_addresses has 2"),
+        ({"index": -1}, {}, "give a number from 0 to 1"),
+        ({"index": 0, "listen": "0.0.0.0:1"}, {}, "give the same port"),
+        ({"index": 0}, {"worker_addresses": ()}, "starts its workers itself"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(config, options, changes, why):
+    with pytest.raises(ConfigError, match=why):
+        WorkerOptions(**options).address(placed(config, **changes).placement)
+
+
+# ---- files -----------------------------------------------------------------------
+
+
+def written(files: FragmentFiles, kind, fragment, version, content: bytes):
+    path = files.path(kind, fragment, version)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_fragments_of_this_machine_move_to_the_worker(config, serve, tmp_path):
+    """The newest snapshot that counts, and the publishes after it; merges that never
+    were go. A fragment that has come further there stays as it is."""
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    here = place._files
+    there = FragmentFiles(config.placement, tmp_path / "there")
+    large = bytes(3 << 20) + b"end"
+    written(here, "snapshot", 0, OLD, large)
+    written(here, "snapshot", 0, Version(1, 9), b"never was")
+    for number in (2, 4, 5, 6):
+        written(here, "publish", 0, Version(1, number), b"%d" % number)
+    written(here, "snapshot", 2, OLD, b"old")
+    written(there, "snapshot", 2, NEW, b"new")
+    written(here, "snapshot", 1, OLD, b"another worker's")
+    place._hand_over(asked(0, 2).fragments)
+    assert there.path("snapshot", 0, OLD).read_bytes() == large
+    assert there.newest(0) == OLD
+    assert there.publishes(0, Version(9)) == [Version(1, 4), Version(1, 5)]
+    assert (there.newest(2), there.newest(1)) == (NEW, None)
+    assert (here.newest(0), here.newest(2), here.newest(1)) == (None, None, OLD)
+    assert here.publishes(0, Version(9)) == []
+
+
+def test_last_snapshots_and_kept_cycles_come_home(config, serve, tmp_path):
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    here, there = place._files, FragmentFiles(config.placement, tmp_path / "there")
+    written(there, "snapshot", 2, NEW, b"new")
+    written(here, "snapshot", 2, OLD, b"of an end before")
+    place.bring_home(2)
+    assert here.path("snapshot", 2, NEW).read_bytes() == b"new"
+    assert here.newest(2, OLD) is None
+    assert there.newest(2) == NEW
+    for cycle in (3, 4):
+        path = there.kept_path(cycle, 2)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"kept")
+    place.fetch_kept(4, 2)
+    assert here.kept_path(4, 2).read_bytes() == b"kept"
+    assert not there.kept_path(3, 2).parent.exists()
+    assert not there.kept_path(4, 2).parent.exists()
+    with pytest.raises(ConnectionLost, match="GetKept of lead 7 failed"):
+        place.fetch_kept(5, 2)
+    with pytest.raises(ConnectionLost, match="fragment 0 has no snapshot here"):
+        place.bring_home(0)
+
+
+def test_a_file_that_breaks_off_leaves_nothing(config, serve, tmp_path, monkeypatch):
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    path = written(place._files, "snapshot", 0, NEW, bytes(9))
+    monkeypatch.setattr(
+        "diloco_jax.coordinator.outpost.dialing.send_file",
+        lambda end, path, size, moved: end.sendall(bytes(3)),
+    )
+    quick = placed(config, time_budget_s=0.5)
+    place = elsewhere(quick, tmp_path / "lead")
+    with pytest.raises(ConnectionLost):
+        place._hand_over(asked(0).fragments)
+    assert path.exists(), "it is here as before"
+    assert not list((tmp_path / "there" / "checkpoints").rglob("*.snapshot"))
+
+
+def test_two_processes_never_have_one_workdir(config, serve, tmp_path):
+    serve(config)
+    with pytest.raises(ConfigError, match="in use by a coordinator or a worker"):
+        serve(config, index=1)
+    serve(config, index=1, name="other")
+
+
+def test_a_begin_is_like_one_of_another_line():
+    one = begin("/w")
+    assert one.is_like(replace(one, dial=3, lead=9))

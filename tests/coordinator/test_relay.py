@@ -1,0 +1,80 @@
+"""Messages that an outpost passes on between a lead and its worker."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from diloco_jax.coordinator.outpost.relay import relay
+from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.working import (
+    EndWorker,
+    LeadAlive,
+    WorkerFailed,
+    WorkerServes,
+    encode,
+)
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def relaying():
+    """Begins to relay; gives the lead's end, the worker's, and what is relayed."""
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+
+        def begin(budget_s: float = PATIENCE_S):
+            pairs = [socket.socketpair() for _ in range(2)]
+            for end in (end for pair in pairs for end in pair):
+                end.settimeout(PATIENCE_S)
+                stack.callback(end.close)
+            (lead, outer), (worker, inner) = pairs
+            found = pool.submit(relay, outer, inner, Deadlines(budget_s))
+            stack.callback(lead.close)
+            stack.callback(worker.close)
+            return lead, worker, found
+
+        yield begin
+
+
+def test_messages_pass_as_they_are_and_the_last_word_arrives(relaying):
+    lead, worker, found = relaying()
+    write_frame(lead, LeadAlive())
+    assert read_frame(worker) == encode(LeadAlive())
+    serves, failed = WorkerServes(address="127.0.0.1:1"), WorkerFailed(text="why")
+    for word in (serves, failed):
+        write_frame(worker, word)
+    worker.close()
+    assert [read_frame(lead) for _ in range(3)] == [
+        encode(serves),
+        encode(failed),
+        None,
+    ]
+    assert found.result(PATIENCE_S) == (False, False)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_the_end_of_the_run_is_heard(relaying, over):
+    lead, worker, found = relaying()
+    write_frame(lead, EndWorker(over=over))
+    assert read_frame(worker) == encode(EndWorker(over=over))
+    worker.close()
+    assert found.result(PATIENCE_S) == (over, False)
+
+
+def test_a_lead_that_is_gone_is_noticed_by_the_worker(relaying):
+    lead, worker, found = relaying()
+    lead.close()
+    assert read_frame(worker) is None
+    assert found.result(PATIENCE_S) == (False, False)
+
+
+def test_a_worker_that_says_nothing_hangs(relaying):
+    lead, _, found = relaying(0.1)
+    assert found.result(PATIENCE_S) == (False, True)
+    assert read_frame(lead) is None

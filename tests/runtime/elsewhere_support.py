@@ -1,0 +1,71 @@
+"""Workers that run as on other machines: with workdirs and keys of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from runtime_support import PATIENCE_S
+
+from diloco_jax.cluster.commands import DILOCO, free_port
+from diloco_jax.config import Config
+from diloco_jax.coordinator import rendezvous
+from diloco_jax.coordinator.rendezvous import Survivor
+from diloco_jax.wire.certificates import make_certificates
+
+
+def with_workers_elsewhere(config: Config, folder: Path, **changes) -> Config:
+    """The config with two workers at addresses of their own, and its certificates."""
+    make_certificates(folder, [], 1, islands=list(config.islands), workers=2)
+    addresses = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
+    placement = dataclasses.replace(
+        config.placement,
+        workers=2,
+        worker_addresses=addresses,
+        certificates=str(folder),
+        **changes,
+    )
+    return dataclasses.replace(config, placement=placement).validate()
+
+
+class WorkerProcess:
+    """`diloco worker`, and the process that it has started."""
+
+    def __init__(self, config: Path, index: int, workdir: Path) -> None:
+        self._index, self._workdir = index, workdir
+        words = [*DILOCO, "worker", str(config), "--index", str(index)]
+        words += ["--workdir", str(workdir)]
+        with workdir.with_suffix(".log").open("ab") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=log)
+
+    def worker(self) -> int:
+        """The worker's process."""
+        reached = rendezvous.reach(self._workdir, self._index)
+        assert reached is not None
+        reached.end.close()
+        return reached.process.pid
+
+    def kill(self) -> None:
+        """Kill it; the worker's process lives on."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def kill_machine(self) -> None:
+        """As when the machine goes down: both processes are killed."""
+        worker = self.worker()
+        survivor = Survivor(worker)
+        for pid in (worker, self.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+        survivor.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """End it, however it is."""
+        self.process.terminate()
+        try:
+            self.process.wait(PATIENCE_S)
+        finally:
+            self.process.kill()

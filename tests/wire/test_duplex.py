@@ -1,0 +1,112 @@
+"""A TLS connection on which both ends speak at once, and who may answer there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from wire_support import WAIT_S, deadlines
+
+from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.duplex import TlsEnd, dial_worker
+from diloco_jax.wire.errors import ConnectionLost, SecurityError
+from diloco_jax.wire.principal import COORDINATOR, STANDBY, island, require_lead, worker
+from diloco_jax.wire.tls import TlsFiles
+
+MANY = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("certificates")
+    make_certificates(made, [], 1, islands=["a"], workers=2)
+    return made
+
+
+@pytest.fixture
+def served(folder):
+    """The address of a server with the key of worker 0, and its next end."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends = []
+
+    def accept() -> TlsEnd:
+        connection, _ = listener.accept()
+        connection.settimeout(WAIT_S)
+        contexts = TlsFiles.load(folder, worker(0)).server_contexts()
+        end = TlsEnd(connection, contexts())
+        ends.append(end)
+        end.shake_hands()
+        return end
+
+    with ThreadPoolExecutor(1) as pool:
+        yield f"127.0.0.1:{listener.getsockname()[1]}", pool.submit(accept)
+        for end in ends:
+            end.close()
+        listener.close()
+
+
+def read(end, size: int) -> bytes:
+    got = bytearray()
+    while len(got) < size:
+        part = end.recv(size - len(got))
+        assert part
+        got += part
+    return bytes(got)
+
+
+def test_both_ends_send_at_once(served, folder):
+    """More than a socket holds, so that neither could send first and then receive."""
+    address, accepted = served
+    lead = TlsFiles.load(folder, COORDINATOR)
+    ours = dial_worker(address, 0, lead, deadlines())
+    theirs = accepted.result(WAIT_S)
+    there, back = bytes(MANY), b"x" * MANY
+    senders = [
+        threading.Thread(target=ours.sendall, args=(there,)),
+        threading.Thread(target=theirs.sendall, args=(back,)),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for sender in senders:
+            sender.start()
+        found = pool.submit(read, theirs, MANY), pool.submit(read, ours, MANY)
+        assert [one.result(WAIT_S) for one in found] == [there, back]
+        # A thread that waits for bytes notices that the other end is gone.
+        waiting = pool.submit(theirs.recv, 1)
+        ours.shutdown(socket.SHUT_RDWR)
+        assert waiting.result(WAIT_S) == b""
+    ours.close()
+
+
+def test_another_workers_certificate_is_refused_with_both_names(served, folder):
+    address, _ = served
+    lead = TlsFiles.load(folder, COORDINATOR)
+    with pytest.raises(
+        SecurityError, match="of worker 0, and has to be that of worker"
+    ):
+        dial_worker(address, 1, lead, deadlines())
+
+
+def test_another_authority_is_refused(served, tmp_path):
+    address, accepted = served
+    make_certificates(tmp_path, [], 1)
+    with pytest.raises(SecurityError, match=r"does not fit .*ca\.pem"):
+        dial_worker(address, 0, TlsFiles.load(tmp_path, COORDINATOR), deadlines())
+    with pytest.raises(OSError, match=r"(?i)alert|eof"):
+        accepted.result(WAIT_S)
+
+
+def test_where_nothing_listens_another_attempt_may_help():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ConnectionLost, match=r"placement\.worker_addresses"):
+        dial_worker(address, 0, None, deadlines())
+
+
+def test_a_worker_obeys_coordinators_alone():
+    for who in (None, COORDINATOR, STANDBY):
+        require_lead(who, 1)
+    for who in (island("a"), worker(0), worker(1)):
+        with pytest.raises(Exception, match=f"worker 1 obeys .* that of {who}"):
+            require_lead(who, 1)
