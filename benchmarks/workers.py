@@ -41,6 +41,7 @@ from typing import Any, Self
 import support
 import tape_checks
 from large_run import (
+    BUFFER_BYTES,
     CYCLES,
     FRAGMENTS,
     GAP_MEDIANS_MAX,
@@ -119,6 +120,7 @@ def workers_config(options: Any) -> Config:
     placement = dataclasses.replace(
         config.placement,
         workers=WORKERS,
+        merge_buffer_bytes=WORKERS * BUFFER_BYTES,
         faults=(
             f"worker-{STRUCK}@{first}:kill-prepared",
             f"worker-{STRUCK}#2@{second}:kill",

@@ -125,11 +125,11 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
 def worker_command(arguments: Sequence[str]) -> int:
     """Run `diloco worker CONFIG --index N --workdir DIR`."""
-    from diloco_jax.coordinator.outpost.options import WorkerOptions
+    from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
-    from diloco_jax.coordinator.outpost.command import run
+    from diloco_jax.coordinator.workers.outpost.command import run
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()

@@ -14,7 +14,7 @@ from etils import epath
 from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import kept, snapshots
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, from_pieces
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.loading import Data, load_data

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax import machine
-from diloco_jax.coordinator.holder import MERGES_AT_ONCE, merges_at_once
+from diloco_jax.coordinator.holding.holder import MERGES_AT_ONCE, merges_at_once
 from diloco_jax.machine import cores
 
 

@@ -18,7 +18,7 @@ from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.coordinator.restoring import make_store
+from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.launch.resources import Command
 from diloco_jax.launch.submit import LaunchStep, Submitter
 from diloco_jax.models.build import build

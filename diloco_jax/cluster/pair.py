@@ -16,8 +16,8 @@ from diloco_jax import run_files
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.validation import require_followable
-from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.mandates.folder import FolderStore
+from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.observability import segments
 from diloco_jax.wire import addresses
 from diloco_jax.workdir import held, holds_run

@@ -14,13 +14,13 @@ from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.alarm import Alarm
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.exporter import Exporter
-from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import SnapshotWriter
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.watchdog import Watchdog
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.files import write_text
 from diloco_jax.observability.exported import Snapshot
 from diloco_jax.observability.metrics import Metrics

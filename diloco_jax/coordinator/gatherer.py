@@ -17,12 +17,12 @@ import jax
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.coordinator import door
-from diloco_jax.coordinator.anchors import key_of, keyed, layouts_of, values_of
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.engine import Engine
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.holding.anchors import key_of, keyed, layouts_of, values_of
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.rooms import Rooms
 from diloco_jax.coordinator.lead import EngineThread
-from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.protocol import messages

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config
-from diloco_jax.coordinator import rendezvous
-from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.make_holder import make_holder
+from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.make_holder import make_holder
-from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.standby.unseated import Unseated
-from diloco_jax.coordinator.store import Store
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.memory import give_back
 from diloco_jax.protocol.holding import Committed, RestoreFragments

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from diloco_jax import run_files, sealed
-from diloco_jax.coordinator.publishes import require_space
+from diloco_jax.coordinator.holding.publishes import require_space
 from diloco_jax.files import write_json
 from diloco_jax.protocol.holding import (
     CycleKept,

@@ -15,13 +15,13 @@ from typing import Any, Generic, cast
 
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.engine import AnyEffect, E, Engine, S
-from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.standby.gate import Gate
 from diloco_jax.coordinator.standby.unseated import Unseated
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape

@@ -20,7 +20,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, rendezvous, summary, term, too_late
+from diloco_jax.coordinator import going_on, origin, summary, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
@@ -45,6 +45,7 @@ from diloco_jax.coordinator.settings import (
 )
 from diloco_jax.coordinator.standby.seat import taken
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.models.build import build

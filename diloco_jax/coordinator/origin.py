@@ -1,8 +1,9 @@
 """Make the coordinator's state: for a new run, or from the disk after a crash.
 
 After a crash the lead recovers from its snapshot and its log, which say what is
-committed. The holder then brings its fragments to these versions (`restoring.py`).
-`term.py` makes the state from the islands' anchors, if the disk is lost.
+committed. The holder then brings its fragments to these versions
+(`holding/restoring.py`). `term.py` makes the state from the islands' anchors, if the
+disk is lost.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.restoring import make_store
+from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.memory import give_back

@@ -21,8 +21,8 @@ from typing import Any
 
 from diloco_jax import run_files, sealed
 from diloco_jax.config import Placement
+from diloco_jax.coordinator.holding.publishes import require_space
 from diloco_jax.coordinator.kept import mapped
-from diloco_jax.coordinator.publishes import require_space
 from diloco_jax.protocol.coordinator import profiling
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.messages import FromCoordinator, ProfileOrder, ProfileRequest

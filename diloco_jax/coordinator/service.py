@@ -15,13 +15,13 @@ from typing import Any
 
 from diloco_jax.coordinator import door, notes
 from diloco_jax.coordinator.door import Likeness
-from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages

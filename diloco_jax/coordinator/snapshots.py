@@ -1,11 +1,11 @@
 """Snapshots on disk: how they are named, kept, read, and written beside a run.
 
-A snapshot of a fragment (`fragment_snapshots.py`) has its arrays at one version;
-publishes up to the oldest one that is kept are superfluous. Snapshot n of the state
-(`state_snapshots.py`) stands for the segments of the record log up to n; segments up to
-the oldest one are superfluous. The two need not be of one moment: the state and the log
-after it say at which version a fragment is, and its publishes lead there from any of
-its snapshots.
+A snapshot of a fragment (`holding/fragment_snapshots.py`) has its arrays at one
+version; publishes up to the oldest one that is kept are superfluous. Snapshot n of the
+state (`state_snapshots.py`) stands for the segments of the record log up to n; segments
+up to the oldest one are superfluous. The two need not be of one moment: the state and
+the log after it say at which version a fragment is, and its publishes lead there from
+any of its snapshots.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, sealed, storage
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.publishes import name_of, version_of
+from diloco_jax.coordinator.holding.publishes import name_of, version_of
 from diloco_jax.paths import StorageAway, is_bucket
 from diloco_jax.protocol.values import Version
 

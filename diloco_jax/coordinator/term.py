@@ -10,9 +10,9 @@ from pathlib import Path
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
-from diloco_jax.coordinator.restoring import make_store
+from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.settings import admitted, policy_config
-from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig
-from diloco_jax.coordinator.holder import merges_at_once
-from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
+from diloco_jax.coordinator.holding.holder import merges_at_once
+from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan

@@ -1,9 +1,9 @@
 """The coordinator's disk: what a run of expected course holds, and room for the worst.
 
 Each term follows from the code that writes: snapshots of fragments in turns
-(`coordinator/snapshots.py`), publishes since the oldest kept one
-(`coordinator/publishes.py`), lines that are never deleted (`observability/`), deltas
-that memory has no place for (`coordinator/rooms.py`).
+(`coordinator/snapshots.py`), publishes since the oldest kept one (`publishes.py` of
+`coordinator/holding/`), lines that are never deleted (`observability/`), deltas that
+memory has no place for (`rooms.py` there).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import dataclasses
 import math
 
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import rooms
-from diloco_jax.coordinator.publishes import SPARED_BYTES
+from diloco_jax.coordinator.holding import rooms
+from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.paths import is_bucket

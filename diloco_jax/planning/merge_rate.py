@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES, Store
+from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES, Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import plan_fragments

@@ -12,15 +12,15 @@ from engine_support import WAIT_S, Island, Piped, hello, report
 from etils import epath
 
 from diloco_jax.config import OuterConfig, Placement, RunConfig, SyncConfig
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.rooms import Rooms
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import Rooms
-from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics

@@ -24,12 +24,12 @@ from diloco_jax.config import (
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gatherer
-from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.rooms import Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.profiles import Profiles
-from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import Rooms
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions

@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 from diloco_jax.config import Placement
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.standby.mirror import Mirror
 from diloco_jax.coordinator.standby.outflow import Outflow
 from diloco_jax.observability.tape import Tape

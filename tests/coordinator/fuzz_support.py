@@ -24,8 +24,8 @@ from diloco_jax.coordinator import gatherer as gathering_shell
 from diloco_jax.coordinator import lead as engine_thread
 from diloco_jax.coordinator import service as answers
 from diloco_jax.coordinator.gatherer import Gatherer
-from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term import gathering

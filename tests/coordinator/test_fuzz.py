@@ -18,7 +18,7 @@ from fuzz_shrinking import shrink
 from fuzz_steady import Steady
 from fuzz_support import Move, Scenario, World
 
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.protocol.coordinator.state import Island
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from engine_support import WAIT_S, hello, report
 
-from diloco_jax.coordinator import holder, publish_writing
+from diloco_jax.coordinator.holding import holder, publish_writing
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import read
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

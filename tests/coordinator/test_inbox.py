@@ -11,8 +11,8 @@ import weakref
 import numpy as np
 import pytest
 
-from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.rooms import TOLD_S, Rooms
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.rooms import TOLD_S, Rooms
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, PayloadLayout
@@ -124,8 +124,8 @@ def test_what_has_arrived_needs_no_memory_to_come_again():
 
 
 def test_a_delta_does_not_come_in_countless_stripes_or_parts(monkeypatch):
-    monkeypatch.setattr("diloco_jax.coordinator.inbox.MOST_STRIPES", 3)
-    monkeypatch.setattr("diloco_jax.coordinator.inbox.MOST_PARTS", 1)
+    monkeypatch.setattr("diloco_jax.coordinator.holding.inbox.MOST_STRIPES", 3)
+    monkeypatch.setattr("diloco_jax.coordinator.holding.inbox.MOST_PARTS", 1)
     inbox = Inbox(LAYOUTS, Rooms(1 << 20))
     for offset in range(3):
         assert not put(inbox, start(offset, 1), 1)

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.coordinator.outpost import dialing
-from diloco_jax.coordinator.outpost import outpost as outposts
-from diloco_jax.coordinator.outpost.admission import Admission
-from diloco_jax.coordinator.outpost.dialing import Elsewhere
-from diloco_jax.coordinator.outpost.files import FragmentFiles
-from diloco_jax.coordinator.outpost.options import WorkerOptions
-from diloco_jax.coordinator.outpost.outpost import Outpost
-from diloco_jax.coordinator.places import Unreachable
+from diloco_jax.coordinator.workers.outpost import dialing
+from diloco_jax.coordinator.workers.outpost import outpost as outposts
+from diloco_jax.coordinator.workers.outpost.admission import Admission
+from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
+from diloco_jax.coordinator.workers.outpost.files import FragmentFiles
+from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
+from diloco_jax.coordinator.workers.outpost.outpost import Outpost
+from diloco_jax.coordinator.workers.places import Unreachable
 from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.outposts import AboutFiles
 from diloco_jax.protocol.values import Version
@@ -291,7 +291,7 @@ def test_a_file_that_breaks_off_leaves_nothing(config, serve, tmp_path, monkeypa
     place = elsewhere(config, tmp_path / "lead")
     path = written(place._files, "snapshot", 0, NEW, bytes(9))
     monkeypatch.setattr(
-        "diloco_jax.coordinator.outpost.dialing.send_file",
+        "diloco_jax.coordinator.workers.outpost.dialing.send_file",
         lambda end, path, size, moved: end.sendall(bytes(3)),
     )
     quick = placed(config, time_budget_s=0.5)

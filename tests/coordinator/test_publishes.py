@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from diloco_jax import sealed
-from diloco_jax.coordinator import publishes as module
+from diloco_jax.coordinator.holding import publishes as module
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import DurableError
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.protocol.values import Version
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from diloco_jax.coordinator.outpost.relay import relay
-from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.outpost.relay import relay
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.working import (
     EndWorker,

@@ -13,9 +13,9 @@ import sys
 import pytest
 
 from diloco_jax import run_files
-from diloco_jax.coordinator import rendezvous
-from diloco_jax.coordinator.rendezvous import Rendezvous, Survivor
-from diloco_jax.coordinator.worker_line import write_frame
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.line import write_frame
+from diloco_jax.coordinator.workers.rendezvous import Rendezvous, Survivor
 from diloco_jax.protocol.working import BeginWorker, EndWorker
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from etils import epath
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (
     SnapshotWriter,

@@ -14,16 +14,16 @@ from etils.epath import Path as Folder
 from followed_support import Pair
 
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.coordinator import workers as workers_module
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import fragment_path, named
 from diloco_jax.coordinator.standby.unseated import Unseated
-from diloco_jax.coordinator.supervised import Heard
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.coordinator.workers import holder as workers_module
+from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape

@@ -14,11 +14,11 @@ from store_support import contribution, encoded_delta, merge_once, own_order
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Placement
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.coordinator.store import (
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.store import (
     Store,
 )
+from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.changes import publish
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import is_fit

@@ -12,8 +12,8 @@ from store_support import contribution
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.core.merge import RULES

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from diloco_jax.config import Config, Placement
-from diloco_jax.coordinator import places
-from diloco_jax.coordinator.supervised import Supervised
+from diloco_jax.coordinator.workers import places
+from diloco_jax.coordinator.workers.supervised import Supervised
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import BeginWorker
@@ -18,7 +18,7 @@ from diloco_jax.protocol.working import BeginWorker
 PATIENCE_S = 60.0
 SERVES_AND_ENDS = """
 import socket, sys
-from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.protocol.holding import FragmentsRestored
 from diloco_jax.protocol.working import WorkerServes
 

@@ -11,14 +11,15 @@ from plan_support import CONFIG
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import OuterConfig, Placement
-from diloco_jax.coordinator import notes, rooms, service, snapshots
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator import notes, service, snapshots
+from diloco_jax.coordinator.holding import rooms
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.publishes import SPARED_BYTES, Publishes
+from diloco_jax.coordinator.holding.saver import Saver
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.publishes import SPARED_BYTES, Publishes
-from diloco_jax.coordinator.saver import Saver
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.store import Store
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape

@@ -9,7 +9,7 @@ import pytest
 from plan_support import CONFIG
 
 from diloco_jax.config import OuterConfig, Placement
-from diloco_jax.coordinator.inbox import DELTAS_AT_ONCE
+from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.compiling import ExchangePlan

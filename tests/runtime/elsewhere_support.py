@@ -12,8 +12,8 @@ from runtime_support import PATIENCE_S
 
 from diloco_jax.cluster.commands import DILOCO, free_port
 from diloco_jax.config import Config
-from diloco_jax.coordinator import rendezvous
-from diloco_jax.coordinator.rendezvous import Survivor
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.wire.certificates import make_certificates
 
 

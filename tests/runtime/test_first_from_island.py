@@ -20,8 +20,8 @@ from runtime_support import PATIENCE_S, make_config, placed
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.coordinator.store import Store
 from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.models.build import build

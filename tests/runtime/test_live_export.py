@@ -19,7 +19,7 @@ from diloco_jax import run_files, sealed
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator import kept, snapshots
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.evaluation import kept_facts
 from diloco_jax.evaluation import run as evaluate

@@ -32,9 +32,9 @@ from worker_support import (
 )
 
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import rendezvous
-from diloco_jax.coordinator.rendezvous import Survivor
 from diloco_jax.coordinator.standby.mirror import Mirror
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.protocol.holding import (
     Committed,
     DeltaArrived,

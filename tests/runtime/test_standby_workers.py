@@ -20,8 +20,8 @@ from runtime_support import make_config, placed, with_run
 from diloco_jax import LocalCluster, run_files
 from diloco_jax.cluster import pair
 from diloco_jax.config import Config
-from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.snapshots import named
+from diloco_jax.coordinator.workers import rendezvous
 
 pytestmark = [
     pytest.mark.dist,

@@ -31,8 +31,9 @@ from worker_support import (
 
 from diloco_jax.cluster.commands import DILOCO, free_port
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import rendezvous, snapshots
-from diloco_jax.coordinator.rendezvous import Survivor
+from diloco_jax.coordinator import snapshots
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape

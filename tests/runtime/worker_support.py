@@ -12,12 +12,12 @@ import numpy as np
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config
-from diloco_jax.coordinator.holder import StoreHolder
+from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.make_holder import make_holder
+from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.make_holder import make_holder
-from diloco_jax.coordinator.restoring import make_store
-from diloco_jax.coordinator.store import Store
-from diloco_jax.coordinator.workers import WorkersHolder
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.holding import (

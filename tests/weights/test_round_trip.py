@@ -18,8 +18,8 @@ from diloco_jax.config import (
     ConfigError,
     SyncConfig,
 )
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build

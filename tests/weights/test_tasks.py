@@ -17,8 +17,8 @@ from diloco_jax import cli
 from diloco_jax.config import (
     ConfigError,
 )
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.store import Store
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.holding import KeepFragment

@@ -16,8 +16,9 @@ from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import log, rendezvous, snapshots
-from diloco_jax.coordinator.publishes import Publishes, name_of
+from diloco_jax.coordinator import log, snapshots
+from diloco_jax.coordinator.holding.publishes import Publishes, name_of
+from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import Appended
 from diloco_jax.observability import segments

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
 from diloco_jax.coordinator.settings import server_of
@@ -21,6 +20,7 @@ from diloco_jax.coordinator.standby.machine_thread import MachineThread, timing_
 from diloco_jax.coordinator.standby.mirror import Mirror
 from diloco_jax.coordinator.standby.seat import node_of
 from diloco_jax.coordinator.standby.waiting import Waiting
+from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.protocol.standby import following
 from diloco_jax.protocol.standby.events import (
     AnswerPrimary,

@@ -19,9 +19,9 @@ from typing import BinaryIO, NamedTuple
 
 from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import publishes
+from diloco_jax.coordinator.holding import publishes
 from diloco_jax.coordinator.snapshots import SUFFIX, fragment_path
-from diloco_jax.coordinator.supervised import Heard
+from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.observability import segments
 from diloco_jax.protocol.holding import AnchorKept, MergePrepared
 from diloco_jax.protocol.values import Version

@@ -15,11 +15,11 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.standby.machine_thread import (
     MachineThread,
     clock,
@@ -28,7 +28,7 @@ from diloco_jax.coordinator.standby.machine_thread import (
 from diloco_jax.coordinator.standby.outflow import Outflow, StandbyFeed
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.supervised import Heard
+from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.files import write_text
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import Alert

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.publishes import Publishes
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.coordinator.supervised import Heard
+from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.observability.tape import Tape
 from diloco_jax.wire.followed import Followable
 

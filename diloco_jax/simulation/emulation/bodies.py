@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from diloco_jax.config import DataConfig, IslandConfig, RunConfig
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.data.reader import BatchReader

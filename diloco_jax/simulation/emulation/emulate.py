@@ -27,9 +27,9 @@ from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.config.validation import require_section
 from diloco_jax.coordinator import summary
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import ALERTS_KEPT
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.store import Store
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import Params
 from diloco_jax.data.index import GlobalIndex

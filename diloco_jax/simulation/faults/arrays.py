@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from diloco_jax.coordinator.store import RETAINED_PUBLISHES
+from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import AdoptTraits, Outcome

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Event, Persist, WorkerBack

@@ -16,7 +16,7 @@ from etils.epath import Path as Folder
 
 from diloco_jax import sealed
 from diloco_jax.config import Placement
-from diloco_jax.coordinator.publishes import require_space
+from diloco_jax.coordinator.holding.publishes import require_space
 from diloco_jax.coordinator.snapshots import (
     Arrays,
     Snapshots,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.coordinator.spares import Spares
+from diloco_jax.coordinator.holding.spares import Spares
 from diloco_jax.wire.errors import Busy
 
 logger = logging.getLogger(__name__)

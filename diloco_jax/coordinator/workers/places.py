@@ -13,15 +13,15 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator import rendezvous
-from diloco_jax.coordinator.rendezvous import Survivor
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.island.environment import fit_threads
 from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import BeginWorker
 from diloco_jax.wire import addresses
 from diloco_jax.wire.duplex import End
 
-COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.worker")
+COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.workers.process")
 
 
 class Unreachable(Exception):  # noqa: N818

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from diloco_jax.coordinator.worker_line import pass_frame, read_frame
+from diloco_jax.coordinator.workers.line import pass_frame, read_frame
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.working import EndWorker, encode
 from diloco_jax.wire.duplex import End

@@ -14,15 +14,15 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.outpost.files import (
+from diloco_jax.coordinator.settings import own_tls
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.outpost.files import (
     FragmentFiles,
     hang_up,
     receive_file,
     send_file,
 )
-from diloco_jax.coordinator.places import OpenLine, Unreachable
-from diloco_jax.coordinator.settings import own_tls
-from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.coordinator.workers.places import OpenLine, Unreachable
 from diloco_jax.deadlines import Backoff
 from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.outposts import (

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.outpost.outpost import Outpost
+from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.exit_codes import EXIT_DONE
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """A worker's process: hold fragments for a lead in another process on this machine.
 
-`python -m diloco_jax.coordinator.worker DESCRIPTOR`: the number is that of its end of
-the line (`worker_line.py`). The lead starts it, and starts another when it ends. When
+`python -m diloco_jax.coordinator.workers.process DESCRIPTOR`: the number is that of its
+end of the line (`line.py`). The lead starts it, and starts another when it ends. When
 the line breaks, it serves islands on and waits for the next lead (`rendezvous.py`), as
 long as a restart may take. The lead's log alone says what counts.
 """
@@ -26,15 +26,15 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.make_holder import make_holder
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.kept import KeptFragments
-from diloco_jax.coordinator.make_holder import make_holder
-from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rendezvous import HAS_SURVIVORS, Rendezvous
-from diloco_jax.coordinator.restoring import make_store
 from diloco_jax.coordinator.settings import bulk_server_of, coordinator_of, faults_of
 from diloco_jax.coordinator.snapshots import named
-from diloco_jax.coordinator.worker_line import WorkerLine, read_frame
+from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
+from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.faults import worker_name
 from diloco_jax.memory import resident_bytes
 from diloco_jax.models.build import build

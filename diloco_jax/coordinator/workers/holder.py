@@ -23,9 +23,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator import rendezvous
 from diloco_jax.coordinator.kept import KeptCycles, telling
-from diloco_jax.coordinator.supervised import Heard, Shown, Supervised
+from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.supervised import Heard, Shown, Supervised
 from diloco_jax.core.fragments import digest_all
 from diloco_jax.protocol import tickets
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack

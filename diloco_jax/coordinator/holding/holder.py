@@ -24,16 +24,16 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax import machine
-from diloco_jax.coordinator.anchors import LostFragments
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.holding.anchors import LostFragments
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.publish_writing import PublishWriting
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.restoring import alive, restore
+from diloco_jax.coordinator.holding.saver import Saver
+from diloco_jax.coordinator.holding.store import Store
+from diloco_jax.coordinator.holding.under_way import MergesUnderWay, PreparedMerge
 from diloco_jax.coordinator.kept import Keeper, telling
-from diloco_jax.coordinator.publish_writing import PublishWriting
-from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.restoring import alive, restore
-from diloco_jax.coordinator.saver import Saver
-from diloco_jax.coordinator.store import Store
-from diloco_jax.coordinator.under_way import MergesUnderWay, PreparedMerge
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.faults import Faults

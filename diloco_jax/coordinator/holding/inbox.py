@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.coordinator.rooms import Room, Rooms
+from diloco_jax.coordinator.holding.rooms import Room, Rooms
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey

@@ -25,16 +25,16 @@ from msgspec.structs import replace
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, trust
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.outpost.admission import Admission
-from diloco_jax.coordinator.outpost.files import (
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.outpost.admission import Admission
+from diloco_jax.coordinator.workers.outpost.files import (
     FragmentFiles,
     hang_up,
     receive_file,
     send_file,
 )
-from diloco_jax.coordinator.outpost.relay import cut, relay
-from diloco_jax.coordinator.places import Here
-from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.coordinator.workers.outpost.relay import cut, relay
+from diloco_jax.coordinator.workers.places import Here
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.paths import is_bucket
 from diloco_jax.protocol.outposts import (

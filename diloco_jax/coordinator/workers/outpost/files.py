@@ -17,7 +17,7 @@ from pathlib import Path
 from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import Placement
 from diloco_jax.coordinator import kept, snapshots
-from diloco_jax.coordinator.publishes import Publishes, require_space
+from diloco_jax.coordinator.holding.publishes import Publishes, require_space
 from diloco_jax.paths import is_bucket
 from diloco_jax.protocol.outposts import Kind
 from diloco_jax.protocol.values import Version

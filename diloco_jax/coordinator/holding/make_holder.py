@@ -8,13 +8,13 @@ from typing import Any
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax.config import Config
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.holder import StoreHolder
-from diloco_jax.coordinator.inbox import Inbox
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.holder import StoreHolder
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.rooms import SPARED_BYTES_EACH, Rooms
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import Keeper
-from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.rooms import SPARED_BYTES_EACH, Rooms
-from diloco_jax.coordinator.store import Store
 
 
 def make_holder(

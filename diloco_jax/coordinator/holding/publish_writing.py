@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from diloco_jax.coordinator.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.disk_wait import given_up
-from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
+from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.protocol.holding import HolderTroubled, Merge
 from diloco_jax.protocol.values import Prepared

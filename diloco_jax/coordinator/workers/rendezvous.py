@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.coordinator.worker_line import read_frame, write_frame
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.files import write_json
 from diloco_jax.protocol.working import BeginWorker, EndWorker, to_worker
 

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from diloco_jax import environment, merge_route
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.pins import Pins, watch
+from diloco_jax.coordinator.holding.pins import Pins, watch
+from diloco_jax.coordinator.holding.spares import Spares
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.coordinator.spares import Spares
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragment_merge import (
     FragmentMerge,

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import msgspec
 
-from diloco_jax.coordinator.inbox import Inbox
-from diloco_jax.coordinator.saver import Saver
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.saver import Saver
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import Piece, digest_arrays
 from diloco_jax.core.payload import Buffer, PayloadLayout

@@ -9,9 +9,9 @@ from rich.console import Console
 from diloco_jax import merge_route, sealed
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.publishes import Publishes
-from diloco_jax.coordinator.store import Store
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
 from diloco_jax.memory import give_back
 from diloco_jax.observability.bar import bar

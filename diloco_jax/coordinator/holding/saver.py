@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Callable
 
-from diloco_jax.coordinator.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.publishes import Publishes
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.publishes import Publishes
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import Arrays
-from diloco_jax.coordinator.store import Store
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.outpost.dialing import Elsewhere
-from diloco_jax.coordinator.places import BesideLead, Place, Unreachable
-from diloco_jax.coordinator.worker_line import WorkerLine, write_frame
+from diloco_jax.coordinator.workers.line import WorkerLine, write_frame
+from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
+from diloco_jax.coordinator.workers.places import BesideLead, Place, Unreachable
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
     FragmentsRestored,

@@ -1,0 +1,1 @@
+"""What holds fragments: their deltas, arrays, merges and files. It knows no lead."""
