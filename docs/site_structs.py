@@ -28,6 +28,7 @@ EVERYWHERE = {
     "contributions": "the deltas in the merge",
     "cosine_to_last": "[metrics](../docs/metrics.md#metricsjsonl)",
     "count": "number of publishes",
+    "counted_tokens": "tokens of the steps that earlier terms' progress includes",
     "cycle": "number of the cycle",
     "digest": "digest of the bytes",
     "end": "step after the last one",

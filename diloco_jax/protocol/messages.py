@@ -102,9 +102,12 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Newest term in which the island was welcomed; 0: in none."""
     versions: tuple[Version, ...] = ()
     """Versions of the island's anchors, by fragment; empty until it has all of them.
-    A coordinator without its state relies on this field and the next two."""
+    A coordinator without its state relies on this field and the next three."""
     tokens: Count = 0
     """Progress of the run in tokens, as the island last heard."""
+    own_tokens: Count = 0
+    """Tokens of this incarnation's steps that `tokens` includes. Steps during an outage
+    are not among them."""
     next_position: Count = 0
     """Position below which data was granted to any island, as the island last heard."""
     lead: Annotated[int, Meta(ge=0, le=2**16)] = 0

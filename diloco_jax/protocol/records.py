@@ -44,6 +44,8 @@ class Carrying(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     sequences_granted: int
+    counted_tokens: int
+    """Tokens of these steps that the progress of earlier terms includes."""
 
 
 class Joined(_OfIncarnation, frozen=True, kw_only=True):

@@ -154,6 +154,7 @@ class Hostile:
             "term": 1 if offers else 0,
             "versions": [version] * 2 if offers else [],
             "tokens": 0,
+            "own_tokens": self.random.randrange(100),
             "next_position": self.world.state.next_position,
             "lead": self.random.randrange(3),
         }

@@ -51,6 +51,7 @@ class Steady:
         self.base: list[tuple[int, int]] = []
         self.records: list[dict[str, Any]] = []
         self.term, self.run_id, self.tokens, self.position = 0, "", 0, 0
+        self.own_tokens = 0
         self.held: list[int] = []
         self.phase, self.stale = "training", False
 
@@ -118,6 +119,7 @@ class Steady:
             "term": self.term,
             "versions": self.base,
             "tokens": self.tokens,
+            "own_tokens": self.own_tokens,
             "next_position": self.position,
             "lead": 0,
         }
@@ -187,6 +189,7 @@ class Steady:
                 case messages.Progress():
                     self.acknowledged = message.records_through
                     self.tokens, self.position = message.tokens, message.next_position
+                    self.own_tokens = message.own_tokens
                     self.records = [
                         r for r in self.records if r["seq"] > self.acknowledged
                     ]

@@ -111,6 +111,7 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "records_through": NUMBER,
         "versions": st.lists(VERSION, max_size=2),
         "tokens": NUMBER,
+        "own_tokens": NUMBER,
         "next_position": NUMBER,
         "lead": NUMBER,
         "environment": st.dictionaries(st.text(max_size=3), WEIRD, max_size=2),

@@ -25,7 +25,7 @@ JOINED = {
 }
 DURABLE = [
     JOINED,
-    {**JOINED, "carried": {"steps": 4, "sequences_granted": 8}},
+    {**JOINED, "carried": {"steps": 4, "sequences_granted": 8, "counted_tokens": 30}},
     {"kind": "carried", **WHO, "fragment": 1, "steps": 4},
     {"kind": "granted", **WHO, "start": 8, "stop": 16, "offset": 8},
     {

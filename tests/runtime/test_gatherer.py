@@ -109,15 +109,17 @@ def starting(config: Config, workdir: Path) -> Iterator[Starting]:
 
 def offer(config: Config, island: str, *numbers: int, **fields: Any) -> messages.Hello:
     versions = tuple(Version(1, n) for n in numbers)
+    steps, step_tokens = 9, hello(config, island).tokens_per_step
     defaults: dict[str, Any] = {
         "run_id": RUN_ID,
         "phase": "training",
-        "steps": 9,
+        "steps": steps,
         "step_seconds": 0.1,
         "sequences_granted": 40,
         "term": 1,
         "versions": versions,
         "tokens": TOKENS,
+        "own_tokens": steps * step_tokens,
         "next_position": 128,
     }
     return hello(config, island, **{**defaults, **fields})

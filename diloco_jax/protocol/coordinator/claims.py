@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_jax.protocol.coordinator.state import Island, State
+from diloco_jax.protocol.coordinator import leases
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import Outstanding, Record
 
@@ -39,7 +40,28 @@ def wrong_carried(state: State, event: Hello) -> str:
             f"it says that it was granted {event.sequences_granted} sequences, but all "
             f"islands together were granted at most {state.next_position}"
         )
+    computed = event.steps * event.tokens_per_step
+    if event.own_tokens > computed:
+        return (
+            f"it says that the run's progress has {event.own_tokens} tokens of its "
+            f"steps, but its {event.steps} steps have {computed}"
+        )
     return _wrong_steps(event.steps, event.sequences_per_step, event.sequences_granted)
+
+
+def counted_tokens(config: PolicyConfig, event: Hello) -> int:
+    """Return the tokens of an incarnation from an earlier term that the progress of the
+    earlier terms includes.
+
+    All others count as new progress. They can be no more than the data that the island
+    got unheard: else its claim could end the run.
+    """
+    size = event.sequences_per_step
+    # The first grant goes by no speed.
+    speeds = (0.0, event.step_seconds)
+    largest = max(leases.largest_grant(config, speed, size) for speed in speeds)
+    steps = event.steps - leases.LARGEST_GRANTS_UNHEARD * largest // size
+    return max(event.own_tokens, steps * event.tokens_per_step)
 
 
 def _wrong_steps(steps: int, sequences_per_step: int, granted: int) -> str:

@@ -33,6 +33,10 @@ allows."""
 MOST_LEASES = 1000
 """Leases that are remembered of an incarnation. Steps that were lost in all fragments,
 amid merged ones, add to them. Such steps of older leases do not come again."""
+LARGEST_GRANTS_UNHEARD = 2
+"""Grants to each island that no offering island may have heard of as a new term begins:
+a grant lasts for an outage budget, so two between an offering island's last report and
+the coordinator's end are unlikely."""
 UNKNOWN_STEP_S = 0.01
 """Step time of an island that has not told its own, as far as its rate is bounded."""
 

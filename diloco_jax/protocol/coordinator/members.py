@@ -210,12 +210,15 @@ def ended(
     return with_island(state, replace(island, status=status, fruitless=fruitless))
 
 
-def joined(state: State, island: Island, *, carrying: bool) -> State:
-    """Return the state with a new incarnation; recovery applies it too. carrying: it
-    began in an earlier term, whose progress includes its steps."""
-    if carrying:
-        own = island.steps * island.tokens_per_step
-        state = replace(state, carried_progress=state.carried_progress - own)
+def joined(state: State, island: Island, carried: records.Carrying | None) -> State:
+    """Return the state with a new incarnation; recovery applies it too. carried: what
+    it brings from an earlier term, whose progress includes some of its steps."""
+    if carried is not None:
+        others = state.carried_progress - carried.counted_tokens
+        state = replace(state, carried_progress=others)
+        island = replace(
+            island, steps=carried.steps, sequences_granted=carried.sequences_granted
+        )
     before = state.islands.get(island.name)
     if before is not None:
         island = replace(
@@ -228,13 +231,12 @@ def joined(state: State, island: Island, *, carrying: bool) -> State:
     state = with_island(state, island)
     state = replace(state, in_merges={**state.in_merges, island.name: ()})
     for fragment in state.fragments:
-        opened = ledger.open_account(fragment, island, carrying=carrying)
+        opened = ledger.open_account(fragment, island, carrying=carried is not None)
         state = with_fragment(state, opened)
     return state
 
 
 def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
-    carrying = admission.is_carrying(state, event)
     island = Island(
         name=event.island,
         incarnation=event.incarnation,
@@ -245,21 +247,18 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         lead=event.lead,
         phase=event.phase,
     )
-    if carrying:
-        island = replace(
-            island,
-            steps=event.steps,
-            steps_at_tick=event.steps,
-            sequences_granted=event.sequences_granted,
-            records_through=event.records_through,
-        )
-    state = joined(state, island, carrying=carrying)
-    state = alive(config, state, state.islands[event.island], now)
     carried = None
-    if carrying:
+    if admission.is_carrying(state, event):
         carried = records.Carrying(
-            steps=event.steps, sequences_granted=event.sequences_granted
+            steps=event.steps,
+            sequences_granted=event.sequences_granted,
+            counted_tokens=claims.counted_tokens(config, event),
         )
+        island = replace(
+            island, steps_at_tick=event.steps, records_through=event.records_through
+        )
+    state = joined(state, island, carried)
+    state = alive(config, state, state.islands[event.island], now)
     record = records.Joined(
         island=event.island,
         incarnation=event.incarnation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator import (
@@ -117,9 +117,7 @@ def _replayed(state: State, record: Durable) -> State:
                 tokens_per_step=record.tokens_per_step,
                 sequences_per_step=record.sequences_per_step,
             )
-            if carried is not None:
-                island = replace(island, **asdict(carried))
-            return members.joined(state, island, carrying=carried is not None)
+            return members.joined(state, island, carried)
         case Carried():
             fragment = state.fragments[record.fragment]
             fragment = ledger.carry(fragment, record.island, record.steps)

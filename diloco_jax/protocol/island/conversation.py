@@ -209,6 +209,7 @@ class Conversation:
             sequences_granted=self._granted,
             records_through=self._records_through,
             tokens=self._tokens,
+            own_tokens=self._tokens - self._others_tokens,
             next_position=self._next_position,
         )
 

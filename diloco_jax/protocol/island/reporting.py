@@ -39,6 +39,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the last acknowledged record."""
     tokens: int = 0
     """Progress of the run in tokens, as last heard."""
+    own_tokens: int = 0
+    """Tokens of the incarnation's steps in it."""
     next_position: int = 0
     """Position below which data was granted to any island, as last heard."""
 
@@ -74,6 +76,7 @@ def hello(who: Introduction, status: Status) -> Hello:
         term=status.term,
         versions=status.versions,
         tokens=status.tokens,
+        own_tokens=status.own_tokens,
         next_position=status.next_position,
     )
 

@@ -42,10 +42,6 @@ from diloco_jax.protocol.values import Version
 
 LEASES_AWAITED = 2
 """Longest wait for the first offer, and then for the others, in leases."""
-LARGEST_GRANTS_UNHEARD = 2
-"""Grants to each island that no offering island may have heard of: a grant lasts for an
-outage budget, so two between an offering island's last report and the coordinator's end
-are unlikely."""
 
 
 class AwaitedAnchor(NamedTuple):
@@ -336,7 +332,7 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
         for o in offers
     )
     islands = len(state.names | state.members.keys())
-    unheard = LARGEST_GRANTS_UNHEARD * islands * largest
+    unheard = leases.LARGEST_GRANTS_UNHEARD * islands * largest
     return Open(
         run_id=offers[0].run_id,
         term=term,

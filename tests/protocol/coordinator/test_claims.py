@@ -117,11 +117,16 @@ def test_a_coordinator_that_came_back_knows_what_it_leased() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "granted", "shown"),
-    [(10, 10, ""), (11, 10, "11 steps of 1"), (90, 101, "granted at most 100")],
+    ("steps", "granted", "counted", "shown"),
+    [
+        (10, 10, 10, ""),
+        (11, 10, 0, "11 steps of 1"),
+        (90, 101, 0, "granted at most 100"),
+        (10, 10, 11, "has 110 tokens of its steps, but its 10 steps have 100"),
+    ],
 )
 def test_what_an_earlier_term_leased_is_bounded_too(
-    steps: int, granted: int, shown: str
+    steps: int, granted: int, counted: int, shown: str
 ) -> None:
     d = Driver()
     d.state = replace(
@@ -130,7 +135,10 @@ def test_what_an_earlier_term_leased_is_bounded_too(
         term=2,
         fragments=tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments),
     )
-    effects = d.hello("a", steps=steps, sequences_granted=granted, term=1)
+    own = counted * TOKENS_PER_STEP
+    effects = d.hello(
+        "a", steps=steps, sequences_granted=granted, own_tokens=own, term=1
+    )
     if not shown:
         only(effects, Welcome)
         assert of(effects, Granted)

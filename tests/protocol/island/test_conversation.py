@@ -234,9 +234,9 @@ def test_the_status_says_what_a_coordinator_without_state_needs(told):
     assert told.status().versions == (Version(1, 8), Version(2, 3))
     says.progress(told, 700, next_position=40)
     says.grant(told, Span(48, 56))
-    says.progress(told, 650, next_position=50)
+    says.progress(told, 600, own_tokens=50, next_position=50)
     status = told.status()
-    assert (status.tokens, status.next_position) == (650, 56)
+    assert (status.tokens, status.own_tokens, status.next_position) == (650, 50, 56)
 
 
 def over(told):

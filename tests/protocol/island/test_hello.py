@@ -31,6 +31,7 @@ def test_it_says_what_it_holds_and_what_is_acknowledged() -> None:
         sequences_granted=40,
         records_through=12,
         tokens=900,
+        own_tokens=320,
         next_position=64,
     )
     said = hello(who, status)

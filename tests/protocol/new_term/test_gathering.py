@@ -11,7 +11,7 @@ from kit import make_config
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
-from diloco_jax.protocol.coordinator.leases import largest_grant
+from diloco_jax.protocol.coordinator.leases import LARGEST_GRANTS_UNHEARD, largest_grant
 from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Report, Welcome
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.new_term.events import (
@@ -24,10 +24,7 @@ from diloco_jax.protocol.new_term.events import (
     Open,
     Postpone,
 )
-from diloco_jax.protocol.new_term.gathering import (
-    LARGEST_GRANTS_UNHEARD,
-    LEASES_AWAITED,
-)
+from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.protocol.values import Version
 
 CONFIG = make_config(run_id="", outage_budget_s=250.0)

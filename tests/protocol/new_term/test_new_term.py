@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.coordinator.state import FIRST_LEASE_STEPS
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
@@ -45,12 +48,14 @@ def second_term(**changes: Any) -> Driver:
 
 
 def come_back(d: Driver, name: str, steps: int, **fields: Any) -> list[Effect]:
-    """A process that was welcomed in the first term and made so many steps."""
+    """A process that was welcomed in the first term and made so many steps, all of them
+    before it last heard of the run's progress."""
     defaults: dict[str, Any] = {
         "steps": steps,
         "phase": "training",
         "term": 1,
         "sequences_granted": steps + 3,
+        "own_tokens": steps * TOKENS_PER_STEP,
         "records_through": 0,
     }
     return d.hello(name, **{**defaults, **fields})
@@ -72,7 +77,8 @@ def test_it_is_welcome_where_it_is() -> None:
     assert not only(effects, Welcome).resumed
     assert only(effects, Welcome).versions == (Version(2, 5), Version(2, 4))
     (joined,) = persisted(effects, "joined")
-    assert joined["carried"] == {"steps": 7, "sequences_granted": 10}
+    carried = {"steps": 7, "sequences_granted": 10, "counted_tokens": 70}
+    assert joined["carried"] == carried
     grant = only(effects, Granted)
     assert (grant.offset, grant.span.start) == (10, POSITION)
     assert d.state.islands["a"].steps == 7
@@ -162,6 +168,41 @@ def test_progress_goes_on_where_it_was() -> None:
     come_back(d, "b", 50)
     assert only(d.report("b", 51), Progress).tokens == TOKENS + TOKENS_PER_STEP
     assert only(d.report("a", 9), Progress).tokens == TOKENS + 3 * TOKENS_PER_STEP
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_steps_of_the_outage_are_new_progress(crash: bool) -> None:
+    """The progress that it last heard has 7 of its 12 steps."""
+    d = second_term()
+    come_back(d, "a", 12, own_tokens=70)
+    if crash:
+        d.crash(snapshot=d.first)  # type: ignore[attr-defined]
+        come_back(d, "a", 12, own_tokens=70)
+    progress = only(d.report("a", 12), Progress)
+    assert (progress.tokens, progress.own_tokens) == (TOKENS + 50, 120)
+
+
+def test_steps_of_the_outage_that_an_adoption_undoes_count_off_once() -> None:
+    d = second_term()
+    come_back(d, "a", 12, own_tokens=70)
+    carry(d, "a", 12, 7, 7)
+    d.hello("a", incarnation=2)
+    assert d.totals("a").lost == {"died": 50}
+    assert ledger.progress_tokens(d.config, d.state) == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "steps"), [(0.1, 2 * 2 * 301), (1.0, 2 * 2 * FIRST_LEASE_STEPS)]
+)
+def test_more_steps_of_an_outage_than_it_had_data_for_are_no_progress(
+    step_seconds: float, steps: int
+) -> None:
+    """A wrong number could end the run otherwise. The first grant goes by no speed."""
+    d = second_term(outage_budget_s=30.0)
+    d.state = replace(d.state, next_position=10**9)
+    come_back(d, "a", 10**6, own_tokens=0, step_seconds=step_seconds)
+    progress = only(d.report("a", 10**6), Progress)
+    assert progress.tokens == TOKENS + steps * TOKENS_PER_STEP
 
 
 def test_a_run_that_had_its_tokens_ends_with_all_who_were_in_it() -> None:
