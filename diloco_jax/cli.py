@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NoReturn, TypeVar
@@ -49,11 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def script() -> NoReturn:
     """Be the `diloco` command: run it, and end this process with the exit code."""
-    code = main()
-    if sys.argv[1:2] and sys.argv[1] in MEMBERS:
-        # A thread that waits for a peer may still be in C++.
-        end_process(code)
-    sys.exit(code)
+    if sys.argv[1:2] and sys.argv[1] not in MEMBERS:
+        sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = EXIT_FAILED
+    # A thread that waits for a peer may still be in C++.
+    end_process(code)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

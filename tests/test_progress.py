@@ -106,6 +106,7 @@ ELSEWHERE = {
     "run": "the test below, and of the table: test_terminal.py",
     "chaos": "as run",
     "island": "it is a service; its start is in its log",
+    "worker": "as island",
     "manifest": "tests/data/test_text.py",
     "profile": "the same bar; a trace of an idle machine takes less than two seconds",
     "dashboard": "the page says how much is read",

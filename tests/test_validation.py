@@ -277,7 +277,7 @@ def test_a_placement_that_cannot_work_is_refused(field, value, shown):
         ({"worker_addresses": ("a:1", "b")}, ["worker_addresses[1]: address 'b'"]),
         ({"worker_addresses": ("a:1", "b:0")}, ["'b:0'", "give a port from 1"]),
         ({"worker_addresses": ("a:1", "b:65535")}, ["'b:65535'", "to 65534"]),
-        ({"worker_addresses": ("a:1", "a:1")}, ["an address twice"]),
+        ({"worker_addresses": ("a:1", "a:1")}, ["a port twice"]),
         ({"mandate": "gs://b/m"}, ["a standby follows the files of one"]),
     ],
 )

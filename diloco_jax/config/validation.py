@@ -20,7 +20,7 @@ from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.observability.sinks import check_names as check_sinks
 from diloco_jax.protocol.values import ISLAND_NAME
-from diloco_jax.wire.addresses import LAST_PORT, parse_address
+from diloco_jax.wire.addresses import LAST_PORT, bulk_address, parse_address
 
 URLS = ("https://", "http://")
 
@@ -255,10 +255,11 @@ def _check_workers(placement: Placement, fragments: int) -> None:
                 f"that port, and islands the next one; give a port from 1 to "
                 f"{LAST_PORT - 1}"
             )
-    if len(set(given)) < len(given):
+    ports = [port for own in given for port in (own, bulk_address(own))]
+    if len(set(ports)) < len(ports):
         raise ConfigError(
-            f"placement.worker_addresses = {', '.join(given)} has an address twice; "
-            f"each worker needs its own two ports"
+            f"placement.worker_addresses = {', '.join(given)} has a port twice; each "
+            f"worker needs its own two, that of its address and the next one"
         )
     for field in ("mandate", "standby"):
         if value := getattr(placement, field):

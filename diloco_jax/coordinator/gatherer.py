@@ -25,6 +25,7 @@ from diloco_jax.coordinator.holding.rooms import Rooms
 from diloco_jax.coordinator.lead import EngineThread
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
+from diloco_jax.memory import give_back
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
@@ -102,7 +103,13 @@ class Gatherer(NoProfiles):
         logger.warning("%s %s", self._waits, sorted(self._names))
         self._thread.run()
         assert self._opened is not None
-        return Gathered(self._opened, from_pieces(self._plan, self._arrays))
+        # It stays the server's handler for as long as the coordinator starts.
+        arrays, self._arrays = self._arrays, {}
+        self._inbox = Inbox(self._layouts, Rooms(0))
+        params = from_pieces(self._plan, arrays)
+        del arrays
+        give_back()
+        return Gathered(self._opened, params)
 
     # ---- calls of islands, on many threads ----------------------------------------
 

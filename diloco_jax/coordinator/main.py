@@ -122,7 +122,7 @@ class Coordinator:
         self._deadlines = config.placement.deadlines
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
-        self._interrupted = False
+        self._interrupted, self._all_here = False, True
 
     def start(self) -> None:
         """Make or load the state, or gather it from islands, and serve."""
@@ -138,10 +138,9 @@ class Coordinator:
                 f"up; start the coordinator again to go on with that run"
             )
         compilation.use_cache(compilation.of_run(workdir))
-        self.policy_config = policy_config(
-            run, placement, self._facts.run_id, self._plan.sizes, admitted(config)
-        )
-        whose = checkpoint.whose(run, self._facts.run_id, self._plan)
+        run_id, sizes, names = self._facts.run_id, self._plan.sizes, admitted(config)
+        self.policy_config = policy_config(run, placement, run_id, sizes, names)
+        whose = checkpoint.whose(run, run_id, self._plan)
         self._states = StateSnapshots(
             self._folder, placement, self.policy_config, whose
         )
@@ -159,10 +158,8 @@ class Coordinator:
             )
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
-        keep, sizes = placement.exports_kept, self._plan.sizes
-        self._kept = KeptCycles(workdir, keep, whose, sizes)
+        self._kept = KeptCycles(workdir, placement.exports_kept, whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
-        run_id = self._facts.run_id
         self._holders = Holders(
             config, self._plan, self._kept, workdir, run_id, self._open, self._seat
         )
@@ -272,13 +269,14 @@ class Coordinator:
             write("the summary", self._sum_up)
             too_late.wait(linger_s, lambda: self._interrupted)
         told = not finished or self._seat.finish(self._patience_s())
-        return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
+        done = told and self._all_here and not self._disk.alerts
+        return EXIT_DONE if done else EXIT_FAILED
 
     def _save(self) -> None:
         """Write the last snapshots; before the run is over, what there is time for."""
         within_s = None if self.lead.finished else self._deadlines.stop_s / 2
         self._states.write_last(self.lead.state, self._log)
-        self.holder.save_all(within_s)
+        self._all_here = self.holder.save_all(within_s)
 
     def _sum_up(self) -> None:
         """Write the summary, unless the run was over before and left it."""

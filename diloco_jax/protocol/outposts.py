@@ -39,9 +39,10 @@ class AskNewest(Message, frozen=True, kw_only=True):
 
 
 class Newest(Message, frozen=True, kw_only=True):
-    """Version of that snapshot; None: there is none."""
+    """Version of that snapshot; None: there is none. seal: see `sealed.seal_of`."""
 
     version: Version | None
+    seal: str = ""
 
 
 class PutFile(Message, frozen=True, kw_only=True):

@@ -55,8 +55,7 @@ Flaw = Literal["", "malformed", "forged", "expired", "fenced"]
 
 
 def make(key: bytes, permit: Permit, until: float) -> bytes:
-    """Return a ticket that counts until this time, in seconds of the clock that lead
-    and workers share.
+    """Return a ticket that counts until this time, in seconds of the lead's clock.
 
     Raises ValueError unless the key has `KEY_BYTES`."""
     if len(key) != KEY_BYTES:
@@ -88,36 +87,51 @@ def stamped(
     return message
 
 
+class _Lead(NamedTuple):
+    """A life of the lead, as its tickets need it."""
+
+    key: bytes
+    ahead_s: float
+
+
 class Checker:
     """A worker's check of tickets."""
 
-    def __init__(self, key: bytes) -> None:
-        self._keys: tuple[bytes, ...] = (key,)
+    def __init__(self, key: bytes, ahead_s: float = 0.0) -> None:
+        """ahead_s: seconds by which the worker's clock is ahead of the lead's, which
+        may run on another machine since another time."""
+        self._leads: tuple[_Lead, ...] = (_Lead(key, ahead_s),)
         self._least: dict[str, int] = {}
 
-    def renew(self, key: bytes) -> None:
+    def renew(self, key: bytes, ahead_s: float = 0.0) -> None:
         """Count the tickets of the next lead from now on, beside those of this one,
-        which islands still have.
+        which islands still have. A line that is dialled again changes nothing.
         """
-        self._keys = (key, self._keys[0])
+        if key != self._leads[0].key:
+            self._leads = (_Lead(key, ahead_s), self._leads[0])
 
     def fence(self, island: str, before: int) -> None:
         """Refuse the incarnations of an island below `before` from now on."""
         self._least[island] = max(before, self._least.get(island, 0))
 
     def flaw(self, ticket: bytes, permit: Permit, now: float) -> Flaw:
-        """Return why a ticket does not permit this now; "" if it does."""
+        """Return why a ticket does not permit this now; "" if it does. now: of the
+        worker's clock."""
         if len(ticket) != MOMENT_BYTES + MAC_BYTES:
             return "malformed"
         moment, mac = ticket[:MOMENT_BYTES], ticket[MOMENT_BYTES:]
-        macs = [_mac(key, permit, moment) for key in self._keys]
-        if not any(hmac.compare_digest(made, mac) for made in macs):
+        by = [x for x in self._leads if _is_of(x.key, permit, moment, mac)]
+        if not by:
             return "forged"
-        if now * 1000 > int.from_bytes(moment, "big"):
+        if (now - by[0].ahead_s) * 1000 > int.from_bytes(moment, "big"):
             return "expired"
         if permit.incarnation < self._least.get(permit.island, 0):
             return "fenced"
         return ""
+
+
+def _is_of(key: bytes, permit: Permit, moment: bytes, mac: bytes) -> bool:
+    return hmac.compare_digest(_mac(key, permit, moment), mac)
 
 
 def _mac(key: bytes, permit: Permit, moment: bytes) -> bytes:

@@ -41,6 +41,8 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     """Counts the processes of this worker in the run."""
     dial: int = 0
     """Counts the lines of this life of the lead to a worker on another machine."""
+    clock: float = 0.0
+    """The lead's monotonic clock as it says this, by which its tickets end."""
 
     def is_newer(self, lead: int, dial: int) -> bool:
         """Tell whether it comes after a line of that lead, with that number."""
@@ -58,7 +60,14 @@ def _for_a_worker(begin: BeginWorker) -> BeginWorker:
     own = {k: v for k, v in placement.items() if k not in ("bind", "advertise")}
     config = {**begin.config, "placement": own}
     return replace(
-        begin, config=config, ticket_key=b"", lead=0, life=0, dial=0, bind=""
+        begin,
+        config=config,
+        ticket_key=b"",
+        lead=0,
+        life=0,
+        dial=0,
+        bind="",
+        clock=0.0,
     )
 
 

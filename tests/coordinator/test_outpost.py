@@ -262,6 +262,67 @@ def test_fragments_of_this_machine_move_to_the_worker(config, serve, tmp_path):
     assert here.publishes(0, Version(9)) == []
 
 
+def test_a_move_that_breaks_off_leaves_what_did_not_come(
+    config, serve, tmp_path, monkeypatch
+):
+    """The snapshot comes last: while it is missing there, nothing stands for the
+    publishes. A second attempt moves the rest."""
+    config = placed(config, time_budget_s=0.5)
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    here, there = place._files, FragmentFiles(config.placement, tmp_path / "there")
+    written(here, "snapshot", 0, OLD, b"snapshot")
+    for number in (4, 5):
+        written(here, "publish", 0, Version(1, number), b"%d" % number)
+    sends, sent = dialing.send_file, []
+
+    def breaks(end, path, size, moved):
+        if len(sent) == 2:
+            raise ConnectionResetError("the line broke")
+        sent.append(path)
+        sends(end, path, size, moved)
+
+    monkeypatch.setattr(dialing, "send_file", breaks)
+    with pytest.raises(ConnectionLost):
+        place._hand_over(asked(0).fragments)
+    assert here.publishes(0, NEW) == [Version(1, 4), NEW]
+    monkeypatch.setattr(dialing, "send_file", sends)
+    place._hand_over(asked(0).fragments)
+    assert (there.newest(0), there.publishes(0, NEW)) == (OLD, [Version(1, 4), NEW])
+    assert (here.newest(0), here.publishes(0, NEW)) == (None, [])
+
+
+def test_publishes_move_to_a_worker_that_has_their_snapshot(config, serve, tmp_path):
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    there = FragmentFiles(config.placement, tmp_path / "there")
+    for files in (place._files, there):
+        written(files, "snapshot", 0, OLD, b"the same snapshot of this version")
+    written(place._files, "publish", 0, NEW, b"5")
+    place._hand_over(asked(0).fragments)
+    assert there.publishes(0, NEW) == [NEW]
+
+
+def test_another_snapshot_of_the_same_version_takes_its_place(config, serve, tmp_path):
+    """A first start that failed leaves its parameters, and the next may have others."""
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    there = FragmentFiles(config.placement, tmp_path / "there")
+    written(there, "snapshot", 0, NEW, b"of the start that failed")
+    written(place._files, "snapshot", 0, NEW, b"of this start, as it were")
+    place._hand_over(asked(0).fragments)
+    path = there.path("snapshot", 0, NEW)
+    assert path.read_bytes() == b"of this start, as it were"
+
+
+def test_a_worker_whose_snapshots_are_in_a_bucket_takes_no_file_of_one(
+    config, tmp_path
+):
+    files = FragmentFiles(placed(config, checkpoints="gs://b/o").placement, tmp_path)
+    with pytest.raises(ConfigError, match="and another machine moves one as a file"):
+        files.path("snapshot", 0, NEW)
+
+
 def test_last_snapshots_and_kept_cycles_come_home(config, serve, tmp_path):
     serve(config)
     place = elsewhere(config, tmp_path / "lead")

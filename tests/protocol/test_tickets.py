@@ -105,6 +105,26 @@ def test_a_fenced_incarnation_has_no_ticket_any_more() -> None:
     assert check.flaw(make(KEY, later, UNTIL), later, 0.0) == ""
 
 
+def test_a_ticket_ends_by_the_clock_of_the_lead_that_made_it() -> None:
+    """Machines have clocks of their own, which began at other times."""
+    other = bytes([2]) * KEY_BYTES
+    check = Checker(KEY, ahead_s=1e6)
+    assert check.flaw(make(KEY, TAKE, UNTIL), TAKE, UNTIL + 1e6) == ""
+    assert check.flaw(make(KEY, TAKE, UNTIL), TAKE, UNTIL + 1e6 + 1) == "expired"
+    check.renew(other, ahead_s=-5.0)
+    assert check.flaw(make(other, TAKE, UNTIL), TAKE, UNTIL - 4) == "expired"
+    assert check.flaw(make(other, TAKE, UNTIL), TAKE, UNTIL - 5) == ""
+    assert check.flaw(make(KEY, TAKE, UNTIL), TAKE, UNTIL + 1e6) == ""
+
+
+def test_a_line_that_is_dialled_again_leaves_the_tickets_of_the_lead_before() -> None:
+    other = bytes([2]) * KEY_BYTES
+    check = Checker(KEY)
+    for _ in range(3):
+        check.renew(other)
+    assert check.flaw(make(KEY, TAKE, UNTIL), TAKE, 0.0) == ""
+
+
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="31 bytes, expected 32"):
         make(KEY[:31], TAKE, UNTIL)

@@ -206,9 +206,11 @@ class StoreHolder:
         """Begin to write the snapshot that is due, if any is."""
         self._saver.write_due(now)
 
-    def save_all(self, within_s: float | None) -> None:
-        """Write the snapshots of the end; see `Saver.write_last`."""
+    def save_all(self, within_s: float | None) -> bool:
+        """Write the snapshots of the end; see `Saver.write_last`. Return True: they are
+        on this machine."""
         self._saver.write_last(within_s)
+        return True
 
     def wait(self, patience_s: Callable[[], float]) -> bool:
         """Wait for the snapshot under way; see `SnapshotWriter.wait`."""

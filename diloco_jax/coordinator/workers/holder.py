@@ -217,38 +217,48 @@ class WorkersHolder:
         """Return True: workers wait for the snapshots under way in `save_all`."""
         return True
 
-    def save_all(self, within_s: float | None) -> None:
+    def save_all(self, within_s: float | None) -> bool:
         """Have every worker write its last snapshots; wait for it as long as it lives.
-        What a worker does not write it applies from its publishes."""
+        What a worker does not write it applies from its publishes. At the end of the
+        run, copy them here from other machines; return False if one did not come."""
         for worker in self._workers:
             worker.send(SaveAll(within_s=within_s))
+        whole = []
         for worker in self._workers:
             saved = worker.saved()
             if saved is None or saved.text:
                 why = "it is away" if saved is None else saved.text
                 logger.error("%s wrote no last snapshot: %s", worker.name, why)
+            else:
+                whole.append(worker)
             for fragment, digest in () if saved is None else saved.digests.items():
                 self._digests[fragment] = digest
         if within_s is None:
-            self._over = True
-            self._bring_home()
+            # Workers on other machines stay until this machine has all of the result.
+            self._over = self._bring_home(whole)
+        return within_s is not None or self._over
 
-    def _bring_home(self) -> None:
-        """Copy the last snapshots of workers on other machines to this one."""
+    def _bring_home(self, whole: Sequence[Supervised]) -> bool:
+        """Copy the last snapshots of workers on other machines to this one; tell if all
+        are here. whole: workers that have written theirs."""
+        missing = []
         for worker in self._workers:
             if (there := worker.elsewhere) is None:
                 continue
-            for fragment in worker.fragments:
-                try:
+            try:
+                if worker not in whole:
+                    raise OSError("its last snapshot is not written")
+                for fragment in worker.fragments:
                     there.bring_home(fragment)
-                except (WireError, OSError) as error:
-                    logger.error(
-                        "fragment %d stays on the machine of %s alone, from where it "
-                        "can be copied to the workdir: %s",
-                        fragment,
-                        worker.name,
-                        error,
-                    )
+            except (WireError, OSError) as error:
+                logger.error(
+                    "fragments of %s are on its machine alone: %s; start the "
+                    "coordinator again, and it copies them",
+                    worker.name,
+                    error,
+                )
+                missing.append(worker)
+        return not missing
 
     def end(self, within_s: float) -> None:
         """End all workers; kill those that have not ended in time."""

@@ -15,12 +15,14 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from diloco_jax.protocol import working
-from diloco_jax.wire.duplex import End
+
+if TYPE_CHECKING:  # It imports jax, which a launcher does without.
+    from diloco_jax.wire.duplex import End
 
 _LENGTH = struct.Struct("<I")
 
@@ -36,14 +38,14 @@ class WorkerLine:
         alive_s: float,
         silence_s: float,
     ) -> None:
-        """Begin to send; reading begins with `messages`.
+        """Begin to send, and to receive what `messages` yields later.
 
         Args:
           decode: turns the bytes of a message into it.
           alive: makes the sign of life that is sent after `alive_s` without a message.
           silence_s: seconds without a message after which the other process counts as
             gone. It also counts as gone if it takes no message for so
-            long.
+            long: it takes them while it restores or saves for minutes, too.
         """
         end.settimeout(silence_s)
         self._end, self._decode = end, decode
@@ -54,6 +56,9 @@ class WorkerLine:
             target=self._write, name="diloco-line", daemon=True
         )
         self._writer.start()
+        self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Frames, and None once the line broke."""
+        threading.Thread(target=self._read, name="diloco-heard", daemon=True).start()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message, after those before it; nothing happens if the line broke."""
@@ -63,7 +68,7 @@ class WorkerLine:
         """Yield the messages that arrive, until the line breaks. Raises
         msgspec.DecodeError.
         """
-        while (frame := read_frame(self._end)) is not None:
+        while (frame := self._arrived.get()) is not None:
             yield self._decode(frame)
 
     def part(self) -> None:
@@ -79,6 +84,12 @@ class WorkerLine:
         self._writer.join(1.0)
         self.part()
         self._end.close()
+
+    def _read(self) -> None:
+        frame: bytes | None = b""
+        while frame is not None:
+            frame = read_frame(self._end)
+            self._arrived.put(frame)
 
     def _write(self) -> None:
         while True:

@@ -117,7 +117,7 @@ class HoldingWorker(NoProfiles):
         )
         name = worker_name(begin.worker)
         self.holder.faults = faults_of(config, name, begin.life)
-        self._tickets = Checker(begin.ticket_key)
+        self._tickets = Checker(begin.ticket_key, _ahead_s(begin))
         self.closing = threading.Event()
         self._server: BulkServer | None = None
         self._address = ""
@@ -142,7 +142,7 @@ class HoldingWorker(NoProfiles):
                 f"its fragments are not those of this one"
             )
         self._begin = replace(begin, life=self._begin.life)
-        self._tickets.renew(begin.ticket_key)
+        self._tickets.renew(begin.ticket_key, _ahead_s(begin))
 
     def part(self) -> None:
         """Break the line to the present lead: a newer one has come."""
@@ -308,6 +308,12 @@ class HoldingWorker(NoProfiles):
                 f"{call.incarnation}, for fragment {call.fragment}, {of}, is {flaw}; "
                 f"the coordinator gives another one",
             )
+
+
+def _ahead_s(begin: BeginWorker) -> float:
+    """Return by how much this clock is ahead of the lead's, and of the time that the
+    message took: tickets last no less than the lead meant."""
+    return time.monotonic() - begin.clock
 
 
 def _own_tls(folder: str, number: int) -> TlsFiles | None:

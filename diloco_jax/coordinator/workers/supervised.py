@@ -20,6 +20,7 @@ from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.places import BesideLead, Place, Unreachable
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
+    Forget,
     FragmentsRestored,
     FromHolder,
     RestoreFragments,
@@ -80,7 +81,10 @@ class Supervised:
         """First messages of a process; None: start no other."""
         self._restored: queue.SimpleQueue[FragmentsRestored | str] = queue.SimpleQueue()
         self._saved: queue.SimpleQueue[AllSaved | None] = queue.SimpleQueue()
+        self._lines = threading.Lock()
         self._line: WorkerLine | None = None
+        self._missed: dict[str, Forget] = {}
+        """What the worker has to forget of each island, once it is back."""
         self._ending = threading.Event()
         self._place: Place = (
             Elsewhere(begin, config, self._ending)
@@ -128,10 +132,13 @@ class Supervised:
         return self._place if isinstance(self._place, Elsewhere) else None
 
     def send(self, message: ToHolder | SaveAll) -> None:
-        """Send a message; nothing happens while the worker is away."""
-        line = self._line
-        if line is not None:
-            line.send(message)
+        """Send a message; nothing happens while the worker is away, but that it hears
+        of fenced incarnations when it is back."""
+        with self._lines:
+            if self._line is not None:
+                self._line.send(message)
+            elif isinstance(message, Forget):
+                self._missed[message.island] = message
 
     def saved(self) -> AllSaved | None:
         """Return the answer to `SaveAll`; None if the worker is away."""
@@ -219,7 +226,7 @@ class Supervised:
         opened = self._place.open(self._begin, asked, new)
         self._begin = opened.begin
         with contextlib.suppress(OSError):  # It has died already, as is heard next.
-            write_frame(opened.end, self._begin)
+            write_frame(opened.end, replace(self._begin, clock=time.monotonic()))
         deadlines = self._deadlines
         line = WorkerLine(
             opened.end,
@@ -229,7 +236,11 @@ class Supervised:
             3 * deadlines.lease_s,
         )
         line.send(asked)
-        self._line = line
+        with self._lines:
+            for missed in self._missed.values():
+                line.send(missed)
+            self._missed.clear()
+            self._line = line
         try:
             self._listen(line, first)
         except msgspec.DecodeError as error:

@@ -123,7 +123,8 @@ class Lanes:
         try:
             yield
         except (ConnectionLost, Busy):
-            if self._serving == serving and not self._welcomed:
+            knows = self._welcomed or self._addresses  # Workers are busy now and then.
+            if self._serving == serving and not knows:
                 self._serving = (serving + 1) % len(self._servers)
             raise
 

@@ -66,6 +66,8 @@ class Elsewhere:
         self._deadlines = placement.deadlines
         self.patience_s = placement.outage_budget_s
         self._dials, self._moved = 0, 0.0
+        self._futile = 0
+        """Attempts in a row that moved bytes and no whole fragment."""
         self._files = FragmentFiles(placement, Path(begin.workdir))
 
     def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> OpenLine:
@@ -73,7 +75,9 @@ class Elsewhere:
         the process of before is alive."""
         self._touch()
         pauses = Backoff(self._deadlines)
+        self._futile = 0
         while True:
+            began = time.monotonic()
             try:
                 self._hand_over(asked.fragments)
                 self._dials += 1
@@ -81,6 +85,12 @@ class Elsewhere:
             except (SecurityError, Refused) as error:
                 raise Unreachable(str(error)) from error
             except (ConnectionLost, OSError) as error:
+                self._futile += self._moved > began
+                if self._futile > self._config.placement.restarts:
+                    raise Unreachable(
+                        f"{error}; no fragment has come there whole in "
+                        f"{self._futile} attempts"
+                    ) from error
                 if self.silent_s() > self.patience_s:
                     raise Unreachable(
                         f"{error}; it was dialled for {self.patience_s:g} s "
@@ -128,32 +138,48 @@ class Elsewhere:
             return
         with self._opened() as line:
             for one in here:
-                there = line.ask(AskNewest(fragment=one.fragment), Newest).version
-                self._put(line, one, there)
+                self._put(line, one, line.ask(AskNewest(fragment=one.fragment), Newest))
                 self._files.remove(one.fragment)
+                self._futile = -1
 
     def _has(self, fragment: int) -> bool:
         files = self._files
         own = not files.in_bucket and files.newest(fragment) is not None
         return own or bool(files.publishes(fragment, Version(sys.maxsize)))
 
-    def _put(self, line: _Files, committed: Committed, there: Version | None) -> None:
+    def _put(self, line: _Files, committed: Committed, there: Newest) -> None:
+        """Move the files of a fragment that are not there: publishes first, since a
+        snapshot that is there stands for all before it."""
         fragment, through = committed.fragment, committed.version
-        newest = self._files.newest(fragment, through)
+        newest, begins = self._files.newest(fragment, through), there.version
+        if begins is not None and begins > through:
+            begins = None  # Of merges that never were.
         files: list[tuple[Kind, Version]] = []
         if newest is not None and not self._files.in_bucket:
-            if there is not None and newest <= there <= through:
-                return  # It has come further there.
-            files.append(("snapshot", newest))
+            same = begins == newest and there.seal == self._files.seal(fragment, newest)
+            if begins is None or newest > begins or (newest == begins and not same):
+                begins = newest
+                files.append(("snapshot", newest))
         publishes = self._files.publishes(fragment, through)
-        files += [("publish", v) for v in publishes if newest is None or v > newest]
-        for kind, version in files:
-            path = self._files.path(kind, fragment, version)
-            size = path.stat().st_size
-            put = PutFile(kind=kind, fragment=fragment, version=version, size=size)
-            write_frame(line.end, put)
+        publishes = [v for v in publishes if begins is None or v > begins]
+        for kind, version in [*(("publish", v) for v in publishes), *files]:
+            self._put_file(line, kind, fragment, version)
+
+    def _put_file(
+        self, line: _Files, kind: Kind, fragment: int, version: Version
+    ) -> None:
+        path = self._files.path(kind, fragment, version)
+        size = path.stat().st_size
+        put = PutFile(kind=kind, fragment=fragment, version=version, size=size)
+        write_frame(line.end, put)
+        try:
             send_file(line.end, path, size, self._touch)
-            line.answer(Stored)
+        except OSError:
+            # It may have said why it takes no more.
+            with contextlib.suppress(OSError):
+                line.answer(Stored)
+            raise
+        line.answer(Stored)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[_Files]:

@@ -11,11 +11,12 @@ import contextlib
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from diloco_jax import checkpoint, run_files, sealed
-from diloco_jax.config import Placement
+from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.holding.publishes import Publishes, require_space
 from diloco_jax.paths import is_bucket
@@ -45,15 +46,30 @@ class FragmentFiles:
         fitting = [v for v in found if through is None or v <= through]
         return fitting[-1] if fitting else None
 
+    def seal(self, fragment: int, version: Version) -> str:
+        """Return what tells the content of a snapshot from another of its version; ""
+        if that is in a bucket, which has one of each."""
+        if self.in_bucket:
+            return ""
+        with self.path("snapshot", fragment, version).open("rb") as file:
+            return sealed.seal_of(file)
+
     def publishes(self, fragment: int, through: Version) -> list[Version]:
         """Return the versions of the publishes of a fragment, up to `through`."""
         found = self._publishes.versions(fragment)
         return [version for version in found if version <= through]
 
     def path(self, kind: Kind, fragment: int, version: Version) -> Path:
-        """Return the path of a file of a fragment, which is no object of a bucket."""
+        """Return the path of a file of a fragment. Raises ConfigError for a snapshot in
+        a bucket, which is no file."""
         if kind == "publish":
             return self._publishes.path(fragment, version)
+        if self.in_bucket:
+            raise ConfigError(
+                f"snapshots of this machine are in {self._snapshots}, and another "
+                f"machine moves one as a file; give both the same "
+                f"placement.checkpoints"
+            )
         return Path(snapshots.fragment_path(self._snapshots, fragment, version))
 
     def kept_path(self, cycle: int, fragment: int) -> Path:
@@ -106,7 +122,8 @@ def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
     Raises OSError, and leaves nothing of it then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     require_space(path.parent, size)
-    scratch = path.with_name(f"{path.name}{sealed.TEMPORARY}")
+    # A name of its own: an earlier connection may still be writing.
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{sealed.TEMPORARY}")
     try:
         with scratch.open("wb") as file:
             left = size
@@ -120,7 +137,8 @@ def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
-        sealed.sync_path(path.parent)
+        for folder in (path.parent, path.parent.parent):
+            sealed.sync_path(folder)
     finally:
         scratch.unlink(missing_ok=True)
 

@@ -288,7 +288,9 @@ class Outpost:
     def _move(self, end: End, files: FragmentFiles, asked: FilesAsked) -> None:
         match asked:
             case AskNewest(fragment=fragment):
-                write_frame(end, Newest(version=files.newest(fragment)))
+                newest = files.newest(fragment)
+                seal = files.seal(fragment, newest) if newest is not None else ""
+                write_frame(end, Newest(version=newest, seal=seal))
             case PutFile():
                 path = files.path(asked.kind, asked.fragment, asked.version)
                 receive_file(end, path, asked.size, _nothing)

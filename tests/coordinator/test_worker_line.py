@@ -1,0 +1,46 @@
+"""The line between a lead and a worker that is busy for minutes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from diloco_jax.coordinator.workers.line import WorkerLine
+from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.working import FragmentSaved, LeadAlive, from_worker, to_worker
+
+SILENCE_S = 60.0
+MANY = 4000
+"""More signs of life than a socket holds."""
+
+
+@pytest.fixture
+def lines():
+    ends = socket.socketpair()
+    lead = WorkerLine(ends[0], from_worker, LeadAlive, 3600.0, SILENCE_S)
+    worker = WorkerLine(ends[1], to_worker, LeadAlive, 3600.0, SILENCE_S)
+    yield lead, worker
+    worker.close()
+    lead.close()
+
+
+def test_a_worker_that_is_busy_takes_the_leads_signs_of_life(lines):
+    lead, worker = lines
+    for _ in range(MANY):
+        lead.send(LeadAlive())
+    worker.send(FragmentSaved(fragment=1, version=Version(1, 2)))
+    # It begins to look at what was said only now, and the line has not broken.
+    assert next(lead.messages()) == FragmentSaved(fragment=1, version=Version(1, 2))
+    heard = worker.messages()
+    assert [next(heard) for _ in range(MANY)] == [LeadAlive()] * MANY
+
+
+def test_what_was_said_before_the_line_broke_is_heard(lines):
+    lead, worker = lines
+    lead.send(LeadAlive())
+    heard = worker.messages()
+    assert next(heard) == LeadAlive()
+    lead.send(LeadAlive())
+    lead.close()
+    assert list(heard) == [LeadAlive()]
