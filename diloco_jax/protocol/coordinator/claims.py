@@ -49,13 +49,17 @@ def wrong_carried(state: State, event: Hello) -> str:
     return _wrong_steps(event.steps, event.sequences_per_step, event.sequences_granted)
 
 
-def counted_tokens(config: PolicyConfig, event: Hello) -> int:
+def counted_tokens(config: PolicyConfig, event: Hello, *, known: bool) -> int:
     """Return the tokens of an incarnation from an earlier term that the progress of the
     earlier terms includes.
 
     All others count as new progress. They can be no more than the data that the island
-    got unheard: else its claim could end the run.
+    got unheard, and come once in a term: else its claims could end the run.
+
+    known: the island has joined in this term before.
     """
+    if known:
+        return event.steps * event.tokens_per_step
     size = event.sequences_per_step
     # The first grant goes by no speed.
     speeds = (0.0, event.step_seconds)

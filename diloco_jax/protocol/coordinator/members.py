@@ -252,7 +252,9 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         carried = records.Carrying(
             steps=event.steps,
             sequences_granted=event.sequences_granted,
-            counted_tokens=claims.counted_tokens(config, event),
+            counted_tokens=claims.counted_tokens(
+                config, event, known=event.island in state.islands
+            ),
         )
         island = replace(
             island, steps_at_tick=event.steps, records_through=event.records_through

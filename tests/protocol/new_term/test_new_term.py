@@ -205,6 +205,17 @@ def test_more_steps_of_an_outage_than_it_had_data_for_are_no_progress(
     assert progress.tokens == TOKENS + steps * TOKENS_PER_STEP
 
 
+def test_an_outage_is_claimed_once() -> None:
+    """Each incarnation could bring another one, and end the run with them."""
+    d = second_term()
+    d.state = replace(d.state, next_position=10**9)
+    come_back(d, "a", 12, own_tokens=70)
+    progress = only(d.report("a", 12), Progress).tokens
+    come_back(d, "a", 900, own_tokens=0, incarnation=2)
+    assert ledger.progress_tokens(d.config, d.state) <= progress
+    assert only(d.report("a", 900), Progress).tokens <= progress
+
+
 def test_a_run_that_had_its_tokens_ends_with_all_who_were_in_it() -> None:
     d = second_term(total_tokens=TOKENS)
     effects = come_back(d, "a", 7)
