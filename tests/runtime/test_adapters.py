@@ -57,7 +57,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> support.Run:
             "pair": IslandConfig(
                 batch_size=BATCH, hosts=2, mesh_fsdp=2, step_seconds=0.2
             ),
-            "solo": IslandConfig(batch_size=BATCH, step_seconds=0.2),
+            # So slow that the run is not over before the other one is back.
+            "solo": IslandConfig(batch_size=BATCH, step_seconds=0.6),
         },
         placement=Placement(faults=("pair@8:kill",)),
     )
