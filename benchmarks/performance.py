@@ -92,7 +92,7 @@ ROWS = (
         "simulator",
         "a day of 2.4 M chips, schedules of faults",
         ("simulator",),
-        "Schedules with workers: not measured.",
+        "Schedules are drawn as by the command: workers and standbys are among them.",
     ),
 )
 
