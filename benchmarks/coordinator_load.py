@@ -19,16 +19,13 @@ Prediction: every island in every merge at half of the cores; CPU within a quart
 the plan; memory below it; the lead takes less than a twentieth of a core.
 
 Seen: every island was in every merge but the first, which did not wait for those that
-still joined. At 0.7 of the cores, with fragments twice as large, the machine was
-saturated, and 0.65 of them were. Deltas that had no room in memory missed merges by
-the dozen where the disk had none for them either: room for all of a fragment's deltas
-in each worker is checked at the start since then. Workers take 1.6 of the planned CPU,
-whose rates are those of four connections. In a profile of one (0.25 B parameters, 32
-islands) the kernel has 31 %, a quarter of it for switches between threads, the
-interpreter 21 %, OpenSSL 16, merges 13, copies 7, XXH3 4: threads of 128 connections
-hand the interpreter on at each TLS record of 16 KiB. Snapshots, 12 GB a round, are in
-the measured CPU and not in the plan's. What limits here is the CPU of both ends of the
-wire; memory would carry a fifth more parameters, with islands elsewhere.
+still joined. Workers take 1.6 of the planned CPU, whose rates are those of four
+connections. In a profile of one (0.25 B parameters, 32 islands) the kernel has 31 %,
+the interpreter 21, OpenSSL 16, merges 13, copies 7 and XXH3 4: threads of 128
+connections hand the interpreter on at each TLS record of 16 KiB. Snapshots, 12 GB a
+round, are in the measured CPU and not in the plan's. What limits here is the CPU of
+both ends of the wire. Since then deltas arrive in memory that was used before, which
+is not in these figures.
 
 Command: `python -m benchmarks.coordinator_load`. Cost: 15 minutes on two idle cores, 21
 GiB of memory and 40 GB of disk.
