@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import support
+from machine import free_bytes, resident
 
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig
@@ -266,24 +267,6 @@ def copy_many() -> None:
     target = np.ones_like(source)
     for _ in range(COPIES):
         np.copyto(target, source)
-
-
-def resident(field: str) -> int:
-    """Return a figure of this process's memory, in bytes."""
-    return 1024 * of_kernel("/proc/self/status", field)
-
-
-def free_bytes() -> int:
-    """Return the memory that processes may still take."""
-    return 1024 * of_kernel("/proc/meminfo", "MemAvailable")
-
-
-def of_kernel(path: str, field: str) -> int:
-    """Return a number of such a file."""
-    with open(path) as lines:
-        return int(
-            next(line for line in lines if line.startswith(f"{field}:")).split()[1]
-        )
 
 
 if __name__ == "__main__":

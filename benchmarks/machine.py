@@ -248,3 +248,13 @@ def processes(workdir: Path) -> Iterator[tuple[str, Path]]:
             yield words[words.index("--name") + 1], folder
         elif "--bind" in words:
             yield "coordinator", folder
+
+
+def resident(field: str) -> int:
+    """Return a figure of this process's memory, in bytes."""
+    return 1024 * number_of(Path("/proc/self/status"), f"{field}:")
+
+
+def free_bytes() -> int:
+    """Return the memory that processes may still take."""
+    return 1024 * number_of(Path("/proc/meminfo"), "MemAvailable:")

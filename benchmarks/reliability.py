@@ -19,7 +19,13 @@ from machine import machine_facts
 from diloco_jax.files import write_json
 
 PAGE = "reliability"
-PARTS = ("soak", "coordinator_kills", "standby_kills", "fault_matrix")
+PARTS = (
+    "soak",
+    "soak_often",
+    "coordinator_kills",
+    "standby_kills",
+    "fault_matrix",
+)
 """Raw results of the page, in order."""
 TITLE = "Runs under faults: hours of them, killed coordinators, and every fault"
 FACTS = ("command", "date", "machine", "load", "versions")

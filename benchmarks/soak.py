@@ -57,6 +57,11 @@ CYCLE_STEPS, FRAGMENTS = 12, 6
 BATCH, SEQUENCE, STEP_SECONDS = 2, 64, 0.25
 QUIET_S = 15.0
 """Seconds before the end in which nothing is struck any more."""
+OFTEN = """The same with a fault every {:g} s
+
+Question and method are the same. Only what is left over the bound has a bound of its
+own, since starts and pauses alone take more than the twentieth that may be lost.
+"""
 START_S = 300.0
 LOOKS = 1000
 """Looks at the processes, at most two a second."""
@@ -118,10 +123,11 @@ def main() -> int:
     }
     outcomes = measure.measured(struck, run.tape, list(config.islands))
     head, *rows = measure.rows(outcomes)
+    often = options.every_s < FREQUENT_S
     return reliability.deliver(
         options,
-        "soak",
-        __doc__,
+        "soak_often" if often else "soak",
+        OFTEN.format(options.every_s) if often else __doc__,
         {
             "The run": [facts],
             "Strikes": [dict(zip(head, row, strict=True)) for row in rows],

@@ -44,14 +44,15 @@ def time_merges(
     islands: int,
     repetitions: int,
     passes: Passes | None,
+    rows: int = SIDE,
 ) -> MergeTimes:
-    """Time merges of deltas of `islands` islands, `ELEMENTS` elements each, one codec
-    both ways.
+    """Time merges of deltas of `islands` islands, `rows * SIDE` elements each, one
+    codec both ways.
 
     They use the rule and the outer optimizer of `run` (resolved). passes: the merge
     route.
     """
-    store = store_of(run, codec, {"w": (SIDE, SIDE)}, 1, passes)
+    store = store_of(run, codec, {"w": (rows, SIDE)}, 1, passes)
     payload = encoded_delta(store, codec, 0, 0)
     # Each its own memory, as deltas of islands have.
     payloads = [payload, *(payload.copy() for _ in range(islands - 1))]
