@@ -234,7 +234,10 @@ def strikes_of(tape: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 what = f"the lead is back, {record['discarded']} merges discarded"
                 rows.append({"merges": merges, "what": what})
             case "worker_recovered":
-                what = f"worker {record['worker']} is back with its fragments"
+                what = (
+                    f"worker {record['worker']} is back with its fragments after "
+                    f"{record['away_seconds']:.1f} s"
+                )
                 rows.append({"merges": merges, "what": what})
             case "term_begun":
                 version, replaced = record["version"], record["replaced"]

@@ -221,6 +221,7 @@ class Lead(EngineThread[State, Event]):
         """Sums of the islands' accounts."""
         self._holder, self._metrics = holder, metrics
         self._unwritten: queue.SimpleQueue[_ToBeWritten] = queue.SimpleQueue()
+        self._away_since: dict[int, float] = {}
         self.journal = Journal(
             log,
             tape,
@@ -276,6 +277,7 @@ class Lead(EngineThread[State, Event]):
             case WorkerBack():
                 self.post(message, lambda: self._note_recovered(message))
             case WorkerAway(worker=worker):
+                self._away_since.setdefault(worker, time.monotonic())
                 self.post(message)
                 # After that decision: no merge of its fragments is under way then. Not
                 # before it may be seen: the worker serves what is committed.
@@ -294,11 +296,13 @@ class Lead(EngineThread[State, Event]):
         self._holder.bring_back(worker, versions, workers.fences(self.state))
 
     def _note_recovered(self, back: WorkerBack) -> None:
+        since = self._away_since.pop(back.worker, None)
         if back.restored:
             note = notes.WorkerRecovered(
                 worker=back.worker,
                 fragments=tuple(f.fragment for f in back.restored),
                 snapshot_versions=tuple(f.snapshot for f in back.restored),
+                away_seconds=None if since is None else time.monotonic() - since,
             )
             self.journal.note(note)
 

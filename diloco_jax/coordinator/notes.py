@@ -64,6 +64,8 @@ class WorkerRecovered(
     fragments: tuple[int, ...]
     snapshot_versions: tuple[Version, ...]
     """Versions of the snapshots, in the order of `fragments`."""
+    away_seconds: float | None = None
+    """Time since it was noticed to be away. None: before this life of the lead."""
 
 
 class Term(records.Written, frozen=True, kw_only=True):

@@ -22,7 +22,9 @@ def text_of(line: Mapping[str, Any]) -> str:
             )
         case "worker_recovered":
             count = len(line["fragments"])
-            return f"worker {line['worker']} is back with its {count} fragments"
+            away = line.get("away_seconds")
+            after = "" if away is None else f" after {away:.1f} s"
+            return f"worker {line['worker']} is back with its {count} fragments{after}"
         case "term":
             return f"term {line['term']} begins with anchors of islands"
         case "hello":

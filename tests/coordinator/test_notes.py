@@ -68,6 +68,7 @@ LINES = {
         "worker": 1,
         "fragments": [1, 3],
         "snapshot_versions": [[1, 3], [2, 4]],
+        "away_seconds": 2.5,
     },
     notes.Compiled: {"kind": "compiled"},
     notes.Alert: {"kind": "alert", "text": "slow"},

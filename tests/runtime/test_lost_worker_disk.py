@@ -135,6 +135,7 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
     tape = list(read_tape(run / "tape.jsonl"))
     (back,) = of_kind(tape, "worker_recovered")
     assert back["fragments"] == [OTHER]
+    assert 0.0 < back["away_seconds"] < 60.0
     (record,) = of_kind(tape, "term_begun")
     assert (record["fragment"], record["version"][0]) == (LOST, 2)
     assert record["replaced"][0] == 1
