@@ -5,7 +5,9 @@ with nothing else? And are two workers twice as fast as one process? One process
 core, no network: a store of 24 fragments of like pieces, radial-directional averaging,
 Nesterov, int8 both ways, the route "native". Every fragment is merged from M deltas,
 each checked on its arrival; of four cycles the last one is measured. With two workers
-each has half of the fragments and a core, and both begin that cycle together.
+each has half of the fragments and a core, and both begin that cycle together. Extents
+are multiples of 128, as those of models are: an array with odd ones is a single tile,
+which costs five times as much to merge.
 
 *Per merged byte* divides CPU seconds by the deltas' bytes as f32. *Memory* is what the
 process holds at its peak beyond interpreter, programs and deltas, over the f32
@@ -33,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -56,6 +57,7 @@ RUN = RunConfig(
     outer=OuterConfig(optimizer="nesterov", learning_rate=0.4, momentum=0.6)
 )
 FRAGMENTS, CODEC = 24, "int8"
+COLUMNS, EXTENT = 1024, 128
 ISLANDS = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS = (10_000_000, 100_000_000, 1_000_000_000)
 AT_ONCE = 8
@@ -205,9 +207,10 @@ def cycles(parameters: int, islands: int, workers: int) -> list[dict[str, Any]]:
 
 def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
     """Merge every fragment of one worker, of that many."""
-    side, count = math.isqrt(parameters // FRAGMENTS), FRAGMENTS // workers
-    passes, elements = passes_of("native"), count * side * side
-    small = store_of(RUN, CODEC, {"w": (side, side)}, 1, passes)
+    count, passes = FRAGMENTS // workers, passes_of("native")
+    rows = parameters // FRAGMENTS // COLUMNS // EXTENT * EXTENT
+    shape, elements = (rows, COLUMNS), count * rows * COLUMNS
+    small = store_of(RUN, CODEC, {"w": shape}, 1, passes)
     payload = encoded_delta(small, CODEC, 0, 0)
     parts = contributions(islands)
     # Each its own memory, as deltas of islands have.
@@ -223,7 +226,7 @@ def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
     del small, merged
     give_back()
     before = resident("VmRSS")
-    shapes = {f"w{i:02}": (side, side) for i in range(count)}
+    shapes = {f"w{i:02}": shape for i in range(count)}
     store = store_of(RUN, CODEC, shapes, count, passes)
 
     def merge_all(number: int) -> None:
