@@ -52,8 +52,6 @@ ROWS = (
         "merge",
         "merges over a copy, by codec",
         ("merging",),
-        "From 32 deltas on, rules but the default, and pieces of other sizes than 16 "
-        "Mi: not measured.",
     ),
     Row(
         "wire",
@@ -76,8 +74,7 @@ ROWS = (
         "recovery",
         "start to first step and first merge",
         ("recovery", "workers"),
-        "At 300 M the lead is away for 4.7 and 4.0 s when it is killed. How long a "
-        "worker is away: not measured.",
+        "At 300 M the lead is away for 4.7 and 4.0 s when it is killed.",
     ),
     Row("data", "rows per second of one core", ("data",)),
     Row(
@@ -85,8 +82,7 @@ ROWS = (
         "an island's memory over that of the loop alone and the anchors",
         ("island_memory",),
         "The peak is within a step. Beyond the anchors an island holds residuals (as "
-        "large) and bases of open takes; memory that malloc had kept in its arenas is "
-        "not in it any more since this was measured.",
+        "large) and bases of open takes.",
     ),
     Row(
         "simulator",

@@ -83,9 +83,11 @@ class CoordinatorPlan:
     """Sum of the fields above."""
     wire_cores: float
     merge_cores: float
+    disk_cores: float
+    """Of snapshots, publishes and kept cycles that are written and sealed."""
     cores: int
-    """Whole cores: those of merges and wire, and one for everything else. With workers:
-    those of each worker, and one for the lead."""
+    """Whole cores: `busy_cores`, and one for everything else. With workers: those of
+    each worker, and one for the lead."""
     workers: tuple[WorkerPlan, ...]
     """Empty if the coordinator is one process. What they take is in the sums above."""
     apart: bool
@@ -98,6 +100,11 @@ class CoordinatorPlan:
     replayed_bytes: float
     replay_core_seconds: float
     """Core seconds per 1e9 parameters that recovery decodes and adds."""
+
+    @property
+    def busy_cores(self) -> float:
+        """Cores of all that grows with the parameters: wire, merges and disk."""
+        return self.wire_cores + self.merge_cores + self.disk_cores
 
     @property
     def for_whom(self) -> str:
@@ -214,15 +221,17 @@ def plan_coordinator(
         bytes_per_s=disk_bytes_per_s,
         sources=len(run.data.sources),
     )
-    memory = sum(parts.values())
-    dealt = _worker_plans(plan, workers, memory - parts["process"], wire + merge_cores)
-    needed = math.ceil(wire + merge_cores) if not dealt else 0
+    disk_cores = disk.written_per_s / 1e9 * rates.write_core_seconds
+    memory, busy = sum(parts.values()), wire + merge_cores + disk_cores
+    dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
+    needed = math.ceil(busy) if not dealt else 0
     replayed = disk.round_seconds / 2 / cycle_seconds + 1
     return CoordinatorPlan(
         **parts,
         memory=memory,
         wire_cores=wire,
         merge_cores=merge_cores,
+        disk_cores=disk_cores,
         cores=1 + needed + sum(max(1, math.ceil(w.cores)) for w in dealt),
         workers=dealt,
         apart=apart and bool(dealt),

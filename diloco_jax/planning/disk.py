@@ -75,8 +75,16 @@ class DiskPlan:
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second that are written to the disk."""
-        snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
-        return self.log_bytes_per_s + self.export_bytes_per_s + snapshots
+        return self.written_per_s - (
+            self.snapshot_bytes_per_s if self.in_bucket else 0.0
+        )
+
+    @property
+    def written_per_s(self) -> float:
+        """Bytes per second that are written, to the disk and to a bucket."""
+        return (
+            self.log_bytes_per_s + self.export_bytes_per_s + self.snapshot_bytes_per_s
+        )
 
 
 def plan_disk(

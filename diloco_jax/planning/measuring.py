@@ -97,7 +97,7 @@ def measure_here(
     report("wire", len(codecs), parts)
     up, down = wire_rate.core_seconds(WIRE_BYTES, WIRE_REPETITIONS)
     report("disk", len(codecs) + 1, parts)
-    disk = disk_rates(folder)
+    disk, write = disk_rates(folder)
     whence = f"measured: `diloco plan --measure`, {_machine()}"
     return MachineRates(
         merge_core_seconds=merging,
@@ -106,6 +106,7 @@ def measure_here(
         merge_route=merge_route.route_of(passes),
         upload_core_seconds=up,
         fetch_core_seconds=down,
+        write_core_seconds=write,
         copy_bytes_per_s=4 * ELEMENTS / min(copies),
         disk=disk,
         merge=run.sync.merge,
@@ -116,8 +117,9 @@ def measure_here(
     )
 
 
-def disk_rates(folder: Path) -> DiskRates:
-    """Write sealed files, as snapshots and publishes are, and read them again.
+def disk_rates(folder: Path) -> tuple[DiskRates, float]:
+    """Write sealed files, as snapshots and publishes are, and read them again; return
+    the rates and the core seconds per GB written.
 
     Files are on disk when they count as written. Before they are read, the system is
     asked to forget them. It does, unless they lie in memory (tmpfs).
@@ -127,13 +129,13 @@ def disk_rates(folder: Path) -> DiskRates:
     with tempfile.TemporaryDirectory(dir=folder, prefix="diloco-measure-") as scratch:
         count = _files_that_fit(Path(scratch))
         paths = [Path(scratch) / f"{number}" for number in range(count)]
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for number, path in enumerate(paths):
             sealed.write(path, {}, [block])
             if time.perf_counter() - began > DISK_S:
                 paths = paths[: number + 1]
                 break
-        wrote = time.perf_counter() - began
+        wrote, used = time.perf_counter() - began, time.process_time() - used
         for path in paths:
             _forget(path)
         began = time.perf_counter()
@@ -141,7 +143,8 @@ def disk_rates(folder: Path) -> DiskRates:
             sealed.read(path, [into])
         took = time.perf_counter() - began
     size = len(paths) * DISK_BYTES
-    return DiskRates(write_bytes_per_s=size / wrote, read_bytes_per_s=size / took)
+    rates = DiskRates(write_bytes_per_s=size / wrote, read_bytes_per_s=size / took)
+    return rates, used / size * 1e9
 
 
 def _files_that_fit(folder: Path) -> int:

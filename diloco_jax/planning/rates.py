@@ -43,6 +43,8 @@ class MachineRates(
     """Core seconds of the coordinator per GB that arrives, with mutual TLS."""
     fetch_core_seconds: float
     """The same per GB that is fetched from it."""
+    write_core_seconds: float
+    """Core seconds per GB of sealed files that are written."""
     copy_bytes_per_s: float
     """Bytes that one core copies per second. It tells how machines compare: merges are
     bound by memory."""
@@ -89,6 +91,9 @@ class MachineRates(
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
         ]
+        lines.append(
+            f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}"
+        )
         if self.disk:
             write, read = self.disk.write_bytes_per_s, self.disk.read_bytes_per_s
             lines.append(
@@ -106,6 +111,7 @@ CONSTANTS = MachineRates(
     merge_route="xla",
     upload_core_seconds=0.73,
     fetch_core_seconds=0.44,
+    write_core_seconds=0.6,
     copy_bytes_per_s=20.3e9,
     disk=None,
     merge="rda",
@@ -117,7 +123,8 @@ CONSTANTS = MachineRates(
 )
 """Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that
 needs no compiler. Replay: at most as much as a merge without deltas. Wire: the
-coordinator's end in docs/results/wire.md."""
+coordinator's end in docs/results/wire.md. Sealed files: `measuring.disk_rates` on 2
+cores, Intel Xeon, 2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,

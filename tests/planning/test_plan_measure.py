@@ -61,11 +61,13 @@ def test_measured_rates_stand_in_for_the_constants(terms):
         replay_core_seconds={"int8": 2 * CONSTANTS.replaying("int8")},
         upload_core_seconds=3 * CONSTANTS.upload_core_seconds,
         fetch_core_seconds=3 * CONSTANTS.fetch_core_seconds,
+        write_core_seconds=4 * CONSTANTS.write_core_seconds,
     )
     found = needs_of(slow).coordinator
     assert found.merge_cores == pytest.approx(2 * plain.merge_cores)
     assert found.merge_core_seconds == pytest.approx(2 * plain.merge_core_seconds)
     assert found.wire_cores == pytest.approx(3 * plain.wire_cores)
+    assert found.disk_cores == pytest.approx(4 * plain.disk_cores)
     assert needs_of(slow).restart_seconds > needs_of(terms).restart_seconds
 
 
@@ -117,7 +119,7 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
     disk = DiskRates(write_bytes_per_s=1.0, read_bytes_per_s=2.0)
     monkeypatch.setattr(measuring, "time_merges", time_merges)
     monkeypatch.setattr(wire_rate, "core_seconds", lambda size, times: (1.5, 1.25))
-    monkeypatch.setattr(measuring, "disk_rates", lambda folder: disk)
+    monkeypatch.setattr(measuring, "disk_rates", lambda folder: (disk, 0.25))
     told = []
     found = measuring.measure_here(RUN, tmp_path, lambda *line: told.append(line), None)
     assert set(found.merge_core_seconds) == set(CODECS.table)
@@ -150,7 +152,8 @@ def test_the_wire_is_that_of_the_product():
 
 def test_the_disk_is_written_and_read_and_left_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring, "DISK_BYTES", 1 << 20)
-    found = measuring.disk_rates(tmp_path)
+    found, core_seconds = measuring.disk_rates(tmp_path)
+    assert 0 < core_seconds < 100
     assert found.write_bytes_per_s > 1e5
     assert found.read_bytes_per_s > 1e5
     assert list(tmp_path.iterdir()) == []
