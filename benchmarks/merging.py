@@ -110,7 +110,7 @@ BEYOND = (
     *(Cell(codec, 8, rows) for codec in CODECS for rows in (4 * SIDE, 16 * SIDE)),
     *(Cell(codec, 64, 4 * SIDE) for codec in ("bf16", "int8", "int4")),
     *(Cell(codec, 32, 16 * SIDE) for codec in ("int8", "int4")),
-    *(Cell("int8", islands, merge=rule) for rule in RULES for islands in (2, 8, 64)),
+    *(Cell("int8", m, SIDE // 4, rule) for rule in RULES for m in (2, 8, 64)),
 )
 """What is measured by "native" alone, each in a process of its own."""
 
