@@ -76,6 +76,12 @@ def _with_tls(
             f"that this is the coordinator's address, and that its machine and the "
             f"network between are not overloaded"
         )
+    except (ssl.SSLEOFError, ConnectionError) as error:
+        # A server without TLS answers in its own way; a relay has nobody to ask.
+        return ConnectionLost(
+            f"{address}: the connection ended before an answer ({error}); check that "
+            f"the coordinator runs, if a relay or load balancer listens there"
+        )
     except OSError as error:
         return SecurityError(
             f"{address} does not answer with TLS ({error}) and this process has "

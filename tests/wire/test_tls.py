@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shutil
 import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -219,3 +221,25 @@ def test_listener_that_never_answers_is_bounded(connect, tls, secured, cause):
         with pytest.raises(ConnectionLost, match=cause):
             client.open_control(hello())
         assert time.monotonic() - began < WAIT_S / 2
+
+
+def test_a_relay_whose_coordinator_is_away_is_no_breach(connect, tls):
+    """It takes a connection and ends it, since nobody is behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = threading.Thread(target=_end_all, args=(listener,), daemon=True)
+        relay.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        client = connect(address, tls=tls["island"])
+        with pytest.raises(ConnectionLost, match="the connection ended before"):
+            client.config(WAIT_S)
+        listener.shutdown(socket.SHUT_RDWR)
+        relay.join()
+
+
+def _end_all(listener):
+    """Read what a client says first, so that its end is no reset."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            connection.recv(1 << 16)
+            connection.close()
