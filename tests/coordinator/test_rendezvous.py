@@ -24,6 +24,19 @@ pytestmark = pytest.mark.skipif(
 PATIENCE_S = 60.0
 
 
+class Line:
+    """In place of a `WorkerLine`: it says when it breaks."""
+
+    def __init__(self, end: socket.socket | None, heard) -> None:
+        self._end, self._heard = end, heard
+
+    def part(self) -> None:
+        self._heard.put("parted")
+
+    def close(self) -> None:
+        self._end.close()
+
+
 @pytest.fixture
 def place(tmp_path):
     """The place of worker 0 of lead 3, and what it hears."""
@@ -31,7 +44,8 @@ def place(tmp_path):
     heard: queue.SimpleQueue[str] = queue.SimpleQueue()
     made = Rendezvous(
         begin(tmp_path, 3, life=2),
-        lambda: heard.put("fenced"),
+        Line(None, heard),
+        lambda end: Line(end, heard),
         lambda: heard.put("end"),
     )
     yield made, heard
@@ -70,9 +84,9 @@ def say(tmp_path):
 
 
 def lead_of(made) -> int:
-    end, found = made.await_lead(PATIENCE_S)
-    end.close()
-    return found.lead
+    came = made.await_lead(PATIENCE_S)
+    came.line.close()
+    return came.begin.lead
 
 
 def test_leads_of_a_run_are_counted(tmp_path):
@@ -96,10 +110,21 @@ def test_a_newer_lead_has_the_worker_and_its_line_to_the_older_one_breaks(
     assert rendezvous.are_left(tmp_path)
     assert rendezvous.last_life(tmp_path, 0) == 2
     say(begin(tmp_path, 4))
-    assert heard.get(timeout=PATIENCE_S) == "fenced"
+    assert heard.get(timeout=PATIENCE_S) == "parted"
     assert lead_of(made) == 4
     say(begin(tmp_path, 7))
-    assert heard.get(timeout=PATIENCE_S) == "fenced"
+    assert heard.get(timeout=PATIENCE_S) == "parted"
+    assert lead_of(made) == 7
+
+
+def test_a_lead_that_was_not_taken_yet_gives_way_to_a_newer_one(place, say, tmp_path):
+    made, heard = place
+    passed_over = say(begin(tmp_path, 4))
+    assert heard.get(timeout=PATIENCE_S) == "parted", "that of lead 3"
+    say(begin(tmp_path, 7))
+    assert heard.get(timeout=PATIENCE_S) == "parted", "that of lead 4"
+    passed_over.settimeout(PATIENCE_S)
+    assert passed_over.recv(1) == b""
     assert lead_of(made) == 7
 
 

@@ -144,10 +144,6 @@ class HoldingWorker(NoProfiles):
         self._begin = replace(begin, life=self._begin.life)
         self._tickets.renew(begin.ticket_key, _ahead_s(begin))
 
-    def part(self) -> None:
-        """Break the line to the present lead: a newer one has come."""
-        self._line.part()
-
     def alive(self) -> WorkerAlive:
         """Return a sign of life."""
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -350,14 +346,20 @@ def main(descriptor: int) -> int:
         return found[0].alive() if found else begun
 
     deadlines = config.placement.deadlines
-    silence_s = 2 * deadlines.lease_s
-    line = WorkerLine(end, to_worker, alive, deadlines.report_s, silence_s)
+
+    def speak(end: socket.socket) -> WorkerLine:
+        silence_s = 2 * deadlines.lease_s
+        line = WorkerLine(end, to_worker, alive, deadlines.report_s, silence_s)
+        line.send(alive())
+        return line
+
+    line = speak(end)
     with contextlib.ExitStack() as locks:
         try:
             worker = HoldingWorker(begin, config, locks)
             worker.answer(line)
             found.append(worker)
-            place = Rendezvous(begin, worker.part, lambda: os._exit(0))
+            place = Rendezvous(begin, line, speak, lambda: os._exit(0))
             house = threading.Thread(target=worker.keep_house, daemon=True)
             house.start()
             while True:
@@ -375,9 +377,8 @@ def main(descriptor: int) -> int:
                 if (came := place.await_lead(alone_s)) is None:
                     place.close()
                     break
-                end, begin = came
-                line = WorkerLine(end, to_worker, alive, deadlines.report_s, silence_s)
-                worker.go_on(begin, line)
+                line = came.line
+                worker.go_on(came.begin, line)
         except Exception as error:
             fail(line, error)
     logger.error("no lead came: this worker ends")

@@ -3,7 +3,8 @@
 A worker listens at a socket that its user alone reaches, and `WORKDIR/workers/N.json`
 says where. A lead that is started again says `BeginWorker` there. Each lead of a run
 has a number, larger than those before it; a worker believes the largest alone, and
-breaks its line to any other. So no worker ever has two leads.
+breaks its line to any other. So no worker ever has two leads. It speaks to a lead as
+soon as it hears it, though it may be minutes before it does what that says.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import select
 import signal
 import socket
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
 from diloco_jax.files import write_json
 from diloco_jax.protocol.working import BeginWorker, EndWorker, to_worker
 
@@ -162,29 +162,39 @@ def obey(workdir: Path, run_id: str, lead: int, dial: int) -> None:
     write_json({_RUN: run_id, _LEAD: lead, _DIAL: dial}, _path(workdir, _LEAD))
 
 
+class Came(NamedTuple):
+    """A newer lead."""
+
+    line: WorkerLine
+    begin: BeginWorker
+
+
 class Rendezvous:
     """A worker's place; its thread hears leads for as long as the process lives."""
 
     def __init__(
         self,
         begin: BeginWorker,
-        fenced: Callable[[], None],
+        line: WorkerLine,
+        speak: Callable[[socket.socket], WorkerLine],
         ended: Callable[[], None],
     ) -> None:
         """Listen, and write down where.
 
         Args:
           begin: the first message of the present lead.
-          fenced: called as a newer lead comes; it breaks the line to this one.
+          line: the line to it. It breaks as a newer lead comes.
+          speak: makes the line to a newer lead, at once: a lead does not wait for a
+            worker that is silent, and this one may be busy for minutes.
           ended: called if a lead that needs no workers comes.
         """
         self._workdir = Path(begin.workdir)
         self._path = _path(self._workdir, begin.worker)
         self._begin, self._lead, self._dial = begin, begin.lead, begin.dial
-        self._fenced, self._ended = fenced, ended
-        self._came: queue.SimpleQueue[tuple[socket.socket, BeginWorker]] = (
-            queue.SimpleQueue()
-        )
+        self._newest, self._speak, self._ended = line, speak, ended
+        self._came: Came | None = None
+        """The newest lead, until it is taken."""
+        self._changed = threading.Condition()
         _remove_place(_read(self._path))
         # The name of a socket is short, and a workdir's may be long.
         self._folder = Path(tempfile.mkdtemp(prefix="diloco-"))
@@ -196,13 +206,13 @@ class Rendezvous:
         self._hearing = threading.Thread(target=self._hear, daemon=True)
         self._hearing.start()
 
-    def await_lead(self, within_s: float) -> tuple[socket.socket, BeginWorker] | None:
-        """Wait for a newer lead, whose line this is; None if there is none in time, or
-        one that does not come here, or no run any more."""
+    def await_lead(self, within_s: float) -> Came | None:
+        """Wait for a newer lead; None if there is none in time, or one that does not
+        come here, or no run any more."""
         deadline, passed_by = time.monotonic() + within_s, 0.0
         while time.monotonic() < deadline and self._workdir.is_dir():
-            with contextlib.suppress(queue.Empty):
-                return self._came.get(timeout=LOOK_S)
+            if (came := self._taken(LOOK_S)) is not None:
+                return came
             if _number(_path(self._workdir, _LEAD), _LEAD) > self._lead:
                 passed_by += LOOK_S
                 if passed_by > WORD_S:
@@ -215,8 +225,8 @@ class Rendezvous:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._hearing.join(WORD_S)
         self._listener.close()
-        while not self._came.empty():
-            self._came.get()[0].close()
+        if (came := self._taken(0.0)) is not None:
+            came.line.close()
         if self._workdir.is_dir():
             write_json({_LIFE: self._begin.life}, self._path)
         _remove_place({_SOCKET: str(self._folder / "worker")})
@@ -235,14 +245,30 @@ class Rendezvous:
                 word = None
             match word:
                 case BeginWorker() if self._is_newer(word):
-                    self._lead, self._dial = word.lead, word.dial
-                    self._fenced()  # Before its line is taken.
-                    self._came.put((end, word))
+                    self._meet(end, word)
                 case EndWorker():
                     self._ended()
                     end.close()
                 case _:
                     end.close()
+
+    def _meet(self, end: socket.socket, begin: BeginWorker) -> None:
+        """Leave the leads before, also one that was not taken yet."""
+        self._lead, self._dial = begin.lead, begin.dial
+        with self._changed:
+            self._newest.part()
+            passed_over = self._came
+            self._newest = self._speak(end)
+            self._came = Came(self._newest, begin)
+            self._changed.notify()
+        if passed_over is not None:
+            passed_over.line.close()
+
+    def _taken(self, within_s: float) -> Came | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._came is not None, within_s)
+            came, self._came = self._came, None
+            return came
 
     def _is_newer(self, begin: BeginWorker) -> bool:
         own = self._begin
