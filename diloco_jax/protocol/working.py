@@ -124,6 +124,8 @@ class WorkerAlive(Message, frozen=True, kw_only=True):
     """The most memory that the process has had."""
     resident_bytes: int
     """The memory that the process has now."""
+    process: str
+    """Drawn by each process: another one means that the one before has ended."""
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.coordinator.workers import process, rendezvous
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import (
     BeginWorker,
@@ -46,7 +47,7 @@ class Restores:
         self.leads.put(begin.lead)
 
     def alive(self) -> WorkerAlive:
-        return WorkerAlive(alerts=("restores",), memory_bytes=0, resident_bytes=0)
+        return sign_of_life(("restores",))
 
     def receive(self, message) -> None:
         if isinstance(message, RestoreFragments):

@@ -1,19 +1,31 @@
-"""A worker's process that ends again and again; a script stands in for it."""
+"""A worker's process that ends again and again, or whose line does.
+
+A script stands in for a process here, and a thread for one on another machine.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import queue
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diloco_jax.config import Config, Placement
-from diloco_jax.coordinator.workers import places
+from diloco_jax.coordinator.workers import places, supervised
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.places import OpenLine
+from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.coordinator.workers.supervised import Supervised
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
-from diloco_jax.protocol.holding import RestoreFragments
-from diloco_jax.protocol.working import BeginWorker
+from diloco_jax.protocol.holding import FragmentsRestored, RestoreFragments
+from diloco_jax.protocol.working import BeginWorker, WorkerServes
 
 PATIENCE_S = 60.0
 SERVES_AND_ENDS = """
@@ -31,30 +43,86 @@ write_frame(end, WorkerServes(address="127.0.0.1:7079"))
 NOTHING = RestoreFragments(fragments=())
 
 
+class OtherMachine:
+    """In place of `Elsewhere`: each line breaks as soon as the worker serves."""
+
+    patience_s, pid, ends_with_line = 0.0, 0, False
+    processes: Iterator[str]
+    """Which process speaks on each line; empty: none does."""
+
+    def __init__(self, *_) -> None: ...
+
+    def open(self, begin: BeginWorker, *_) -> OpenLine:
+        own, other = socket.socketpair()
+        threading.Thread(target=self._speak, args=(other,)).start()
+        return OpenLine(own, begin, True)
+
+    def _speak(self, end: socket.socket) -> None:
+        with end:
+            read_frame(end), read_frame(end)
+            if process := next(self.processes):
+                restored = FragmentsRestored(fragments=(), discarded=0, environment={})
+                serves = WorkerServes(address="127.0.0.1:7079")
+                alive = replace(sign_of_life(), process=process)
+                for message in (alive, restored, serves):
+                    write_frame(end, message)
+
+    def silent_s(self) -> float:
+        return math.inf
+
+    def address_of(self, bound: str) -> str:
+        return bound
+
+    def end(self, *, kill: bool) -> None: ...
+
+
 @pytest.fixture
-def ending(monkeypatch):
-    """A worker that may be started again once; what it says, and its failure."""
+def begun(monkeypatch):
+    """Makes a worker that may be started again once; what it says, and its failure."""
+    made = []
+
+    def make(**changes) -> tuple[Supervised, queue.SimpleQueue[Any]]:
+        placement = Placement(restarts=1, restart_delay_s=0.0, **changes)
+        begin = BeginWorker(
+            config={},
+            workdir="",
+            run_id="r",
+            worker=0,
+            fragments=(0,),
+            bind="127.0.0.1:7079",
+            ticket_key=b"",
+        )
+        heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        worker = Supervised(begin, Config(placement=placement), heard.put, heard.put)
+        made.append(worker)
+        return worker, heard
+
+    yield make
+    for worker in made:
+        worker.end()
+        worker.join(PATIENCE_S)
+
+
+@pytest.fixture
+def ending(begun, monkeypatch):
+    """A worker on this machine whose processes end as soon as they serve."""
     monkeypatch.setattr(places, "COMMAND", (sys.executable, "-c", SERVES_AND_ENDS))
-    placement = Placement(
-        bind="127.0.0.1:7077",
-        advertise="coordinator.example:9077",
-        restarts=1,
-        restart_delay_s=0.0,
-    )
-    begin = BeginWorker(
-        config={},
-        workdir="",
-        run_id="r",
-        worker=0,
-        fragments=(0,),
-        bind="127.0.0.1:7079",
-        ticket_key=b"",
-    )
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    worker = Supervised(begin, Config(placement=placement), heard.put, heard.put)
-    yield worker, heard
-    worker.end()
-    worker.join(PATIENCE_S)
+    return begun(bind="127.0.0.1:7077", advertise="coordinator.example:9077")
+
+
+@pytest.fixture
+def breaking(begun, monkeypatch):
+    """Makes a worker on another machine, to which lines break; see `OtherMachine`."""
+
+    def make(processes: Iterator[str]) -> queue.SimpleQueue[Any]:
+        monkeypatch.setattr(OtherMachine, "processes", processes, raising=False)
+        monkeypatch.setattr(supervised, "Elsewhere", OtherMachine)
+        worker, heard = begun(workers=2, worker_addresses=("a:1", "b:2"))
+        worker.begin(NOTHING)
+        worker.restored(PATIENCE_S)
+        return worker, heard
+
+    return make
 
 
 def test_a_worker_that_ends_again_and_again_is_given_up(ending):
@@ -73,3 +141,31 @@ def test_islands_dial_a_worker_where_the_coordinator_s_ports_are_forwarded(endin
     worker.begin(NOTHING)
     worker.restored(PATIENCE_S)
     assert worker.address == "coordinator.example:9079"
+
+
+def test_a_line_to_another_machine_that_breaks_is_no_crash(breaking):
+    worker, heard = breaking(itertools.repeat("the same"))
+    for _ in range(9):
+        assert heard.get(timeout=PATIENCE_S) == WorkerAway(worker=0)
+        worker.begin(NOTHING)
+        assert heard.get(timeout=PATIENCE_S) == WorkerBack(worker=0)
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        map(str, itertools.count()),
+        itertools.chain(["one"], itertools.repeat("")),
+    ],
+    ids=["each line has another one", "none speaks any more"],
+)
+def test_processes_on_another_machine_that_end_are_counted(breaking, processes):
+    worker, heard = breaking(processes)
+    failure = None
+    for _ in range(9):
+        if isinstance(failure := heard.get(timeout=PATIENCE_S), Exception):
+            break
+        if isinstance(failure, WorkerAway):
+            worker.begin(NOTHING)
+    why = "worker 0 failed 2 times in a row, placement.restarts = 1: the line to it"
+    assert why in str(failure)

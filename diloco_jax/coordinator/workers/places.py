@@ -43,6 +43,8 @@ class Place(Protocol):
 
     patience_s: float
     """Seconds for which `open` tries."""
+    ends_with_line: bool
+    """A process there does not outlive its line to this lead."""
 
     @property
     def pid(self) -> int:
@@ -72,6 +74,7 @@ class Here:
     """Processes of a worker on this machine, one after another."""
 
     patience_s = 0.0
+    ends_with_line = True
 
     def __init__(self, workdir: Path, worker: int, stop_s: float) -> None:
         """workdir: where they say where they are. stop_s: time to end in."""

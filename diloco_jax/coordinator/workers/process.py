@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import socket
 import sys
 import threading
@@ -35,8 +34,8 @@ from diloco_jax.coordinator.settings import bulk_server_of, coordinator_of, faul
 from diloco_jax.coordinator.snapshots import named
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
+from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.faults import worker_name
-from diloco_jax.memory import resident_bytes
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
@@ -146,11 +145,7 @@ class HoldingWorker(NoProfiles):
 
     def alive(self) -> WorkerAlive:
         """Return a sign of life."""
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        alerts = tuple(self.holder.alerts(time.monotonic()))
-        return WorkerAlive(
-            alerts=alerts, memory_bytes=kib << 10, resident_bytes=resident_bytes()
-        )
+        return sign_of_life(tuple(self.holder.alerts(time.monotonic())))
 
     def receive(self, message: ToWorker) -> None:
         """Do what the lead says."""
@@ -342,8 +337,7 @@ def main(descriptor: int) -> int:
     found: list[HoldingWorker] = []
 
     def alive() -> WorkerAlive:
-        begun = WorkerAlive(alerts=(), memory_bytes=0, resident_bytes=0)
-        return found[0].alive() if found else begun
+        return found[0].alive() if found else sign_of_life()
 
     deadlines = config.placement.deadlines
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator.workers.crashes import Crashes
 from diloco_jax.coordinator.workers.line import WorkerLine, write_frame
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.places import BesideLead, Place, Unreachable
@@ -91,6 +91,7 @@ class Supervised:
             if config.placement.worker_addresses
             else BesideLead(begin, config)
         )
+        self._crashes = Crashes(ends_with_line=self._place.ends_with_line)
         self._memory_bytes, self._resident_bytes = 0, 0
         self._serves, self._failure, self._refusal = False, "", ""
         self._thread = threading.Thread(
@@ -177,17 +178,18 @@ class Supervised:
     # ---- its thread -----------------------------------------------------------------
 
     def _supervise(self) -> None:
-        first, crashes, placement = True, 0, self._config.placement
+        first, placement = True, self._config.placement
         while (asked := self._orders.get()) is not None and not self._ending.is_set():
-            began = time.monotonic()
+            self._crashes.line_begins(time.monotonic())
             try:
                 left = self._live(asked, first, new=not first)
                 if left and not self.address and not self._ending.is_set():
                     logger.warning(
                         "%s of an earlier lead cannot go on: %s",
                         self.name,
-                        self._failure or "it ended",
+                        self._why(),
                     )
+                    self._crashes.excuse()
                     self._live(asked, first, new=True)
             except Unreachable as error:
                 self._give_up(first, f"{self.name} cannot be reached: {error}")
@@ -195,23 +197,30 @@ class Supervised:
             if self._ending.is_set():
                 return
             if first and not self.address:
-                why = self._failure or "it ended; see its lines above"
-                self._restored.put(why)
+                self._restored.put(f"{self._why()}; see its lines above")
                 return
             first = False
-            why = self._failure or "it ended"
-            crashes = crashes_in_a_row(crashes, time.monotonic() - began)
-            if crashes > placement.restarts:
+            failed = bool(self._failure)
+            self._crashes.line_broke(time.monotonic(), failed=failed)
+            if self._crash_loop():
                 self._give_up(
                     first,
-                    f"{self.name} failed {crashes} times in a row, "
-                    f"placement.restarts = {placement.restarts}: {why}; see its "
-                    f"lines above, mend that, and start the coordinator again",
+                    f"{self.name} failed {self._crashes.in_a_row} times in a row, "
+                    f"placement.restarts = {placement.restarts}: {self._why()}; see "
+                    f"its lines above, mend that, and start the coordinator again",
                 )
                 return
-            logger.error("%s is away: %s", self.name, why)
+            logger.error("%s is away: %s", self.name, self._why())
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)
+
+    def _why(self) -> str:
+        if self._failure or self._place.ends_with_line:
+            return self._failure or "it ended"
+        return "the line to it broke, or its process there ended"
+
+    def _crash_loop(self) -> bool:
+        return self._crashes.in_a_row > self._config.placement.restarts
 
     def _give_up(self, first: bool, why: str) -> None:
         if first:
@@ -278,6 +287,9 @@ class Supervised:
                         message.memory_bytes,
                     )
                     self._resident_bytes = message.resident_bytes
+                    self._crashes.heard(message.process)
+                    if self._crash_loop():
+                        line.part()
                 case AllSaved():
                     self._saved.put(message)
                 case WorkerFailed(text=text):

@@ -52,6 +52,7 @@ class Elsewhere:
     """The place of a worker on another machine; see `places.Place`."""
 
     pid = 0
+    ends_with_line = False
 
     def __init__(
         self, begin: BeginWorker, config: Config, ending: threading.Event

@@ -1,0 +1,53 @@
+"""The crashes of a worker in a row: what ended a process, and not what broke a line.
+
+On the lead's machine a process ends with its line. A process on another machine lives
+on when the network breaks, and only the next line tells whether it has: the first sign
+of life there says which process it is of.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.cluster.restarts import crashes_in_a_row
+
+
+class Crashes:
+    """Count the crashes of one worker's processes. Times are of one clock, in
+    seconds."""
+
+    def __init__(self, *, ends_with_line: bool) -> None:
+        """ends_with_line: a process does not outlive its line."""
+        self.in_a_row = 0
+        self._ends_with_line = ends_with_line
+        self._process, self._began, self._left = "", 0.0, 0.0
+        """The last process that was heard, when its first line began, and when its last
+        one broke. Empty: its end is counted."""
+        self._dialled, self._silent = 0.0, True
+
+    def line_begins(self, now: float) -> None:
+        """Note that a line is made to a process, which may be a new one."""
+        self._dialled, self._silent = now, True
+
+    def heard(self, process: str) -> None:
+        """Note which process speaks: another one means that the last has ended."""
+        self._silent = False
+        if process == self._process:
+            return
+        if self._process:
+            self._count(self._left - self._began)
+        self._process, self._began = process, self._dialled
+
+    def excuse(self) -> None:
+        """Do not count the end of the last process: it was not to go on."""
+        self._process = ""
+
+    def line_broke(self, now: float, *, failed: bool) -> None:
+        """Note that the line broke. failed: the process said why it ends."""
+        self._left = now
+        if self._silent:
+            self._count(now - self._dialled)
+        elif failed or self._ends_with_line:
+            self._process = ""
+            self._count(now - self._began)
+
+    def _count(self, ran_s: float) -> None:
+        self.in_a_row = crashes_in_a_row(self.in_a_row, ran_s)
