@@ -2,7 +2,8 @@
 worker there.
 
 Each connection begins with the outpost's word. The lead then says `BeginWorker`, and
-speaks with the worker from there on; or it asks about files, one after another.
+speaks with the worker from there on; or it asks about files, one after another; or it
+says that the run is over.
 """
 
 from __future__ import annotations
@@ -78,6 +79,14 @@ class DropKept(Message, frozen=True, kw_only=True):
     fragment: int
 
 
+class RunOver(Message, frozen=True, kw_only=True):
+    """The run is over: nobody will begin the worker again. `OutpostEnds` answers."""
+
+
+class OutpostEnds(Message, frozen=True, kw_only=True):
+    """The outpost ends, and the worker with it."""
+
+
 class FileComes(Message, frozen=True, kw_only=True):
     """The bytes of the file follow. version: a snapshot's."""
 
@@ -85,9 +94,9 @@ class FileComes(Message, frozen=True, kw_only=True):
     version: Version = Version()
 
 
-FilesAsked = AskNewest | PutFile | GetSnapshot | GetKept | DropKept
+FilesAsked = AskNewest | PutFile | GetSnapshot | GetKept | DropKept | RunOver
 FirstWord = BeginWorker | AboutFiles
-FromOutpost = OutpostReady | WorkerRefused | Newest | Stored | FileComes
+FromOutpost = OutpostReady | WorkerRefused | Newest | Stored | FileComes | OutpostEnds
 
 first_word = msgspec.msgpack.Decoder(FirstWord).decode
 files_asked = msgspec.msgpack.Decoder(FilesAsked).decode

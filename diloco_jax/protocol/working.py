@@ -100,10 +100,7 @@ class FragmentSaved(Message, frozen=True, kw_only=True):
 
 
 class EndWorker(Message, frozen=True, kw_only=True):
-    """End: the run is over, or the coordinator is about to end."""
-
-    over: bool = False
-    """The run is over: nobody will begin the worker again."""
+    """End: the coordinator is about to end."""
 
 
 class LeadAlive(Message, frozen=True, kw_only=True):

@@ -9,47 +9,43 @@ import threading
 
 import pytest
 from msgspec.structs import replace
+from outpost_support import (
+    NEW,
+    asked,
+    begin,
+    elsewhere,
+    make_keys,
+    placed,
+    two_outposts,
+)
 
-from diloco_jax.cluster.commands import free_port
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.workers.outpost import dialing
 from diloco_jax.coordinator.workers.outpost import outpost as outposts
 from diloco_jax.coordinator.workers.outpost.admission import Admission
-from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.outpost.files import FragmentFiles
 from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.coordinator.workers.places import Unreachable
-from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.outposts import AboutFiles
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import BeginWorker
 from diloco_jax.wire import principal
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 PATIENCE_S = 60.0
-OLD, NEW = Version(1, 3), Version(1, 5)
+OLD = Version(1, 3)
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("certificates")
-    make_certificates(folder, [], 1, islands=["a"], workers=2)
-    return folder
+    return make_keys(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture
 def config(certificates):
-    addresses = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
-    placement = Placement(
-        workers=2,
-        worker_addresses=addresses,
-        certificates=str(certificates),
-        outage_budget_s=1.0,
-    )
-    return Config(islands={"a": IslandConfig()}, placement=placement).validate()
+    return two_outposts(certificates)
 
 
 @pytest.fixture
@@ -65,37 +61,6 @@ def serve(tmp_path):
             return made
 
         yield start
-
-
-def begin(workdir, **fields) -> BeginWorker:
-    defaults = {
-        "config": {},
-        "workdir": str(workdir),
-        "run_id": "r",
-        "worker": 0,
-        "fragments": (0, 2),
-        "bind": "",
-        "ticket_key": b"",
-        "lead": 7,
-    }
-    return BeginWorker(**(defaults | fields))
-
-
-def elsewhere(config, workdir, **fields) -> Elsewhere:
-    return Elsewhere(begin(workdir, **fields), config, threading.Event())
-
-
-def placed(config, **changes) -> Config:
-    placement = dataclasses.replace(config.placement, **changes)
-    return dataclasses.replace(config, placement=placement)
-
-
-def asked(*fragments: int) -> RestoreFragments:
-    return RestoreFragments(
-        fragments=tuple(
-            Committed(fragment=f, version=NEW, digests={}) for f in fragments
-        )
-    )
 
 
 # ---- whom it obeys ---------------------------------------------------------------

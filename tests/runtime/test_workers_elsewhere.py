@@ -159,6 +159,11 @@ def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
             newer.answer(lambda message: None, lambda error: None)
             newer.save_all(None)
             assert snapshots_in(tmp_path / "lead") == [0, 1]
+            # The end of the run reaches an outpost to which there is no line, too.
+            processes[0].kill()
+            processes[0] = WorkerProcess(
+                tmp_path / "config.json", 0, tmp_path / "worker-0"
+            )
         finally:
             workers.end(1.0)
             if newer is not None:

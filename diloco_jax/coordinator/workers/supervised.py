@@ -86,6 +86,8 @@ class Supervised:
         self._missed: dict[str, Forget] = {}
         """What the worker has to forget of each island, once it is back."""
         self._ending = threading.Event()
+        self._telling: threading.Thread | None = None
+        """Tells a worker on another machine that the run is over."""
         self._place: Place = (
             Elsewhere(begin, config, self._ending)
             if config.placement.worker_addresses
@@ -165,15 +167,21 @@ class Supervised:
         """Ask the process to end; start no other. over: the run is over."""
         self._ending.set()
         self._orders.put(None)
-        line = self._line
+        line, there = self._line, self.elsewhere
         if line is not None:
-            line.send(EndWorker(over=over))
+            line.send(EndWorker())
+        if over and there is not None:
+            self._telling = threading.Thread(target=there.say_over, daemon=True)
+            self._telling.start()
 
     def join(self, within_s: float) -> None:
-        """Wait for the process; kill it if it stays."""
+        """Wait for the process; kill it if it stays. A worker on another machine is
+        told of the end of the run for as long as it is dialled otherwise."""
         self._thread.join(within_s)
         self._place.end(kill=not self._ending.is_set())
         self._thread.join(1.0)
+        if self._telling is not None:
+            self._telling.join(self._place.patience_s + self._deadlines.connect_s)
 
     # ---- its thread -----------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import time
@@ -34,8 +35,10 @@ from diloco_jax.protocol.outposts import (
     GetSnapshot,
     Kind,
     Newest,
+    OutpostEnds,
     OutpostReady,
     PutFile,
+    RunOver,
     Stored,
     from_outpost,
 )
@@ -43,7 +46,9 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import BeginWorker, WorkerRefused
 from diloco_jax.wire import addresses
 from diloco_jax.wire.duplex import End, dial_worker
-from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
+from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError, WireError
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -110,6 +115,27 @@ class Elsewhere:
 
     def end(self, *, kill: bool) -> None:
         """Do nothing: the worker ends when it is told to, or nobody leads it."""
+
+    def say_over(self) -> None:
+        """Tell the outpost that the run is over; try for as long as it is dialled
+        otherwise. It learns so even while it has no line."""
+        pauses, until = Backoff(self._deadlines), time.monotonic() + self.patience_s
+        while True:
+            try:
+                with self._opened() as line:
+                    line.ask(RunOver(), OutpostEnds)
+                return
+            except (WireError, OSError) as error:
+                hopeless = isinstance(error, SecurityError | Refused)
+                if hopeless or time.monotonic() >= until:
+                    logger.error(
+                        "worker %d cannot be told that the run is over: %s; end "
+                        "`diloco worker` there, if it does not end by itself",
+                        self._worker,
+                        error,
+                    )
+                    return
+            time.sleep(pauses.next_s())
 
     def bring_home(self, fragment: int) -> None:
         """Copy the newest snapshot of a fragment to this machine, unless it is where

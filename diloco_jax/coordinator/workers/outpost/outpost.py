@@ -23,7 +23,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, trust
+from diloco_jax.config import Config, ConfigError, Placement, trust
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.outpost.admission import Admission
@@ -33,9 +33,9 @@ from diloco_jax.coordinator.workers.outpost.files import (
     receive_file,
     send_file,
 )
+from diloco_jax.coordinator.workers.outpost.patience import Patience
 from diloco_jax.coordinator.workers.outpost.relay import cut, relay
 from diloco_jax.coordinator.workers.places import Here
-from diloco_jax.deadlines import Deadlines
 from diloco_jax.paths import is_bucket
 from diloco_jax.protocol.outposts import (
     AboutFiles,
@@ -47,13 +47,15 @@ from diloco_jax.protocol.outposts import (
     GetKept,
     GetSnapshot,
     Newest,
+    OutpostEnds,
     OutpostReady,
     PutFile,
+    RunOver,
     Stored,
     files_asked,
     first_word,
 )
-from diloco_jax.protocol.working import BeginWorker, WorkerRefused
+from diloco_jax.protocol.working import BeginWorker, EndWorker, WorkerRefused
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.acceptor import TOLD_EVERY_S
 from diloco_jax.wire.connection import prepare
@@ -68,12 +70,14 @@ logger = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 """Pause after a connection that could not be accepted, in seconds."""
+LOOK_S = 0.5
+"""Interval between two looks at whether to wait for a lead any longer, in seconds."""
 CONNECTIONS = 16
 """Most connections at a time: one of messages, few of files, and those of strangers."""
 
 
 class Outpost:
-    """The outpost of one worker. `serve` returns once the run is over."""
+    """The outpost of one worker. `serve` returns once nobody needs it."""
 
     def __init__(self, config: Config, index: int, workdir: Path, bind: str) -> None:
         """Listen at `bind`. Raises ConfigError, SecurityError."""
@@ -102,13 +106,18 @@ class Outpost:
         self._line: End | None = None
         self._over, self._closing = threading.Event(), threading.Event()
         self._told = -TOLD_EVERY_S
+        self.patience = Patience()
         self.address = addresses.format_address(*self._listener.getsockname()[:2])
         """Where it listens."""
 
-    def serve(self) -> None:
-        """Let leads in until the run is over; then the worker has ended."""
+    def serve(self) -> bool:
+        """Let leads in until the run is over, and the worker has ended. Return False if
+        no lead is here, and none has come for too long."""
         threading.Thread(target=self._accept, daemon=True).start()
-        self._over.wait()
+        while (left_s := self.patience.left_s()) > 0 and not self._closing.is_set():
+            if self._over.wait(min(left_s, LOOK_S)):
+                return True
+        return self._over.is_set()
 
     def close(self) -> None:
         """Stop listening, and end the worker that was begun here."""
@@ -180,7 +189,8 @@ class Outpost:
             if isinstance(word, BeginWorker):
                 self._lead(end, word, peer)
             else:
-                self._move_files(end, word)
+                with self.patience.led(self.patience.within_s):
+                    self._move_files(end, word)
 
     @contextlib.contextmanager
     def _telling(self, end: End, peer: str) -> Iterator[None]:
@@ -223,9 +233,11 @@ class Outpost:
                 there, how = self._here.start(), "begins"
             self._line = end
         logger.info("worker %d %s with the lead at %s", self._index, how, peer)
+        theirs = _placement_of(own)
         try:
             write_frame(there, replace(own, life=self._here.life))
-            over, hung = relay(end, there, _deadlines_of(own))
+            with self.patience.led(theirs.alone_s):
+                hung = relay(end, there, theirs.deadlines)
         finally:
             hang_up(there)
             with self._begins:
@@ -234,9 +246,18 @@ class Outpost:
         if hung:
             logger.error("worker %d says nothing any more: it is killed", self._index)
             self._here.end(kill=True)
-        if over:
-            self._here.end(kill=False)
-            self._over.set()
+
+    def _finish(self) -> None:
+        """End the worker. A lead that has a line says so there as well, and the worker
+        ends in order."""
+        with self._begins:
+            there = self._here.reach() if self._line is None else None
+        if there is not None:
+            with contextlib.suppress(OSError):
+                write_frame(there, EndWorker())
+            hang_up(there)
+        self._here.end(kill=False)
+        self._over.set()
 
     def _fitted(self, begin: BeginWorker) -> BeginWorker:
         """Return the lead's first message with what is of this machine. Raises
@@ -306,6 +327,11 @@ class Outpost:
             case DropKept(cycle=cycle, fragment=fragment):
                 files.drop_kept(cycle, fragment)
                 write_frame(end, Stored())
+            case RunOver():
+                try:
+                    write_frame(end, OutpostEnds())
+                finally:
+                    self._finish()
 
 
 def _send(end: End, path: Path, **facts: Any) -> None:
@@ -314,9 +340,8 @@ def _send(end: End, path: Path, **facts: Any) -> None:
     send_file(end, path, size, _nothing)
 
 
-def _deadlines_of(begin: BeginWorker) -> Deadlines:
-    """Return the deadlines of the lead."""
-    return from_builtins(begin.config, "the lead's config").placement.deadlines
+def _placement_of(begin: BeginWorker) -> Placement:
+    return from_builtins(begin.config, "the lead's config").placement
 
 
 def _nothing() -> None:

@@ -7,27 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from diloco_jax.coordinator.workers.line import pass_frame, read_frame
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.working import EndWorker, encode
 from diloco_jax.wire.duplex import End
 
-_OVER = encode(EndWorker(over=True))
 
-
-class Relayed(NamedTuple):
-    """What was heard until the line broke."""
-
-    over: bool
-    """The lead said that the run is over."""
-    hung: bool
-    """The worker said nothing any more, though it has the line."""
-
-
-def relay(lead: End, worker: End, deadlines: Deadlines) -> Relayed:
-    """Pass messages on in both directions until an end is closed or silent.
+def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
+    """Pass messages on in both directions until an end is closed or silent; tell
+    whether it is the worker that says nothing any more, though it has the line.
 
     A worker shows that it lives far more often than `silence_s`, and the lead waits
     longer for it. What the worker says is passed on to its end: its last word may be
@@ -36,21 +24,15 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> Relayed:
     silence_s = 2 * deadlines.lease_s
     lead.settimeout(3 * deadlines.lease_s)
     worker.settimeout(silence_s)
-    over = threading.Event()
     heard = time.monotonic()
-
-    def note(frame: bytes) -> None:
-        if frame == _OVER:
-            over.set()
 
     def hear(_: bytes) -> None:
         nonlocal heard
         heard = time.monotonic()
 
     def inwards() -> None:
-        _pass_on(lead, worker, note)
-        if not over.is_set():
-            cut(worker)
+        _pass_on(lead, worker, lambda _: None)
+        cut(worker)
 
     thread = threading.Thread(target=inwards, daemon=True)
     thread.start()
@@ -58,7 +40,7 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> Relayed:
     hung = said_all and time.monotonic() - heard >= silence_s
     cut(lead)
     thread.join()
-    return Relayed(over.is_set(), hung)
+    return hung
 
 
 def cut(end: End) -> None:
