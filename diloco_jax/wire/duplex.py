@@ -16,7 +16,7 @@ from diloco_jax.wire.connection import prepare
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.peers import principal_of
 from diloco_jax.wire.principal import not_worker
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Renewed, TlsFiles
 
 _PART_BYTES = 256 << 10
 
@@ -138,12 +138,18 @@ class TlsEnd:
 
 
 def dial_worker(
-    address: str, worker: int, tls: TlsFiles | None, deadlines: Deadlines
+    address: str,
+    worker: int,
+    tls: Renewed[ssl.SSLContext] | None,
+    deadlines: Deadlines,
 ) -> End:
     """Connect to a worker on another machine, which proves that it is this one.
 
-    tls: the lead's files; None = without TLS. Raises ConnectionLost if it cannot be
-    reached, SecurityError if something else answers, or if it does not know us.
+    tls: the context of a client with the lead's files; None = without TLS. Raises
+    ConnectionLost if it cannot be reached, or does not answer with TLS; SecurityError
+    if its certificate is not of an authority that the lead trusts, not for this
+    address, or not this worker's. Whether the worker lets the lead in shows only as it
+    says its first word.
     """
     host, port = parse_address(address)
     try:
@@ -158,8 +164,8 @@ def dial_worker(
         connection.settimeout(deadlines.connect_s)
         if tls is None:
             return connection
-        end = TlsEnd(connection, tls.client_context(), host)
-        _shake_hands(end, address, tls)
+        end = TlsEnd(connection, tls.current(), host)
+        _shake_hands(end, address, tls.files)
         server = principal_of(x509.load_der_x509_certificate(end.certificate()))
         if wrong := not_worker(server, worker, own=True):
             raise SecurityError(f"{address}: {wrong}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import socket
 import threading
 
@@ -27,10 +28,10 @@ from diloco_jax.coordinator.workers.outpost.files import FragmentFiles
 from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.coordinator.workers.places import Unreachable
-from diloco_jax.protocol.outposts import AboutFiles
+from diloco_jax.protocol.outposts import AboutFiles, AskNewest, Newest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
-from diloco_jax.wire.certificates import make_certificates
+from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
@@ -70,12 +71,28 @@ def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
     config, serve, tmp_path, monkeypatch
 ):
     serve(config)
-    place = elsewhere(config, tmp_path / "lead")
     island = TlsFiles.load(config.placement.certificates, principal.island("a"))
     monkeypatch.setattr(dialing, "own_tls", lambda _: island)
+    place = elsewhere(config, tmp_path / "lead")
     why = "worker 0 obeys the coordinator alone, .* is that of island a"
     with pytest.raises(Unreachable, match=why):
         place.open(begin(tmp_path), asked(), new=False)
+
+
+def test_a_dial_between_the_renewal_of_a_key_and_of_its_certificate_gets_through(
+    config, serve, tmp_path
+):
+    serve(config)
+    own, new = tmp_path / "certificates", tmp_path / "new"
+    shutil.copytree(config.placement.certificates, own)
+    shutil.copytree(own, new)
+    add(new, [], 1)
+    place = elsewhere(placed(config, certificates=str(own)), tmp_path / "lead")
+    for name in ("coordinator.key", "coordinator.pem"):
+        (own / name).write_bytes((new / name).read_bytes())
+        with place._opened() as line:
+            assert line.ask(AskNewest(fragment=0), Newest).version is None
+    assert place._tls.files.key_pem == (new / "coordinator.key").read_bytes()
 
 
 def test_a_worker_needs_a_key_of_its_own(config, tmp_path):

@@ -13,7 +13,7 @@ from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.duplex import TlsEnd, dial_worker
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.principal import COORDINATOR, STANDBY, island, require_lead, worker
-from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.tls import Renewed, TlsFiles
 
 MANY = 8 << 20
 
@@ -47,6 +47,10 @@ def served(folder):
         listener.close()
 
 
+def of_lead(folder) -> Renewed:
+    return Renewed(TlsFiles.load(folder, COORDINATOR), TlsFiles.client_context)
+
+
 def read(end, size: int) -> bytes:
     got = bytearray()
     while len(got) < size:
@@ -59,7 +63,7 @@ def read(end, size: int) -> bytes:
 def test_both_ends_send_at_once(served, folder):
     """More than a socket holds, so that neither could send first and then receive."""
     address, accepted = served
-    lead = TlsFiles.load(folder, COORDINATOR)
+    lead = of_lead(folder)
     ours = dial_worker(address, 0, lead, deadlines())
     theirs = accepted.result(WAIT_S)
     there, back = bytes(MANY), b"x" * MANY
@@ -81,7 +85,7 @@ def test_both_ends_send_at_once(served, folder):
 
 def test_another_workers_certificate_is_refused_with_both_names(served, folder):
     address, _ = served
-    lead = TlsFiles.load(folder, COORDINATOR)
+    lead = of_lead(folder)
     with pytest.raises(
         SecurityError, match="of worker 0, and has to be that of worker"
     ):
@@ -92,7 +96,7 @@ def test_another_authority_is_refused(served, tmp_path):
     address, accepted = served
     make_certificates(tmp_path, [], 1)
     with pytest.raises(SecurityError, match=r"does not fit .*ca\.pem"):
-        dial_worker(address, 0, TlsFiles.load(tmp_path, COORDINATOR), deadlines())
+        dial_worker(address, 0, of_lead(tmp_path), deadlines())
     with pytest.raises(OSError, match=r"(?i)alert|eof"):
         accepted.result(WAIT_S)
 

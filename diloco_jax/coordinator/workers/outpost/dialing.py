@@ -47,6 +47,7 @@ from diloco_jax.protocol.working import BeginWorker, WorkerRefused
 from diloco_jax.wire import addresses
 from diloco_jax.wire.duplex import End, dial_worker
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError, WireError
+from diloco_jax.wire.tls import Renewed, TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class Elsewhere:
         self._futile = 0
         """Attempts in a row that moved bytes and no whole fragment."""
         self._files = FragmentFiles(placement, Path(begin.workdir))
+        tls = own_tls(placement)
+        # A dial between the renewal of a key and that of its certificate has the pair.
+        self._tls = Renewed(tls, TlsFiles.client_context) if tls is not None else None
 
     def open(self, begin: BeginWorker, asked: RestoreFragments, new: bool) -> OpenLine:
         """Dial until the outpost answers; see `places.Place`. It knows itself whether
@@ -220,10 +224,7 @@ class Elsewhere:
 
     def _dial(self) -> End:
         """Return a connection whose outpost is ready. Raises WireError."""
-        placement = self._config.placement
-        end = dial_worker(
-            self._dialled, self._worker, own_tls(placement), self._deadlines
-        )
+        end = dial_worker(self._dialled, self._worker, self._tls, self._deadlines)
         try:
             _Files(end, self._dialled).answer(OutpostReady)
             end.settimeout(self._deadlines.idle_s)
