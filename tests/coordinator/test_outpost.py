@@ -172,6 +172,24 @@ def test_strangers_that_say_nothing_hold_nobody_up(config, serve, monkeypatch):
         connection.close()
 
 
+def test_a_probe_of_kubernetes_is_not_told_and_a_stranger_is(
+    config, serve, caplog, monkeypatch
+):
+    """The log has one line a minute about strangers, which probes would take."""
+    made = serve(config)
+    ended = threading.Semaphore(0)
+    hang_up = outposts.hang_up
+    monkeypatch.setattr(
+        outposts, "hang_up", lambda end: (hang_up(end), ended.release())
+    )
+    host, _, port = made.address.rpartition(":")
+    for word, told in ((b"", 0), (b"GET / HTTP/1.1\r\n\r\n", 1)):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(word)
+        assert ended.acquire(timeout=PATIENCE_S)
+        assert caplog.text.count("the connection from 127.0.0.1") == told
+
+
 def test_code_that_the_workers_own_config_does_not_name_is_not_executed(
     config, serve, tmp_path
 ):

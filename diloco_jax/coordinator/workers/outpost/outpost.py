@@ -150,6 +150,10 @@ class Outpost:
         ends: list[End] = [connection]
         try:
             with self._watch.guard(self._deadlines.connect_s, lambda: cut(connection)):
+                prepare(connection, self._deadlines)
+                connection.settimeout(self._deadlines.connect_s)
+                if self._contexts is not None and _is_probe(connection):
+                    return
                 end = self._secured(connection)
                 ends[:] = [end]
                 word = self._greeted(end, peer)
@@ -164,8 +168,6 @@ class Outpost:
             self._places.release()
 
     def _secured(self, connection: socket.socket) -> End:
-        prepare(connection, self._deadlines)
-        connection.settimeout(self._deadlines.connect_s)
         if self._contexts is None:
             return connection
         end = TlsEnd(connection, self._contexts())
@@ -332,6 +334,16 @@ class Outpost:
                     write_frame(end, OutpostEnds())
                 finally:
                     self._finish()
+
+
+def _is_probe(connection: socket.socket) -> bool:
+    """Tell whether the other end has hung up without a byte, as one does that asks only
+    whether this process listens: Kubernetes, every few seconds. With TLS a lead speaks
+    first. Raises OSError."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except ConnectionResetError:
+        return True
 
 
 def _send(end: End, path: Path, **facts: Any) -> None:
