@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -20,6 +21,8 @@ from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import BeginWorker
 from diloco_jax.wire import addresses
 from diloco_jax.wire.duplex import End
+
+logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.workers.process")
 
@@ -128,7 +131,17 @@ class Here:
             process.wait(self._stop_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            try:
+                process.wait(self._stop_s)
+            except subprocess.TimeoutExpired:
+                # In a call of the kernel, as when a disk hangs.
+                logger.error(
+                    "process %d of worker %d was killed and has not ended within %g s; "
+                    "see the machine's disks",
+                    process.pid,
+                    self._worker,
+                    self._stop_s,
+                )
 
 
 class BesideLead(Here):
