@@ -96,11 +96,20 @@ def read(
                     raise SealedError(f"{path} ends before its last byte")
                 digest.update(block)
         written = file.read(DIGEST_BYTES + 1)
-    if written != digest.digest():
-        raise SealedError(
-            f"{path} has checksum {digest.hexdigest()}, written as {written.hex()}"
-        )
+    _require_digest(path, digest.digest(), written)
     return header, digest.hexdigest()
+
+
+def check(path: Path) -> None:
+    """Raise SealedError unless a local file is as it was written."""
+    with _open(path) as file:
+        _read_header(file, path)
+        left = os.fstat(file.fileno()).st_size - file.tell() - DIGEST_BYTES
+        digest = xxh3_128()
+        while left > 0 and (block := file.read(min(left, BLOCK_BYTES))):
+            digest.update(block)
+            left -= len(block)
+        _require_digest(path, digest.digest(), file.read())
 
 
 def seal_of(file: BinaryIO) -> str:
@@ -170,6 +179,13 @@ def _read_header(file: BinaryIO, path: Folder | Path) -> dict[str, Any]:
                 header: dict[str, Any] = json.loads(head)
                 return header
     raise SealedError(f"{path} does not begin as a file of this format does")
+
+
+def _require_digest(path: Folder | Path, found: bytes, written: bytes) -> None:
+    if written != found:
+        raise SealedError(
+            f"{path} has checksum {found.hex()}, written as {written.hex()}"
+        )
 
 
 def _read_into(file: BinaryIO, block: memoryview) -> int:

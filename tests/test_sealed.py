@@ -47,10 +47,13 @@ def test_a_changed_byte_is_found(tmp_path, at):
     path = tmp_path / "a"
     sealed.write(path, {"n": 1}, ARRAYS)
     data = bytearray(path.read_bytes())
+    sealed.check(path)
     data[at] ^= 1
     path.write_bytes(data)
     with pytest.raises(sealed.SealedError, match=str(path)):
         sealed.read(path, blank())
+    with pytest.raises(sealed.SealedError, match=str(path)):
+        sealed.check(path)
 
 
 @pytest.mark.parametrize("size", [0, 10, 24, 40, 60])
@@ -60,6 +63,8 @@ def test_a_file_that_is_cut_off_is_found(tmp_path, size):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(sealed.SealedError, match=str(path)):
         sealed.read(path, blank())
+    with pytest.raises(sealed.SealedError, match=str(path)):
+        sealed.check(path)
 
 
 def test_arrays_of_other_sizes_are_found(tmp_path):

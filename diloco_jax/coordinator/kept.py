@@ -51,6 +51,10 @@ class _Cycle:
     given_up: bool = False
 
 
+class _NotFetched(Exception):  # noqa: N818
+    """A fragment did not come from the machine of its worker."""
+
+
 class Keeper(Protocol):
     """Writes fragments of kept cycles."""
 
@@ -164,7 +168,7 @@ class KeptCycles:
             if trouble:
                 raise OSError(trouble)
             if fetch is not None:
-                fetch(keep.cycle, keep.fragment)
+                _fetch(fetch, keep)
             cycle.fragments[keep.fragment] = keep
             if len(cycle.fragments) < len(self._sizes):
                 return
@@ -174,11 +178,15 @@ class KeptCycles:
             logger.error("cycle %d is not kept: %s", keep.cycle, error)
             cycle.given_up = True
             shutil.rmtree(scratch, ignore_errors=True)
-            done(
-                keep.cycle,
-                f"cycle {keep.cycle} is not kept: it cannot be written to "
-                f"{self._folder} ({error}); free some space there",
+            why = (
+                f"it cannot be written to {self._folder} ({error}); free some space "
+                f"there"
             )
+            if fetch is not None and trouble:
+                why = f"fragment {keep.fragment} of its worker's machine: {trouble}"
+            elif isinstance(error, _NotFetched):
+                why = str(error)
+            done(keep.cycle, f"cycle {keep.cycle} is not kept: {why}")
             return
         logger.info("cycle %d is kept", keep.cycle)
         done(keep.cycle, "")
@@ -229,6 +237,15 @@ def telling(tell: Callable[[FromHolder], None]) -> Done:
         tell(CycleKept(cycle=cycle))
 
     return done
+
+
+def _fetch(fetch: Fetch, keep: KeepFragment) -> None:
+    try:
+        fetch(keep.cycle, keep.fragment)
+    except Exception as error:
+        raise _NotFetched(
+            f"fragment {keep.fragment} did not come from its worker's machine: {error}"
+        ) from error
 
 
 def _write_fragment(

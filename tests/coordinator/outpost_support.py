@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
+from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import BeginWorker
@@ -64,3 +67,18 @@ def asked(*fragments: int) -> RestoreFragments:
             Committed(fragment=f, version=NEW, digests={}) for f in fragments
         )
     )
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Callable[..., Outpost]]:
+    """Give a function that starts the outpost of a worker, and returns it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(config: Config, index: int = 0, name: str = "there") -> Outpost:
+            bind = config.placement.worker_addresses[index]
+            made = Outpost(config, index, folder / name, bind)
+            stack.callback(made.close)
+            threading.Thread(target=made.serve, daemon=True).start()
+            return made
+
+        yield start

@@ -150,6 +150,27 @@ def test_a_worker_that_cannot_write_gives_the_cycle_up(
     assert cycles.numbers() == [2]
 
 
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        ("", "fragment 1 did not come from its worker's machine: the line broke"),
+        ("no space", "fragment 1 of its worker's machine: no space"),
+    ],
+)
+def test_a_fragment_that_does_not_come_is_no_fault_of_this_disk(cycles, trouble, why):
+    told = Told()
+
+    def breaks(cycle, fragment):
+        raise ConnectionError("the line broke")
+
+    effect = KeepFragment(
+        cycle=1, fragment=1, version=Version(1, 1), merges=1, tokens=8
+    )
+    cycles.written(effect, trouble, told, breaks)
+    told.wait()
+    assert told.said == [(1, f"cycle 1 is not kept: {why}")]
+
+
 def test_few_are_kept_and_the_oldest_goes(cycles, tmp_path):
     told = Told()
     for cycle in (9, 10, 11):

@@ -1,8 +1,7 @@
-"""The outpost of a worker on another machine: whom it obeys, and files on their way."""
+"""The outpost of a worker on another machine: whom it obeys, and what it refuses."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 import socket
@@ -17,26 +16,24 @@ from outpost_support import (
     elsewhere,
     make_keys,
     placed,
+    serving,
     two_outposts,
 )
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import ConfigError
 from diloco_jax.coordinator.workers.outpost import dialing
 from diloco_jax.coordinator.workers.outpost import outpost as outposts
 from diloco_jax.coordinator.workers.outpost.admission import Admission
-from diloco_jax.coordinator.workers.outpost.files import FragmentFiles
 from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.coordinator.workers.places import Unreachable
 from diloco_jax.protocol.outposts import AboutFiles, AskNewest, Newest
-from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.certificates import add, make_certificates
-from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError
+from diloco_jax.wire.errors import Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 PATIENCE_S = 60.0
-OLD = Version(1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +48,8 @@ def config(certificates):
 
 @pytest.fixture
 def serve(tmp_path):
-    """Starts the outpost of a worker; returns it."""
-    with contextlib.ExitStack() as stack:
-
-        def start(config: Config, index: int = 0, name: str = "there") -> Outpost:
-            bind = config.placement.worker_addresses[index]
-            made = Outpost(config, index, tmp_path / name, bind)
-            stack.callback(made.close)
-            threading.Thread(target=made.serve, daemon=True).start()
-            return made
-
+    with serving(tmp_path) as start:
         yield start
-
-
-# ---- whom it obeys ---------------------------------------------------------------
 
 
 def test_another_certificate_than_the_coordinators_is_refused_with_both_names(
@@ -226,141 +211,6 @@ def test_what_is_of_a_machine_is_that_of_the_workers(config, serve, tmp_path):
 def test_options_that_do_not_fit_are_refused(config, options, changes, why):
     with pytest.raises(ConfigError, match=why):
         WorkerOptions(**options).address(placed(config, **changes).placement)
-
-
-# ---- files -----------------------------------------------------------------------
-
-
-def written(files: FragmentFiles, kind, fragment, version, content: bytes):
-    path = files.path(kind, fragment, version)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def test_fragments_of_this_machine_move_to_the_worker(config, serve, tmp_path):
-    """The newest snapshot that counts, and the publishes after it; merges that never
-    were go. A fragment that has come further there stays as it is."""
-    serve(config)
-    place = elsewhere(config, tmp_path / "lead")
-    here = place._files
-    there = FragmentFiles(config.placement, tmp_path / "there")
-    large = bytes(3 << 20) + b"end"
-    written(here, "snapshot", 0, OLD, large)
-    written(here, "snapshot", 0, Version(1, 9), b"never was")
-    for number in (2, 4, 5, 6):
-        written(here, "publish", 0, Version(1, number), b"%d" % number)
-    written(here, "snapshot", 2, OLD, b"old")
-    written(there, "snapshot", 2, NEW, b"new")
-    written(here, "snapshot", 1, OLD, b"another worker's")
-    place._hand_over(asked(0, 2).fragments)
-    assert there.path("snapshot", 0, OLD).read_bytes() == large
-    assert there.newest(0) == OLD
-    assert there.publishes(0, Version(9)) == [Version(1, 4), Version(1, 5)]
-    assert (there.newest(2), there.newest(1)) == (NEW, None)
-    assert (here.newest(0), here.newest(2), here.newest(1)) == (None, None, OLD)
-    assert here.publishes(0, Version(9)) == []
-
-
-def test_a_move_that_breaks_off_leaves_what_did_not_come(
-    config, serve, tmp_path, monkeypatch
-):
-    """The snapshot comes last: while it is missing there, nothing stands for the
-    publishes. A second attempt moves the rest."""
-    config = placed(config, time_budget_s=0.5)
-    serve(config)
-    place = elsewhere(config, tmp_path / "lead")
-    here, there = place._files, FragmentFiles(config.placement, tmp_path / "there")
-    written(here, "snapshot", 0, OLD, b"snapshot")
-    for number in (4, 5):
-        written(here, "publish", 0, Version(1, number), b"%d" % number)
-    sends, sent = dialing.send_file, []
-
-    def breaks(end, path, size, moved):
-        if len(sent) == 2:
-            raise ConnectionResetError("the line broke")
-        sent.append(path)
-        sends(end, path, size, moved)
-
-    monkeypatch.setattr(dialing, "send_file", breaks)
-    with pytest.raises(ConnectionLost):
-        place._hand_over(asked(0).fragments)
-    assert here.publishes(0, NEW) == [Version(1, 4), NEW]
-    monkeypatch.setattr(dialing, "send_file", sends)
-    place._hand_over(asked(0).fragments)
-    assert (there.newest(0), there.publishes(0, NEW)) == (OLD, [Version(1, 4), NEW])
-    assert (here.newest(0), here.publishes(0, NEW)) == (None, [])
-
-
-def test_publishes_move_to_a_worker_that_has_their_snapshot(config, serve, tmp_path):
-    serve(config)
-    place = elsewhere(config, tmp_path / "lead")
-    there = FragmentFiles(config.placement, tmp_path / "there")
-    for files in (place._files, there):
-        written(files, "snapshot", 0, OLD, b"the same snapshot of this version")
-    written(place._files, "publish", 0, NEW, b"5")
-    place._hand_over(asked(0).fragments)
-    assert there.publishes(0, NEW) == [NEW]
-
-
-def test_another_snapshot_of_the_same_version_takes_its_place(config, serve, tmp_path):
-    """A first start that failed leaves its parameters, and the next may have others."""
-    serve(config)
-    place = elsewhere(config, tmp_path / "lead")
-    there = FragmentFiles(config.placement, tmp_path / "there")
-    written(there, "snapshot", 0, NEW, b"of the start that failed")
-    written(place._files, "snapshot", 0, NEW, b"of this start, as it were")
-    place._hand_over(asked(0).fragments)
-    path = there.path("snapshot", 0, NEW)
-    assert path.read_bytes() == b"of this start, as it were"
-
-
-def test_a_worker_whose_snapshots_are_in_a_bucket_takes_no_file_of_one(
-    config, tmp_path
-):
-    files = FragmentFiles(placed(config, checkpoints="gs://b/o").placement, tmp_path)
-    with pytest.raises(ConfigError, match="and another machine moves one as a file"):
-        files.path("snapshot", 0, NEW)
-
-
-def test_last_snapshots_and_kept_cycles_come_home(config, serve, tmp_path):
-    serve(config)
-    place = elsewhere(config, tmp_path / "lead")
-    here, there = place._files, FragmentFiles(config.placement, tmp_path / "there")
-    written(there, "snapshot", 2, NEW, b"new")
-    written(here, "snapshot", 2, OLD, b"of an end before")
-    place.bring_home(2)
-    assert here.path("snapshot", 2, NEW).read_bytes() == b"new"
-    assert here.newest(2, OLD) is None
-    assert there.newest(2) == NEW
-    for cycle in (3, 4):
-        path = there.kept_path(cycle, 2)
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"kept")
-    place.fetch_kept(4, 2)
-    assert here.kept_path(4, 2).read_bytes() == b"kept"
-    assert not there.kept_path(3, 2).parent.exists()
-    assert not there.kept_path(4, 2).parent.exists()
-    with pytest.raises(ConnectionLost, match="GetKept of lead 7 failed"):
-        place.fetch_kept(5, 2)
-    with pytest.raises(ConnectionLost, match="fragment 0 has no snapshot here"):
-        place.bring_home(0)
-
-
-def test_a_file_that_breaks_off_leaves_nothing(config, serve, tmp_path, monkeypatch):
-    serve(config)
-    place = elsewhere(config, tmp_path / "lead")
-    path = written(place._files, "snapshot", 0, NEW, bytes(9))
-    monkeypatch.setattr(
-        "diloco_jax.coordinator.workers.outpost.dialing.send_file",
-        lambda end, path, size, moved: end.sendall(bytes(3)),
-    )
-    quick = placed(config, time_budget_s=0.5)
-    place = elsewhere(quick, tmp_path / "lead")
-    with pytest.raises(ConnectionLost):
-        place._hand_over(asked(0).fragments)
-    assert path.exists(), "it is here as before"
-    assert not list((tmp_path / "there" / "checkpoints").rglob("*.snapshot"))
 
 
 def test_two_processes_never_have_one_workdir(config, serve, tmp_path):

@@ -75,6 +75,9 @@ class Elsewhere:
         self._dials, self._moved = 0, 0.0
         self._futile = 0
         """Attempts in a row that moved bytes and no whole fragment."""
+        self._doubted = False
+        """Whether files of this machine are checked before they move, since an attempt
+        failed: a damaged one comes nowhere."""
         self._files = FragmentFiles(placement, Path(begin.workdir))
         tls = own_tls(placement)
         # A dial between the renewal of a key and that of its certificate has the pair.
@@ -85,7 +88,7 @@ class Elsewhere:
         the process of before is alive."""
         self._touch()
         pauses = Backoff(self._deadlines)
-        self._futile = 0
+        self._futile, self._doubted = 0, False
         while True:
             began = time.monotonic()
             try:
@@ -96,6 +99,7 @@ class Elsewhere:
                 raise Unreachable(str(error)) from error
             except (ConnectionLost, OSError) as error:
                 self._futile += self._moved > began
+                self._doubted = self._doubted or self._moved > began
                 if self._futile > self._config.placement.restarts:
                     raise Unreachable(
                         f"{error}; no fragment has come there whole in "
@@ -182,7 +186,8 @@ class Elsewhere:
         """Move the files of a fragment that are not there: publishes first, since a
         snapshot that is there stands for all before it."""
         fragment, through = committed.fragment, committed.version
-        newest, begins = self._files.newest(fragment, through), there.version
+        find = self._files.newest_whole if self._doubted else self._files.newest
+        newest, begins = find(fragment, through), there.version
         if begins is not None and begins > through:
             begins = None  # Of merges that never were.
         files: list[tuple[Kind, Version]] = []

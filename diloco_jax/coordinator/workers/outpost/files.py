@@ -8,6 +8,7 @@ fragments of kept cycles, so that its workdir alone has all that is left of a ru
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -23,6 +24,8 @@ from diloco_jax.paths import is_bucket
 from diloco_jax.protocol.outposts import Kind
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.duplex import End
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 
@@ -45,6 +48,19 @@ class FragmentFiles:
         found = snapshots.versions(self._snapshots, fragment)
         fitting = [v for v in found if through is None or v <= through]
         return fitting[-1] if fitting else None
+
+    def newest_whole(self, fragment: int, through: Version) -> Version | None:
+        """Return what `newest` does, but pass over local files that are damaged."""
+        known = snapshots.versions(self._snapshots, fragment)
+        for version in sorted((v for v in known if v <= through), reverse=True):
+            try:
+                if not self.in_bucket:
+                    sealed.check(self.path("snapshot", fragment, version))
+            except sealed.SealedError as error:
+                logger.error("%s; an older snapshot takes its place", error)
+            else:
+                return version
+        return None
 
     def seal(self, fragment: int, version: Version) -> str:
         """Return what tells the content of a snapshot from another of its version; ""
@@ -118,8 +134,8 @@ def send_file(end: End, path: Path, size: int, moved: Moved) -> None:
 
 
 def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
-    """Receive a file of this size; it is on disk under its name when this returns.
-    Raises OSError, and leaves nothing of it then."""
+    """Receive a sealed file of this size; it is whole, and on disk under its name, when
+    this returns. Raises OSError, and leaves nothing of it then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     require_space(path.parent, size)
     # A name of its own: an earlier connection may still be writing.
@@ -136,11 +152,19 @@ def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
                 moved()
             file.flush()
             os.fsync(file.fileno())
+        _require_whole(scratch, path.name)
         scratch.replace(path)
         for folder in (path.parent, path.parent.parent):
             sealed.sync_path(folder)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _require_whole(scratch: Path, name: str) -> None:
+    try:
+        sealed.check(scratch)
+    except sealed.SealedError as error:
+        raise OSError(f"{name} came damaged: {error}") from error
 
 
 def hang_up(end: End) -> None:
