@@ -203,8 +203,9 @@ def _egress(terms: Terms, needs: Needs) -> Check:
     """Count what the coordinator sends: publishes to all islands, and to its disk."""
     sync = terms.config.run.sync
     machine = machine_of(terms.config.launch.coordinator_machine)
-    fetched = sum(network.down.mean for network in needs.networks.values())
-    needed = fetched + 8e-9 * DISK_EGRESS * needs.coordinator.disk.bytes_per_s
+    plan = needs.coordinator
+    fetched = plan.share_served * sum(n.down.mean for n in needs.networks.values())
+    needed = fetched + 8e-9 * DISK_EGRESS * plan.busiest_disk.bytes_per_s
     has = machine.egress_gbit_per_s or math.inf
 
     def changes() -> Iterator[dict[str, Any]]:
@@ -218,9 +219,9 @@ def _egress(terms: Terms, needs: Needs) -> Check:
         "egress",
         needed,
         has,
-        f"the coordinator sends {needed:.3g} Gbit/s on average, {fetched:.3g} of it to "
-        f"{len(needs.networks)} islands and the rest to its disk, and {machine.name} "
-        f"sends {has:g} at most",
+        f"the coordinator sends {needed:.3g} Gbit/s on average{plan.for_machine}, "
+        f"{fetched:.3g} of it to {len(needs.networks)} islands and the rest to its "
+        f"disk, and {machine.name} sends {has:g} at most",
         changes,
     )
 
@@ -307,9 +308,9 @@ def _machines(
 
 
 def _disk_bytes(terms: Terms, needs: Needs) -> Check:
-    has, disk = terms.config.launch.coordinator_disk_gb, needs.coordinator.disk
-    needed, plan = disk.bytes, needs.coordinator
-    enough = terms.config.placement.merge_buffer_bytes + disk.deltas
+    has, plan = terms.config.launch.coordinator_disk_gb, needs.coordinator
+    disk = plan.fullest_disk
+    enough = terms.config.placement.merge_buffer_bytes + plan.disk.deltas
 
     def changes() -> Iterator[dict[str, Any]]:
         machine = machine_of(terms.config.launch.coordinator_machine)
@@ -320,19 +321,18 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
 
     return Check(
         "disk bytes",
-        needed,
+        disk.bytes,
         MOST_DISK * has * GB,
-        f"the coordinator is expected to hold {disk.expected / GB:.0f} GB on its disk, "
-        f"must have room for {disk.reserve / GB:.0f} more, and has a disk of {has} GB, "
-        f"of which {MOST_DISK:.0%} may be used",
+        f"the coordinator is expected to hold {disk.expected / GB:.0f} GB on its disk"
+        f"{plan.for_machine}, must have room for {disk.reserve / GB:.0f} more, and has "
+        f"a disk of {has} GB, of which {MOST_DISK:.0%} may be used",
         changes,
     )
 
 
 def _disk_speed(terms: Terms, needs: Needs) -> Check:
-    disk = needs.coordinator.disk
-    size = terms.config.launch.coordinator_disk_gb
-    rate = terms.disk.write_bytes_per_s
+    disk = needs.coordinator.busiest_disk
+    size, rate = terms.config.launch.coordinator_disk_gb, terms.disk.write_bytes_per_s
     has = MOST_DISK * rate
 
     def changes() -> Iterator[dict[str, Any]]:

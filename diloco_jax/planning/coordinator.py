@@ -24,7 +24,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.planning.disk import DiskPlan, plan_disk
+from diloco_jax.planning.disk import DiskPlan, Owner, plan_disk
 from diloco_jax.planning.rates import CONSTANTS, MachineRates
 from diloco_jax.protocol.coordinator.workers import deal
 
@@ -92,9 +92,12 @@ class CoordinatorPlan:
     """Empty if the coordinator is one process. What they take is in the sums above."""
     apart: bool
     """Each worker is on a machine of its own, and so is the lead."""
+    disks: tuple[DiskPlan, ...]
+    """The lead's disk and the workers', if they are apart; else empty."""
     merge_core_seconds: float
     """Core seconds of the merge of the largest fragment."""
     disk: DiskPlan
+    """As if one machine had all."""
     replayed: float
     """Parameters that recovery decodes: those of each publish since the snapshot."""
     replayed_bytes: float
@@ -115,6 +118,11 @@ class CoordinatorPlan:
         return f" (placement.workers = {count}, and one for the lead)" if count else ""
 
     @property
+    def for_machine(self) -> str:
+        """On which machine something is needed, if they are several."""
+        return " on the machine that needs most" if self.apart else ""
+
+    @property
     def machine_memory(self) -> int:
         """Bytes of memory that the machine needs, or the one that needs most."""
         return max(w.memory for w in self.workers) if self.apart else self.memory
@@ -125,6 +133,22 @@ class CoordinatorPlan:
         if not self.apart:
             return self.cores
         return max(1, *(math.ceil(worker.cores) for worker in self.workers))
+
+    @property
+    def fullest_disk(self) -> DiskPlan:
+        """The disk of the machine that must have the most room."""
+        return max(self.disks or (self.disk,), key=lambda disk: disk.bytes)
+
+    @property
+    def busiest_disk(self) -> DiskPlan:
+        """The disk to which most is written per second."""
+        return max(self.disks or (self.disk,), key=lambda disk: disk.bytes_per_s)
+
+    @property
+    def share_served(self) -> float:
+        """Largest share of all publishes that one machine sends."""
+        sizes = [worker.params for worker in self.workers]
+        return max(sizes) / sum(sizes) if self.apart else 1.0
 
     def restart_seconds(self, disk_bytes_per_s: float) -> float:
         """Return the seconds from the death of the process to its service.
@@ -207,24 +231,35 @@ def plan_coordinator(
     merging_rate = rates.merging(run.sync.codec_down)
     each = (merging_rate + islands * rates.per_delta(run.sync.codec_up)) / 1e9
     merge_cores = each * plan.total / cycle_seconds
-    disk = plan_disk(
-        placement,
-        params=plan.total,
-        fragments=len(plan.fragments),
-        islands=islands,
-        state=2 * params + outer_state,
-        largest=held,
-        publish=sum(down),
-        deltas=max(0, most_deltas - placement.merge_buffer_bytes),
-        cycles=cycles,
-        cycle_seconds=cycle_seconds,
-        bytes_per_s=disk_bytes_per_s,
-        sources=len(run.data.sources),
-    )
+
+    def disk_of(number: int, fragments: int, owner: Owner) -> DiskPlan:
+        """Return the plan of a disk for so many parameters."""
+        part = number / plan.total
+        return plan_disk(
+            placement,
+            params=number,
+            fragments=fragments,
+            islands=islands,
+            state=math.ceil(part * (2 * params + outer_state)),
+            largest=held,
+            publish=math.ceil(part * sum(down)),
+            deltas=math.ceil(part * max(0, most_deltas - placement.merge_buffer_bytes)),
+            cycles=cycles,
+            cycle_seconds=cycle_seconds,
+            bytes_per_s=disk_bytes_per_s,
+            sources=len(run.data.sources),
+            owner=owner,
+        )
+
+    disk = disk_of(plan.total, len(plan.fragments), "coordinator")
     disk_cores = disk.written_per_s / 1e9 * rates.write_core_seconds
     memory, busy = sum(parts.values()), wire + merge_cores + disk_cores
     dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
+    disks: tuple[DiskPlan, ...] = ()
+    if apart and dealt:
+        lead = disk_of(plan.total, len(plan.fragments), "lead")
+        disks = (lead, *(disk_of(w.params, w.fragments, "worker") for w in dealt))
     replayed = disk.round_seconds / 2 / cycle_seconds + 1
     return CoordinatorPlan(
         **parts,
@@ -235,6 +270,7 @@ def plan_coordinator(
         cores=1 + needed + sum(max(1, math.ceil(w.cores)) for w in dealt),
         workers=dealt,
         apart=apart and bool(dealt),
+        disks=disks,
         merge_core_seconds=each * largest,
         disk=disk,
         replayed=replayed * plan.total,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from diloco_jax.config import Placement
 from diloco_jax.coordinator.holding import rooms
@@ -31,15 +32,21 @@ REPORTS_EVERY_S = max(1.0, METRICS_EVERY_S)
 """Seconds between two reports of an island that are written."""
 
 
+Owner = Literal["coordinator", "lead", "worker"]
+"""A coordinator on one machine, or what of it has a machine of its own."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiskPlan:
-    """Bytes of the coordinator's disk, and bytes per second that are written.
+    """Bytes of the coordinator's disk, or of the lead's or a worker's if each has a
+    machine of its own, and bytes per second that are written.
 
     `expected`: the most that a run should hold while nothing goes wrong. `reserve`: the
     room that it must have besides."""
 
     snapshots: int
-    """All kept snapshots of every fragment, and one that is being written."""
+    """All kept snapshots of every fragment, and one that is being written. A lead has
+    the first one and the last one of each, at the run's beginning and end."""
     log: int
     """Publishes since each fragment's oldest kept snapshot, on average: half a round
     before the next snapshot."""
@@ -101,8 +108,10 @@ def plan_disk(
     cycle_seconds: float,
     bytes_per_s: float,
     sources: int = 0,
+    owner: Owner = "coordinator",
 ) -> DiskPlan:
-    """Return the plan of the disk.
+    """Return the plan of the disk of a coordinator, or of a worker by what it has of
+    all that follows. A lead writes neither publishes nor rounds of snapshots.
 
     params, fragments: numbers of them. state, publish: bytes of all fragments, in a
     snapshot and as one publish of each. largest: bytes of the largest fragment in a
@@ -120,7 +129,13 @@ def plan_disk(
     lines = _line_bytes(cycles * fragments, islands, seconds, sources)
     snapshots = kept * state + largest
     every, theta = placement.export_every, 4 * params
-    exports = (placement.exports_kept + 1) * theta if every else 0
+    # Cycles are kept by the lead.
+    cycles_kept = 1 if owner == "worker" else placement.exports_kept + 1
+    exports = cycles_kept * theta if every else 0
+    if owner == "worker":
+        lines = 0
+    elif owner == "lead":
+        log, publish, deltas, snapshots = 0, 0, 0, state
     expected = log + lines + exports + (0 if in_bucket else snapshots)
     late_log = math.ceil((0.5 * rounds + 1) * publish)
     # A delta is put on the disk only where this stays free.
@@ -138,7 +153,7 @@ def plan_disk(
         reserve=reserve,
         bytes=expected + reserve,
         log_bytes_per_s=publish / cycle_seconds,
-        snapshot_bytes_per_s=state / round_s,
+        snapshot_bytes_per_s=0.0 if owner == "lead" else state / round_s,
         export_bytes_per_s=theta / (every * cycle_seconds) if every else 0.0,
         round_seconds=round_s,
         in_bucket=in_bucket,

@@ -11,6 +11,7 @@ from diloco_jax.planning import price
 from diloco_jax.planning.arithmetic import ArithmeticPlan
 from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.coordinator import CoordinatorPlan
+from diloco_jax.planning.disk import DiskPlan
 from diloco_jax.planning.report import Plan
 from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
 
@@ -183,8 +184,10 @@ def _run(run: RunPlan) -> str:
 
 
 def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
-    disk = plan.disk
-    where = "bucket" if disk.in_bucket else "disk"
+    disks = [("its disk", plan.disk)]
+    if plan.disks:
+        largest = max(plan.disks[1:], key=lambda disk: disk.bytes)
+        disks = [("the lead's disk", plan.disks[0]), ("a worker's, at most", largest)]
     workers: tuple[str, ...] = ()
     if plan.workers:
         most = max(plan.workers, key=lambda worker: worker.params)
@@ -197,11 +200,18 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
         f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
         f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
         f"dies",
-        f"its disk: {_size(disk.expected)} expected, {_size(disk.reserve)} in reserve, "
+        *(_disk(whose, disk) for whose, disk in disks),
+        *workers,
+    )
+
+
+def _disk(whose: str, disk: DiskPlan) -> str:
+    where = "bucket" if disk.in_bucket else "disk"
+    return (
+        f"{whose}: {_size(disk.expected)} expected, {_size(disk.reserve)} in reserve, "
         f"log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
         f"snapshots to the {where}: {_size(disk.snapshots)}, "
-        f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s",
-        *workers,
+        f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s"
     )
 
 

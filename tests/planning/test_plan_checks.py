@@ -128,6 +128,25 @@ def test_workers_on_machines_of_their_own_need_only_their_share():
     assert plan.machine_memory == max(worker.memory for worker in plan.workers)
     assert plan.machine_cores == 1
     assert plan.memory > 32 * plan.machine_memory
+    # The largest worker has one fragment of 48, and some have none.
+    assert plan.share_served < 1 / 16
+    assert plan.busiest_disk.bytes_per_s < plan.disk.bytes_per_s / 16
+
+
+def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
+    """The lead has every fragment once, at the run's beginning and end, and all lines;
+    workers divide the rest."""
+    small = changed(terms_of("four_regions"), {"launch.coordinator_disk_gb": 400})
+    assert "disk bytes" in {r.check for r in refusals(small)}
+    apart = changed(small, {"placement.workers": 4, "launch.workers_apart": True})
+    assert "disk bytes" not in {r.check for r in refusals(apart)}
+    plan = needs_of(apart).coordinator
+    lead, *workers = plan.disks
+    assert (lead.log, lead.deltas, lead.snapshot_bytes_per_s) == (0, 0, 0.0)
+    assert lead.lines == plan.disk.lines > sum(w.lines for w in workers) == 0
+    assert sum(w.log for w in workers) == pytest.approx(plan.disk.log)
+    assert plan.fullest_disk.bytes == max(d.bytes for d in plan.disks)
+    assert plan.fullest_disk.bytes < plan.disk.bytes
 
 
 def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():
