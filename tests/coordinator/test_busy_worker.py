@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, IslandConfig
+from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.workers import process, rendezvous
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.signs import sign_of_life
@@ -67,7 +68,9 @@ def restoring(tmp_path, monkeypatch):
     Restores.leads = queue.SimpleQueue()
     monkeypatch.setattr(process, "HoldingWorker", Restores)
     monkeypatch.setattr(process, "setup_logging", lambda: None)
-    config = Config(islands={"a": IslandConfig()})
+    monkeypatch.setattr(process.os, "_exit", sys.exit)
+    placement = Placement(outage_budget_s=1.0)
+    config = Config(islands={"a": IslandConfig()}, placement=placement)
     begin = BeginWorker(
         config=dataclasses.asdict(config),
         workdir=str(tmp_path),
