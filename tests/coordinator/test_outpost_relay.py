@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.coordinator.workers.line import START_S, read_frame, write_frame
+from diloco_jax.coordinator.workers.outpost import relay as relays
 from diloco_jax.coordinator.workers.outpost.relay import relay
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.working import (
@@ -74,7 +75,34 @@ def test_a_lead_that_is_gone_is_noticed_by_the_worker(relaying):
     assert found.result(PATIENCE_S) is False
 
 
-def test_a_worker_that_says_nothing_hangs(relaying):
+def test_a_worker_that_says_nothing_hangs(relaying, monkeypatch):
+    monkeypatch.setattr(relays, "START_S", 0.0)
     lead, _, found = relaying(0.1)
     assert found.result(PATIENCE_S) is True
     assert read_frame(lead) is None
+
+
+class Impatient:
+    """An end that times out at once, unless it may take as long as a start does."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        for name in ("recv", "sendall", "shutdown"):
+            setattr(self, name, getattr(end, name))
+
+    def settimeout(self, value: float) -> None:
+        self._end.settimeout(PATIENCE_S if value == START_S else 1e-6)
+
+
+def test_a_process_that_starts_may_be_silent_for_longer_than_one_that_runs():
+    pairs = [socket.socketpair() for _ in range(2)]
+    (lead, outer), (worker, inner) = pairs
+    with lead, outer, worker, inner, ThreadPoolExecutor(1) as pool:
+        lead.settimeout(PATIENCE_S)
+        found = pool.submit(relay, outer, Impatient(inner), Deadlines(1.0))
+        write_frame(lead, LeadAlive())
+        assert read_frame(worker) == encode(LeadAlive()), "it is relayed by now"
+        write_frame(worker, WorkerFailed(text="its first word"))
+        assert read_frame(lead) == encode(WorkerFailed(text="its first word"))
+        assert read_frame(lead) is None, "it is silent then"
+        found.result(PATIENCE_S)

@@ -24,6 +24,9 @@ from diloco_jax.protocol import working
 if TYPE_CHECKING:  # It imports jax, which a launcher does without.
     from diloco_jax.wire.duplex import End
 
+START_S = 60.0
+"""Longest wait for the first word of a worker's process, in seconds: it may have to be
+started, and imports jax, on a machine that others use as well."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -37,6 +40,7 @@ class WorkerLine:
         alive: Callable[[], msgspec.Struct],
         alive_s: float,
         silence_s: float,
+        start_s: float = 0.0,
     ) -> None:
         """Begin to send, and to receive what `messages` yields later.
 
@@ -46,8 +50,10 @@ class WorkerLine:
           silence_s: seconds without a message after which the other process counts as
             gone. It also counts as gone if it takes no message for so
             long: it takes them while it restores or saves for minutes, too.
+          start_s: seconds until its first message, if they may be more.
         """
-        end.settimeout(silence_s)
+        end.settimeout(max(silence_s, start_s))
+        self._silence_s = silence_s
         self._end, self._decode = end, decode
         self._alive, self._alive_s = alive, alive_s
         # It holds few: a sign of life, and messages of merges that are under way.
@@ -89,6 +95,8 @@ class WorkerLine:
         frame: bytes | None = b""
         while frame is not None:
             frame = read_frame(self._end)
+            with contextlib.suppress(OSError):  # It may be closed by now.
+                self._end.settimeout(self._silence_s)
             self._arrived.put(frame)
 
     def _write(self) -> None:

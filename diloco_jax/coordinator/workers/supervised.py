@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.workers.crashes import Crashes
-from diloco_jax.coordinator.workers.line import WorkerLine, write_frame
+from diloco_jax.coordinator.workers.line import START_S, WorkerLine, write_frame
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.places import BesideLead, Place, Unreachable
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
@@ -251,6 +251,7 @@ class Supervised:
             LeadAlive,
             deadlines.report_s,
             3 * deadlines.lease_s,
+            START_S,
         )
         line.send(asked)
         with self._lines:

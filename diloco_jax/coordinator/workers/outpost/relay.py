@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from diloco_jax.coordinator.workers.line import pass_frame, read_frame
+from diloco_jax.coordinator.workers.line import START_S, pass_frame, read_frame
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.wire.duplex import End
 
@@ -17,18 +17,19 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
     """Pass messages on in both directions until an end is closed or silent; tell
     whether it is the worker that says nothing any more, though it has the line.
 
-    A worker shows that it lives far more often than `silence_s`, and the lead waits
-    longer for it. What the worker says is passed on to its end: its last word may be
-    why it failed.
+    A worker shows that it lives far more often than `silence_s`, once it has started,
+    and the lead waits longer for it. What the worker says is passed on to its end: its
+    last word may be why it failed.
     """
     silence_s = 2 * deadlines.lease_s
     lead.settimeout(3 * deadlines.lease_s)
-    worker.settimeout(silence_s)
+    worker.settimeout(max(silence_s, START_S))
     heard = time.monotonic()
 
     def hear(_: bytes) -> None:
         nonlocal heard
         heard = time.monotonic()
+        worker.settimeout(silence_s)
 
     def inwards() -> None:
         _pass_on(lead, worker, lambda _: None)
