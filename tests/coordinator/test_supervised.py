@@ -114,7 +114,7 @@ def ending(begun, monkeypatch):
 def breaking(begun, monkeypatch):
     """Makes a worker on another machine, to which lines break; see `OtherMachine`."""
 
-    def make(processes: Iterator[str]) -> queue.SimpleQueue[Any]:
+    def make(processes: Iterator[str]) -> tuple[Supervised, queue.SimpleQueue[Any]]:
         monkeypatch.setattr(OtherMachine, "processes", processes, raising=False)
         monkeypatch.setattr(supervised, "Elsewhere", OtherMachine)
         worker, heard = begun(workers=2, worker_addresses=("a:1", "b:2"))
