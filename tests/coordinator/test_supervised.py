@@ -5,6 +5,7 @@ A script stands in for a process here, and a thread for one on another machine.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import queue
@@ -58,7 +59,7 @@ class OtherMachine:
         return OpenLine(own, begin, True)
 
     def _speak(self, end: socket.socket) -> None:
-        with end:
+        with end, contextlib.suppress(OSError):  # The lead may part it.
             read_frame(end), read_frame(end)
             if process := next(self.processes):
                 restored = FragmentsRestored(fragments=(), discarded=0, environment={})

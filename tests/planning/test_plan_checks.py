@@ -144,7 +144,9 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     lead, *workers = plan.disks
     assert (lead.log, lead.deltas, lead.snapshot_bytes_per_s) == (0, 0, 0.0)
     assert lead.lines == plan.disk.lines > sum(w.lines for w in workers) == 0
-    assert sum(w.log for w in workers) == pytest.approx(plan.disk.log)
+    # Each writes its share in a shorter round, so fewer publishes wait for it.
+    assert 0 < sum(w.log for w in workers) < plan.disk.log
+    assert sum(w.round_seconds for w in workers) >= plan.disk.round_seconds
     assert plan.fullest_disk.bytes == max(d.bytes for d in plan.disks)
     assert plan.fullest_disk.bytes < plan.disk.bytes
 
