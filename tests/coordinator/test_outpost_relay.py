@@ -91,7 +91,7 @@ class Impatient:
             setattr(self, name, getattr(end, name))
 
     def settimeout(self, value: float) -> None:
-        self._end.settimeout(PATIENCE_S if value == START_S else 1e-6)
+        self._end.settimeout(PATIENCE_S if value == START_S else 0.0)
 
 
 def test_a_process_that_starts_may_be_silent_for_longer_than_one_that_runs():
