@@ -82,9 +82,8 @@ class DiskPlan:
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second that are written to the disk."""
-        return self.written_per_s - (
-            self.snapshot_bytes_per_s if self.in_bucket else 0.0
-        )
+        snapshots = 0.0 if self.in_bucket else self.snapshot_bytes_per_s
+        return self.log_bytes_per_s + self.export_bytes_per_s + snapshots
 
     @property
     def written_per_s(self) -> float:
