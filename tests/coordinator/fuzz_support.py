@@ -263,7 +263,8 @@ class World:
             require(len(made.lead.journal.ignored_messages) <= 100, "kinds of ignored")
             waiting, inbox = made.sessions, made.inbox
             most = DELTAS_AT_ONCE * len(ADMITTED) * sum(x.total_bytes for x in LAYOUTS)
-        require(inbox.memory_bytes <= most, f"inbox has {inbox.memory_bytes} bytes")
+        held = inbox._rooms.memory_bytes
+        require(held <= most, f"inbox has {held} bytes")
         served = len(waiting._waiting) + len(waiting._serving)
         require(served <= len(self.streams), f"{served} sessions are kept")
 

@@ -6,45 +6,17 @@ import os
 import shutil
 import threading
 import time
-import weakref
 
-import numpy as np
 import pytest
+from inbox_support import KEY, LAYOUTS, layout, put, start
 
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.rooms import TOLD_S, Rooms
-from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.payload import Box, PayloadLayout
+from diloco_jax.core.payload import Box
 from diloco_jax.protocol.values import DeltaKey
-from diloco_jax.wire.bulk import UploadStart
 from diloco_jax.wire.errors import Busy, RemoteProtocolError
 
-KEY = DeltaKey("a", 1, 0, 7)
 LATE_S = 60.0
-
-
-def layout(shape):
-    (pieces,) = plan_fragments(
-        {"x": shape}, {"x": ("embed",) * len(shape)}, 1
-    ).fragments
-    return PayloadLayout.of(get_codec("bf16"), pieces)
-
-
-LAYOUTS = [layout((50,)), layout((64, 64))]  # 100 bytes; 2 x 2 tiles of 2048 bytes
-
-
-def start(offset=0, length=100, total=100, **other):
-    fields = {"island": "a", "incarnation": 1, "fragment": 0, "tick": 7, **other}
-    return UploadStart(
-        run_id="r", session="s", offset=offset, length=length, total=total, **fields
-    )
-
-
-def put(inbox, stripe, value):
-    place = inbox.begin(stripe)
-    place[:] = bytes([value]) * stripe.length
-    return inbox.end(stripe, place)
 
 
 @pytest.fixture
@@ -268,11 +240,11 @@ def test_parts_on_their_way_are_in_memory_only_as_far_as_it_is_for_them(tmp_path
     inbox = Inbox(LAYOUTS, rooms)
     for value, part in enumerate((LEFT, RIGHT)):
         assert not put(inbox, half(part, 0, 4000), value)
-    assert inbox.memory_bytes == 8192 + 4096, "one part is on disk"
+    assert rooms.memory_bytes == 8192 + 4096, "one part is on disk"
     assert not put(inbox, half(LEFT, 4000, 96), 0)
-    assert inbox.memory_bytes == 8192, "what is in its place needs no other"
+    assert rooms.memory_bytes == 8192, "what is in its place needs no other"
     assert put(inbox, half(RIGHT, 4000, 96), 1)
-    assert inbox.memory_bytes == 8192
+    assert rooms.memory_bytes == 8192
     (tiles,) = LAYOUTS[1].unpack(inbox.payload(DeltaKey("a", 1, 1, 7)).data)
     assert (tiles[:, 0] == 0).all()
     assert (tiles[:, 1] == 1).all()
@@ -326,30 +298,3 @@ def test_hosts_that_send_the_same_tiles_are_refused():
         inbox.begin(half(row))
     with pytest.raises(RemoteProtocolError, match="is not in a fragment of 1 pieces"):
         inbox.begin(half((Box(0, (0, 0), (3, 1)),)))
-
-
-def test_the_next_delta_has_the_memory_of_one_that_was_merged():
-    """New pages cost the kernel up to as much as TLS."""
-    inbox = Inbox(LAYOUTS, Rooms(1 << 20))
-    places, others = set(), []
-    for value in range(4):
-        place = inbox.begin(start())
-        places.add(np.frombuffer(place, np.uint8).ctypes.data)
-        place[:] = bytes([value]) * len(place)
-        assert inbox.end(start(), place)
-        place.release()
-        assert (inbox.payload(KEY) == value).all()
-        inbox.drop(KEY)
-        # What is freed goes to these.
-        others += [np.empty(n, np.uint8) for n in range(50, 200) for _ in range(8)]
-    assert len(places) == 1
-
-
-def test_spare_memory_and_deltas_have_no_more_than_deltas_had():
-    rooms = Rooms(1000)
-    first = [rooms.in_memory(100, held) for held in (0, 100, 200)]
-    memory = [weakref.ref(room.place.base) for room in first]
-    first.clear()
-    large = rooms.in_memory(150, 0)
-    assert large is not None
-    assert [held() is None for held in memory] == [True, True, False], "300 at most"

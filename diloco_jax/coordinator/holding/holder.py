@@ -203,8 +203,10 @@ class StoreHolder:
         return [_arrived(key, squares) for key, squares in found.items()]
 
     def keep_house(self, now: float) -> None:
-        """Begin to write the snapshot that is due, if any is."""
+        """Begin to write the snapshot that is due, and to give back memory that is."""
         self._saver.write_due(now)
+        if not self._closing.is_set():
+            self._inbox.keep_house(now, self._submit)
 
     def save_all(self, within_s: float | None) -> bool:
         """Write the snapshots of the end; see `Saver.write_last`. Return True: they are

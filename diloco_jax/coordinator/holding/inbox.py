@@ -10,12 +10,9 @@ stripe that does not fit on disk either is answered Busy, and comes again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from diloco_jax.coordinator.holding.rooms import Room, Rooms
+from diloco_jax.coordinator.holding.rooms import Place, Rooms
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
@@ -35,9 +32,9 @@ class _Arriving:
     """Bytes of one part, stripe by stripe. Nothing writes where a stripe has arrived:
     what was checked, and is merged, stays as it was."""
 
-    def __init__(self, room: Room) -> None:
-        self.nbytes = room.place.nbytes
-        self.room: Room | None = room
+    def __init__(self, room: Place) -> None:
+        self.nbytes = room.nbytes
+        self.room: Place | None = room
         """None once the bytes are in their place in the payload."""
         self._arrived: set[tuple[int, int]] = set()
         self._lent: dict[tuple[int, int], memoryview] = {}
@@ -74,7 +71,7 @@ class _Arriving:
                 f"a delta of fragment {start.fragment} from {start.island!r} comes in "
                 f"more than {MOST_STRIPES} stripes; send larger ones"
             )
-        place = self.room.place.data[start.offset : start.offset + start.length]
+        place = self.room.data[start.offset : start.offset + start.length]
         self._lent[wanted] = place
         return place
 
@@ -90,7 +87,7 @@ class _Arriving:
 
 
 class _Assembly:
-    def __init__(self, layout: PayloadLayout, room: Room) -> None:
+    def __init__(self, layout: PayloadLayout, room: Place) -> None:
         self.room = room
         self.coverage = Coverage(layout)
         self.parts: dict[Part, _Arriving] = {}
@@ -98,15 +95,6 @@ class _Assembly:
         payload."""
         self.complete = False
         self.squares: Squares = ()
-
-    @property
-    def memory_bytes(self) -> int:
-        beside = sum(
-            arriving.room.memory_bytes
-            for part, arriving in self.parts.items()
-            if part and arriving.room is not None
-        )
-        return self.room.memory_bytes + beside
 
     def require_space(self, nbytes: int) -> None:
         """Raise RemoteProtocolError if a part of this size does not fit beside the
@@ -117,10 +105,10 @@ class _Assembly:
                 f"part from each of its hosts"
             )
         held = sum(arriving.nbytes for arriving in self.parts.values())
-        if held + nbytes > self.room.place.nbytes:
+        if held + nbytes > self.room.nbytes:
             raise RemoteProtocolError(
                 f"parts of one delta have {held} and {nbytes} bytes, the whole of it "
-                f"{self.room.place.nbytes}: its hosts send the same tiles; give them "
+                f"{self.room.nbytes}: its hosts send the same tiles; give them "
                 f"one config"
             )
 
@@ -136,12 +124,19 @@ class Inbox:
         self._deltas: dict[DeltaKey, _Assembly] = {}
 
     def beside(self, layouts: Sequence[PayloadLayout]) -> Inbox:
-        """Return an inbox for payloads of other layouts, with as much room again."""
+        """Return an inbox for payloads of other layouts, in the same rooms."""
         return Inbox(layouts, self._rooms)
 
     def alerts(self, now: float) -> list[str]:
         """See `Rooms.alerts`."""
         return self._rooms.alerts(now)
+
+    def keep_house(
+        self, now: float, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Have spare memory given back by a function for `submit`, if it is time."""
+        if self._rooms.ends_span(now):
+            submit(self._rooms.give_back)
 
     def begin(self, start: UploadStart) -> memoryview:
         """Return the writable place of a stripe. The caller releases it, whatever
@@ -170,14 +165,14 @@ class Inbox:
                 f"a stripe of {start.length} bytes at {start.offset} does not fit a "
                 f"delta of {start.total} bytes"
             )
-        spare: Room | None = None
+        spare: Place | None = None
         while True:
             with self._lock:
                 missing = self._missing(start, layout)
                 if not missing:
                     return self._place(start)
-                room = spare or self._rooms.in_memory(missing, self._memory_bytes())
-                if room is not None and room.place.nbytes == missing:
+                room = self._rooms.in_memory(missing) if spare is None else spare
+                if room is not None and room.nbytes == missing:
                     self._move_in(start, layout, room)
                     spare = None
                     continue
@@ -199,7 +194,7 @@ class Inbox:
                 return False
             if start.part:
                 layout = self._layouts[start.fragment]
-                payload, octets = assembly.room.place.data, arriving.room.place.data
+                payload, octets = assembly.room.data, arriving.room.data
                 layout.scatter(payload, start.part, octets)
                 arriving.room = None
             assembly.coverage.add(start.part)
@@ -243,7 +238,7 @@ class Inbox:
         assembly.parts[start.part] = _Arriving(assembly.room)
         return 0
 
-    def _move_in(self, start: UploadStart, layout: PayloadLayout, room: Room) -> None:
+    def _move_in(self, start: UploadStart, layout: PayloadLayout, room: Place) -> None:
         assembly = self._deltas.get(_key(start))
         if assembly is None:
             self._deltas[_key(start)] = _Assembly(layout, room)
@@ -257,23 +252,14 @@ class Inbox:
             return _nowhere(start)
         return arriving.lend(start)
 
-    def _memory_bytes(self) -> int:
-        return sum(assembly.memory_bytes for assembly in self._deltas.values())
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of memory that all deltas take."""
-        with self._lock:
-            return self._memory_bytes()
-
-    def payload(self, key: DeltaKey) -> npt.NDArray[np.uint8]:
+    def payload(self, key: DeltaKey) -> Place:
         """Return the bytes of a complete delta; raise KeyError if it has not
         arrived."""
         with self._lock:
             assembly = self._deltas[key]
         if not assembly.complete:
             raise KeyError(f"{key} is not complete")
-        return assembly.room.place
+        return assembly.room
 
     def checked(self, key: DeltaKey, squares: Squares) -> None:
         """Keep the sums of squares of a delta that is still in the inbox."""

@@ -9,13 +9,15 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax import memory
 from diloco_jax.coordinator.holding.spares import Spares
 from diloco_jax.wire.errors import Busy
 
@@ -26,26 +28,20 @@ SPARED_BYTES_EACH = 32
 parameters, anchors and momentum, and what is published meanwhile."""
 TOLD_S = 60.0
 """Seconds for which people are told that a delta found no room."""
+SPAN_S = 300.0
+"""Seconds; memory that no room needed for one to two of these spans is given back. New
+pages for a delta of 1 GB cost less than 0.6 s of them."""
 
-
-class Room(NamedTuple):
-    """Place for bytes: uint8[nbytes], writable."""
-
-    place: npt.NDArray[np.uint8]
-    in_memory: bool
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of memory that the room takes."""
-        return self.place.nbytes if self.in_memory else 0
+Place: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Rooms:
-    """Make rooms. A room is freed when its last reference goes.
+    """Make rooms: uint8[nbytes], writable. A room is freed when its last reference
+    goes.
 
     Its memory becomes that of a later room: the kernel takes 0.1 to 0.6 s per GB to
-    give a process new pages. All rooms and spare memory never have more than all rooms
-    had at some time.
+    give a process new pages. All rooms, whoever asks for them, and spare memory never
+    have more than the limit, nor more than all rooms had lately.
     """
 
     def __init__(
@@ -57,25 +53,52 @@ class Rooms:
         spared_bytes: bytes of that disk that stay free for others.
         """
         self._memory, self._disk, self._spared = memory_bytes, disk, spared_bytes
-        self._spares, self._most = Spares(), 0
-        """Memory that is free again, and the most bytes of rooms in memory so far."""
+        self._lock = threading.Lock()
+        self._spares = Spares()
+        self._most, self._most_before = 0, 0
+        """The most bytes of rooms in memory: in this span of time, and in the last."""
+        self._span_ends = -math.inf
         self._told = False
         self._refused = -math.inf, ""
         """When a delta last found no room, and why."""
 
-    def in_memory(self, nbytes: int, held: int) -> Room | None:
-        """Return a room in memory; None if it does not fit.
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all rooms in memory."""
+        return self._spares.used_bytes
 
-        held: bytes of the rooms that are in memory already.
-        """
-        if held + nbytes > self._memory:
-            return None
-        self._most = max(self._most, held + nbytes)
-        room = Room(self._spares.array((nbytes,), np.uint8), in_memory=True)
-        self._spares.trim(self._most - held - nbytes)
-        return room
+    def in_memory(self, nbytes: int) -> Place | None:
+        """Return a room in memory; None if it does not fit."""
+        with self._lock:
+            used = self.memory_bytes + nbytes
+            if used > self._memory:
+                return None
+            self._most = max(self._most, used)
+            room: Place = self._spares.array((nbytes,), np.uint8)
+            self._spares.trim(max(self._most, self._most_before) - used)
+            return room
 
-    def on_disk(self, nbytes: int) -> Room:
+    def ends_span(self, now: float) -> bool:
+        """Tell, once for each span of time, that it is over: it is time to `give_back`.
+        now: of the monotonic clock. Called on one thread."""
+        if now < self._span_ends:
+            return False
+        self._span_ends = now + SPAN_S
+        return True
+
+    def give_back(self) -> None:
+        """Free the spare memory that rooms have not needed in this span of time and the
+        last. It may take seconds."""
+        with self._lock:
+            used = self.memory_bytes
+            self._most, self._most_before = used, max(self._most, used)
+            freed = self._spares.trim(self._most_before - used)
+        # Outside the lock, for which islands' bytes wait.
+        if freed:
+            freed.clear()
+            memory.give_back()
+
+    def on_disk(self, nbytes: int) -> Place:
         """Return a room on disk, which may take time. Raises Busy if there is none."""
         full = (
             f"{nbytes} bytes more of deltas that wait for their merge exceed the "
@@ -100,7 +123,7 @@ class Rooms:
         if not self._told:
             self._told = True
             logger.warning("%s: further deltas are in %s", full, self._disk)
-        return Room(np.frombuffer(place, np.uint8), in_memory=False)
+        return np.frombuffer(place, np.uint8)
 
     def alerts(self, now: float) -> list[str]:
         """Return why deltas find no room, for people, for a while after one found

@@ -50,11 +50,19 @@ class Spares:
             start = -octets.ctypes.data % CACHE_LINE
             return octets[start : start + nbytes].view(dtype).reshape(shape)
 
-    def trim(self, kept_bytes: int) -> None:
-        """Free the oldest spare memory until arrays of at most `kept_bytes` are left;
-        what aligns them is not counted."""
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the arrays that somebody holds; what aligns them is not counted."""
         with self._lock:
-            kept, spare = [], 0
+            counts = zip(self._octets, _references(self._octets), strict=True)
+            return sum(o.nbytes - CACHE_LINE for o, count in counts if count != UNREAD)
+
+    def trim(self, kept_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """Give up the oldest spare memory until arrays of at most `kept_bytes` are
+        left; what aligns them is not counted. It is freed with the list that is
+        returned."""
+        with self._lock:
+            kept, given_up, spare = [], [], 0
             references = _references(self._octets)
             for octets, count in zip(
                 reversed(self._octets), reversed(references), strict=True
@@ -62,10 +70,12 @@ class Spares:
                 if count == UNREAD:
                     nbytes = octets.nbytes - CACHE_LINE
                     if spare + nbytes > kept_bytes:
+                        given_up.append(octets)
                         continue
                     spare += nbytes
                 kept.append(octets)
             self._octets = kept[::-1]
+            return given_up
 
     def _spare(self, nbytes: int) -> npt.NDArray[np.uint8]:
         references = _references(self._octets)
