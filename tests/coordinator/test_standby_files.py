@@ -15,7 +15,7 @@ from followed_support import Pair
 from diloco_jax import sealed
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.standby.outflow import QUEUED_BYTES, StandbyFeed
+from diloco_jax.coordinator.standby.feed import QUEUED_BYTES, StandbyFeed
 from diloco_jax.errors import ConfigError
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.values import Version

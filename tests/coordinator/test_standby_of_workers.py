@@ -3,15 +3,18 @@ it, and a worker serves nothing that the standby may not have."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from door_support import ADMITTED, PLAN, RUN
 from etils.epath import Path as Folder
-from followed_support import Pair
+from followed_support import ALIVE_S, Pair
 
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
@@ -37,7 +40,10 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.values import Prepared, Version
 from diloco_jax.protocol.working import BeginWorker, FragmentSaved
+from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.follow import CHUNK_BYTES
 
+LATE_S = 30.0
 SNAPSHOTS = "checkpoints/coordinator"
 CONFIG = policy_config(RUN, Placement(workers=2), "r", PLAN.sizes, ADMITTED)
 
@@ -61,7 +67,9 @@ class Worker:
 
 
 def held(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, on_disk: Callable[[Heard], None]
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    on_disk: Callable[[Heard, Callable[[], None]], None],
 ) -> tuple[WorkersHolder, list[Worker]]:
     monkeypatch.setattr(workers_module, "Supervised", Worker)
     placement = Placement(workers=2, mandate=str(folder / "mandate"))
@@ -76,6 +84,7 @@ class Site(Pair):
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(folder)
+        self.decided: queue.SimpleQueue[Heard] = queue.SimpleQueue()
         holder, self.workers = held(monkeypatch, self.here, self.out.heard)
         holder.answer(self._decide, cast(Any, None))
         # Another process has these: nothing here is told of what they write.
@@ -87,8 +96,14 @@ class Site(Pair):
         self.fragments.written = lambda path: self.saved.append(Path(path))
 
     def _decide(self, message: FromHolder | Any) -> None:
-        assert isinstance(message, MergePrepared | AnchorKept)
-        self.log.append({"fragment": message.fragment})
+        if isinstance(message, MergePrepared | AnchorKept):
+            self.log.append({"fragment": message.fragment})
+        self.decided.put(message)
+
+    def decides(self, kind: type) -> None:
+        """Wait until the lead has heard such a message."""
+        while not isinstance(self.decided.get(timeout=LATE_S), kind):
+            pass
 
     def merge(self, version: Version) -> None:
         prepared = self.theirs.write(0, version, b"p", final=False)
@@ -98,9 +113,9 @@ class Site(Pair):
         self.fragments.save(0, version, {})
         self.say(FragmentSaved(fragment=0, version=version))
 
-    def gather(self, version: Version) -> None:
+    def gather(self, version: Version, nbytes: int = 0) -> None:
         """An anchor begins a term of the fragment, which the worker had lost."""
-        self.fragments.save_first(0, version, {})
+        self.fragments.save_first(0, version, {"theta": [np.ones(nbytes, np.uint8)]})
         kept = AnchorKept(
             fragment=0,
             island="a",
@@ -173,7 +188,9 @@ def test_an_anchor_goes_ahead_of_its_record_and_replaces_nothing_before_it(
     site.gather(Version(2, 2))
     # Nobody is told twice of the same file.
     assert len(site.saved) == 1
-    assert site.take(2) == [snapshot(Version(2, 2)), "log/log-000000.bin"]
+    assert site.take(1) == [snapshot(Version(2, 2))]
+    site.decides(AnchorKept)
+    assert site.take(1) == ["log/log-000000.bin"]
     assert site.there_is() == [*before, "2-2 snapshot"]
     site.merge(Version(2, 3))
     site.save(Version(2, 3))
@@ -188,7 +205,66 @@ def test_an_anchor_that_never_counted_goes_when_another_one_comes(site: Site) ->
     site.gather(Version(2, 2))
     site.gather(Version(2, 1))
     site.take()
+    site.decides(AnchorKept)
+    site.decides(AnchorKept)
     assert site.there_is() == ["2-1 snapshot"]
+
+
+def test_a_large_anchor_holds_up_no_record_but_its_own(site: Site) -> None:
+    """All records waited for several GB: the standby was parted from its primary."""
+    site.following()
+    site.gather(Version(2, 2), 3 * CHUNK_BYTES)
+    anchor = snapshot(Version(2, 2))
+    assert site.take(2) == [anchor] * 2
+    site.merge(Version(1, 3))
+    site.decides(MergePrepared)
+    assert site.take(2) == ["publishes/00000/1-3.publish", "log/log-000000.bin"]
+    assert site.decided.empty()
+    assert site.take(2) == [anchor] * 2
+    site.decides(AnchorKept)
+    assert site.take(1) == ["log/log-000000.bin"]
+    assert "2-2 snapshot" in site.there_is()
+    assert site.lost == []
+
+
+def test_an_anchor_waits_for_a_file_of_the_copy_not_for_all_of_it(site: Site) -> None:
+    site.merge(Version(1, 1))
+    site.begin()
+    site.gather(Version(2, 2))
+    assert site.take(3) == ["", "publishes/00000/1-1.publish", snapshot(Version(2, 2))]
+    site.decides(AnchorKept)
+    assert site.take().count("") == 2, "the copy is whole, then nothing is left"
+    assert site.there_is() == ["1-1 publish", "2-2 snapshot"]
+
+
+def test_an_anchor_waits_for_no_standby_that_is_lost_or_too_slow(site: Site) -> None:
+    site.following()
+    site.gather(Version(2, 2))
+    site.out.end(site.outgoing)
+    site.decides(AnchorKept)
+    assert site.lost == []
+    site.outgoing.close()
+    site.outgoing = site.out.prepare("r", {})
+    site.begin()
+    site.out._beside_s = ALIVE_S
+    site.gather(Version(2, 3))
+    site.decides(AnchorKept)
+    (why,) = site.lost
+    assert "has not gone to it within" in why
+    assert isinstance(site.outgoing.error, Busy)
+
+
+def test_the_anchor_of_a_worker_that_has_died_since_is_not_told(site: Site) -> None:
+    site.following()
+    site.gather(Version(2, 2))
+    site.say(WorkerAway(worker=0))
+    site.take()
+    for thread in threading.enumerate():
+        if thread.name == "diloco-beside":
+            thread.join(LATE_S)
+            assert not thread.is_alive()
+    assert isinstance(site.decided.get(timeout=LATE_S), WorkerAway)
+    assert site.decided.empty()
 
 
 def test_no_record_goes_without_a_publish_that_is_gone(site: Site) -> None:
@@ -219,7 +295,7 @@ class Seat(Unseated):
 def test_a_worker_is_not_back_before_what_is_decided_may_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder, (worker, _) = held(monkeypatch, tmp_path, lambda message: None)
+    holder, (worker, _) = held(monkeypatch, tmp_path, Unseated().heard)
     seat, tape = Seat(), Tape(tmp_path / "tape.jsonl")
     lead = Lead(
         CONFIG,

@@ -20,12 +20,13 @@ from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
+from diloco_jax.coordinator.standby.feed import StandbyFeed
 from diloco_jax.coordinator.standby.machine_thread import (
     MachineThread,
     clock,
     timing_of,
 )
-from diloco_jax.coordinator.standby.outflow import Outflow, StandbyFeed
+from diloco_jax.coordinator.standby.outflow import Outflow
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers.supervised import Heard
@@ -202,9 +203,9 @@ class Seat(Unseated):
         publishes.written = self.outflow.published
         snapshots.written = lambda path: self.outflow.snapshot(Path(path))
 
-    def heard(self, message: Heard) -> None:
+    def heard(self, message: Heard, then: Callable[[], None]) -> None:
         """See `Unseated`."""
-        self.outflow.heard(message)
+        self.outflow.heard(message, then)
 
     def turn(
         self, alert: Callable[[str], None], end_sessions: Callable[[str], None]

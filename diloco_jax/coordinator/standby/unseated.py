@@ -33,9 +33,11 @@ class Unseated:
     ) -> None:
         """Have a standby sent what these write from now on."""
 
-    def heard(self, message: Heard) -> None:
+    def heard(self, message: Heard, then: Callable[[], None]) -> None:
         """Have a standby sent the file of which a worker's message tells; on any
-        thread, before the lead hears of it."""
+        thread. then: lets the lead hear of it; called, on some thread, once the file is
+        ahead of whatever the lead writes."""
+        then()
 
     def turn(
         self, alert: Callable[[str], None], end_sessions: Callable[[str], None]

@@ -70,14 +70,16 @@ class WorkersHolder:
         run_id: str,
         sizes: tuple[int, ...],
         kept: KeptCycles,
-        on_disk: Callable[[Heard], None] = lambda message: None,
+        on_disk: Callable[[Heard, Callable[[], None]], None],
     ) -> None:
         """sizes: parameters by fragment. kept: makes cycles of what workers write.
-        on_disk: called with a worker's message before the lead is told; it has a
-        standby sent the file of which that tells. No process is started before
+        on_disk: called with a worker's message and what tells the lead of it; it has a
+        standby sent the file of which that speaks. No process is started before
         `restore`."""
         self._kept, self._on_disk = kept, on_disk
         count = config.placement.workers
+        self._lives = [0] * count
+        """How often each worker went away."""
         self._dealt = deal(sizes, count)
         self._digests = [""] * len(sizes)
         self._run_id, self._key = run_id, secrets.token_bytes(tickets.KEY_BYTES)
@@ -303,8 +305,22 @@ class WorkersHolder:
     def _hear(self, message: Heard) -> None:
         """Pass on what a worker says, on its thread."""
         self._told.wait()
+        if isinstance(message, WorkerAway):
+            self._lives[message.worker] += 1
+        life = self._life_of(message)
         # First: the file has to go ahead of the record that the lead writes of it.
-        self._on_disk(message)
+        self._on_disk(message, lambda: self._pass_on(message, life))
+
+    def _life_of(self, message: Heard) -> int:
+        """Return the life of the worker that says this, if it may be told late."""
+        if not isinstance(message, AnchorKept):
+            return 0
+        return self._lives[self._dealt[message.fragment]]
+
+    def _pass_on(self, message: Heard, life: int) -> None:
+        """Tell the lead, unless the worker that had this has gone away since."""
+        if life != self._life_of(message):
+            return None
         match message:
             case FragmentSaved():
                 return None
