@@ -34,10 +34,9 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
-    admitted,
     faults_of,
     own_tls,
-    policy_config,
+    policy_of,
     require_merging,
     require_ports,
     require_room,
@@ -138,8 +137,8 @@ class Coordinator:
                 f"up; start the coordinator again to go on with that run"
             )
         compilation.use_cache(compilation.of_run(workdir))
-        run_id, sizes, names = self._facts.run_id, self._plan.sizes, admitted(config)
-        self.policy_config = policy_config(run, placement, run_id, sizes, names)
+        run_id, sizes = self._facts.run_id, self._plan.sizes
+        self.policy_config = policy_of(config, self._plan, run_id)
         whose = checkpoint.whose(run, run_id, self._plan)
         self._states = StateSnapshots(
             self._folder, placement, self.policy_config, whose

@@ -32,7 +32,7 @@ from diloco_jax.memory import give_back
 from diloco_jax.models.model import Model, Params
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import recovery, workers
+from diloco_jax.protocol.coordinator import recovery, steering, workers
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
 from diloco_jax.protocol.holding import Committed, FragmentsRestored, RestoreFragments
 from diloco_jax.weights.first import first_pieces, keep_source, keep_tokenizer
@@ -109,6 +109,8 @@ def recover(policy: PolicyConfig, snapshots: StateSnapshots, log: Path) -> FromL
         for number, line in enumerate(lines, start=1)
     ]
     state = recovery.recover(policy, snapshot, later, time.monotonic())
+    if lacking := steering.lacks_room(policy, state.admitted):
+        logger.warning("deltas may wait on the disk: %s", lacking)
     digests: list[dict[int, str]] = [{} for _ in state.fragments]
     for record in later:
         if isinstance(record, records.Merged):

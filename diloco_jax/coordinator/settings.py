@@ -32,17 +32,19 @@ def policy_config(
     run_id: str,
     fragment_sizes: tuple[int, ...],
     admitted: dict[str, int | None] | None = None,
+    room_each: int = 0,
 ) -> PolicyConfig:
     """Collect the settings that decisions depend on, by name, from a config and its
     deadlines.
 
-    fragment_sizes: parameters by fragment. admitted: as in `PolicyConfig`.
+    fragment_sizes: parameters by fragment. admitted, room_each: as in `PolicyConfig`.
     """
     given: dict[str, Any] = {
         "run_id": run_id,
         "fingerprint": run.fingerprint(),
         "fragment_sizes": fragment_sizes,
         "admitted": admitted,
+        "room_each": room_each,
     }
     named = {
         name: getattr(owner, name)
@@ -51,6 +53,12 @@ def policy_config(
         if name not in given and hasattr(owner, name)
     }
     return PolicyConfig(**given, **named)
+
+
+def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
+    """Return the settings of a coordinator's decisions; see `policy_config`."""
+    names, room = admitted(config), room_each(config, plan)
+    return policy_config(config.run, config.placement, run_id, plan.sizes, names, room)
 
 
 def admitted(config: Config) -> dict[str, int | None]:
@@ -107,13 +115,14 @@ def require_room(config: Config, plan: FragmentPlan) -> None:
     """Raise ConfigError if there is no room for one fragment's deltas from all islands:
     the merge at the end of a run takes all of them."""
     needed, placement = room_needed(config, plan), config.placement
+    count = len(admitted(config))
     if placement.merge_buffer_bytes < needed:
         parts = f", and placement.workers = {placement.workers} have equal parts of it"
         raise ConfigError(
             f"placement.merge_buffer_bytes = {placement.merge_buffer_bytes}, "
             f"but deltas of the largest fragment have {largest_delta(config, plan)} "
             f"bytes each (sync.codec_up = {config.run.sync.codec_up!r}), and there are "
-            f"{len(config.islands)} islands{parts * (placement.workers > 1)}; give at "
+            f"{count} islands{parts * (placement.workers > 1)}; give at "
             f"least {needed}, or more sync.fragments"
         )
 
@@ -151,9 +160,16 @@ def coordinator_of(here: Sequence[Principal]) -> Principal:
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:
-    """Return the bytes of the largest fragment's deltas from all islands, as often as
-    there are workers: one of them takes all, and each has an equal part of the room."""
-    return largest_delta(config, plan) * len(config.islands) * config.placement.workers
+    """Return the bytes of `placement.merge_buffer_bytes` that all islands need which
+    may join."""
+    return room_each(config, plan) * len(admitted(config))
+
+
+def room_each(config: Config, plan: FragmentPlan) -> int:
+    """Return the bytes that one island needs of it: the largest fragment's delta, as
+    often as there are workers, since each has an equal part of the room and one of them
+    takes all these deltas."""
+    return largest_delta(config, plan) * config.placement.workers
 
 
 def largest_delta(config: Config, plan: FragmentPlan) -> int:

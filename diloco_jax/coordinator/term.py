@@ -12,7 +12,7 @@ from diloco_jax.coordinator import notes
 from diloco_jax.coordinator.gatherer import Gathered, Gatherer
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.settings import admitted, policy_config
+from diloco_jax.coordinator.settings import policy_of
 from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
@@ -36,9 +36,7 @@ def gather(
     Raises:
       ConfigError: no island has the anchors; says why, and what can be done.
     """
-    numbers = policy_config(
-        config.run, config.placement, "", plan.sizes, admitted(config)
-    )
+    numbers = policy_of(config, plan, "")
     gatherer = Gatherer(config.run, numbers, plan, frozenset(config.islands))
     serve(gatherer)
     try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.settings import room_needed
+from diloco_jax.coordinator.settings import admitted, room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.planning.changes import Change, shown
 from diloco_jax.planning.changes import changed as changed_config
@@ -271,7 +271,7 @@ def _buffer(terms: Terms) -> Check:
         "merge buffer",
         needed,
         has,
-        f"deltas of the largest fragment from {len(config.islands)} islands take "
+        f"deltas of the largest fragment from {len(admitted(config))} islands take "
         f"{needed / workers / GB:.3g} GB{each} and placement.merge_buffer_bytes is "
         f"{has / GB:.3g} GB",
         lambda: iter(({"placement.merge_buffer_bytes": needed},)),

@@ -13,9 +13,13 @@ from diloco_jax.config import (
 )
 from diloco_jax.coordinator.settings import (
     admitted_hosts,
+    largest_delta,
     policy_config,
+    policy_of,
     require_cores,
+    room_needed,
 )
+from diloco_jax.core.fragments import plan_fragments
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -53,6 +57,18 @@ def test_what_no_config_says_is_as_given():
     assert (policy.run_id, policy.fragment_sizes) == ("r", (30, 10))
     assert policy.fingerprint == RUN.fingerprint()
     assert policy.flush_s == 60.0
+
+
+def test_room_is_counted_for_everyone_who_may_join():
+    islands = {"a": IslandConfig(), "b": IslandConfig()}
+    placement = Placement(admit=("b", "guest"), workers=2)
+    config = Config(run=RUN, islands=islands, placement=placement)
+    plan = plan_fragments({"x": (4, 30)}, {"x": ("layers", "embed")}, 4)
+    policy = policy_of(config, plan, "r")
+    assert policy.room_each == 2 * largest_delta(config, plan) > 0
+    assert room_needed(config, plan) == 3 * policy.room_each
+    assert policy.merge_buffer_bytes == placement.merge_buffer_bytes
+    assert policy.admitted == {"guest": None, "a": 8, "b": 8}
 
 
 def test_places_are_counted_by_host_and_a_guest_is_one():

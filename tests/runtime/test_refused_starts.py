@@ -102,6 +102,9 @@ def test_deltas_that_find_no_room_are_refused(config, tmp_path):
     assert f"{largest} bytes each (sync.codec_up = 'int8')" in message
     assert f"2 islands; give at least {2 * largest}, or more" in message
     Coordinator(placed(config, merge_buffer_bytes=2 * largest), tmp_path, init=True)
+    guest = placed(config, merge_buffer_bytes=3 * largest - 1, admit=("guest",))
+    message = refused_start(guest, tmp_path / "guest", init=True)
+    assert f"3 islands; give at least {3 * largest}, or more" in message
     # One of the workers has all deltas of a fragment, and half of the room.
     shared = placed(config, merge_buffer_bytes=4 * largest - 1, workers=2)
     message = refused_start(shared, tmp_path / "shared", init=True)

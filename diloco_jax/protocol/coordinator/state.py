@@ -82,6 +82,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     says. Without this dict any island is let in, with any batch."""
     sequence_length: int = 0
     """Tokens per sequence."""
+    merge_buffer_bytes: int = 0
+    """Memory for deltas that wait for their merge."""
+    room_each: int = 0
+    """Bytes of it that each admitted island needs; 0 = nobody counts them."""
 
     @property
     def fragments(self) -> int:

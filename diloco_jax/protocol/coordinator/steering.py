@@ -23,8 +23,10 @@ def refusal(config: PolicyConfig, state: State, event: Steer) -> str:
     name = event.island
     match event.how:
         case "admit":
-            if is_in(config, state, name) or len(state.admitted) < MOST_ADMITTED:
+            if is_in(config, state, name):
                 return ""
+            if len(state.admitted) < MOST_ADMITTED:
+                return lacks_room(config, (*state.admitted, name))
             return (
                 f"{len(state.admitted)} islands are let in besides those of the "
                 f"config, and no more can be; remove one (`diloco admit NAME "
@@ -44,6 +46,22 @@ def refusal(config: PolicyConfig, state: State, event: Steer) -> str:
                 return ""
             known = ", ".join(map(repr, state.islands)) or "none"
             return f"no island {name!r} was ever in the run; there were {known}"
+
+
+def lacks_room(config: PolicyConfig, also: tuple[str, ...]) -> str:
+    """Explain why there is no room for deltas of these islands beside those of the
+    config; empty if there is. The flush of a fragment takes all islands' deltas."""
+    count = len({*(config.admitted or ()), *also})
+    needed = config.room_each * count
+    if needed <= config.merge_buffer_bytes:
+        return ""
+    return (
+        f"placement.merge_buffer_bytes = {config.merge_buffer_bytes}, but with "
+        f"{', '.join(map(repr, also))}, which the config does not name, there are "
+        f"{count} islands, and their deltas of the largest fragment take {needed}; "
+        f"start the coordinator again with at least that, or remove one of these "
+        f"(`diloco admit NAME --remove`)"
+    )
 
 
 def is_in(config: PolicyConfig, state: State, name: str) -> bool:

@@ -127,6 +127,25 @@ def test_no_more_are_admitted_than_there_are_places_for() -> None:
     assert persisted(d.feed(more), "admitted")
 
 
+def test_no_more_are_admitted_than_the_merge_buffer_has_room_for() -> None:
+    """The flush takes the deltas of all islands: one that was let in was not counted,
+    and theirs came late."""
+    d = only_named("a", merge_buffer_bytes=299, room_each=100)
+    steer(d, "admit", "c")
+    assert d.state.admitted == ("c",)
+    more = Steer(how="admit", island="e")
+    refusal = steering.refusal(d.config, d.state, more)
+    assert "placement.merge_buffer_bytes = 299, but with 'c', 'e', which the" in refusal
+    assert "there are 3 islands" in refusal
+    assert "the largest fragment take 300; start the coordinator again" in refusal
+    assert d.feed(more) == []
+    assert steering.refusal(d.config, d.state, Steer(how="admit", island="c")) == ""
+    steer(d, "remove", "c")
+    assert persisted(d.feed(more), "admitted")
+    d.crash()
+    assert d.state.admitted == ("e",)
+
+
 def test_without_a_list_of_names_everyone_is_in_already() -> None:
     d = Driver()
     assert steer(d, "admit", "c") == []
