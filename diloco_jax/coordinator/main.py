@@ -245,7 +245,7 @@ class Coordinator:
         write = self._disk.until_written if finished else self._disk.once
         write("islands' measures", self._roster.save)
         if finished:
-            self._seat.finish(self._deadlines.stop_s / 2)
+            self._seat.ended()
         else:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
@@ -267,7 +267,7 @@ class Coordinator:
             # The summary says that the run is over: nothing is left to do.
             write("the summary", self._sum_up)
             too_late.wait(linger_s, lambda: self._interrupted)
-        told = not finished or self._seat.finish(self._patience_s())
+        told = not finished or self._seat.finish(self._patience_s)
         done = told and self._all_here and not self._disk.alerts
         return EXIT_DONE if done else EXIT_FAILED
 

@@ -232,7 +232,8 @@ def test_a_primary_that_dies_before_it_serves_leaves_its_standby_in_step(
     lead.die()
     with contextlib.ExitStack() as opened:
         again = seated(placed(tmp_path, lead.address), lead.workdir, opened=opened)
-        assert again.shown()["mandate"]["state"] == "loading"
+        shown = again.shown()["mandate"]
+        assert (shown["state"], shown["standby"]) == ("loading", ""), "nobody follows"
     standby.join()
     assert standby.outcome == StandbyOutcome("log", "r")
 
@@ -272,7 +273,7 @@ def test_a_standby_with_a_full_disk_is_not_in_step_until_there_is_room(
 
 
 def test_a_run_is_not_over_before_the_mandate_says_so(
-    tmp_path: Path, lead: Lead, monkeypatch: pytest.MonkeyPatch
+    lead: Lead, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*arguments: object) -> None:
         raise OSError("away")
@@ -280,8 +281,14 @@ def test_a_run_is_not_over_before_the_mandate_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(lead.seat._store, "read", away)
         patch.setattr(lead.seat._store, "write", away)
-        assert not lead.seat.finish(BUDGET_S / 3)
-    assert lead.seat.finish(WITHIN_S)
+        lead.seat.ended()
+        assert not lead.seat.finish(lambda: BUDGET_S / 3)
+        assert caplog.text.count("the mandate has not said so") == 1
+        # As when a person asks the process to end while it waits.
+        patience = iter((WITHIN_S, WITHIN_S, 0.0))
+        assert not lead.seat.finish(lambda: next(patience))
+        assert next(patience, None) is None
+    assert lead.seat.finish(lambda: WITHIN_S)
 
 
 def test_a_primary_that_wakes_up_shows_nothing_and_ends(
@@ -321,7 +328,8 @@ def test_islands_are_sent_elsewhere_once_the_object_is_away(
 def test_the_end_of_the_run_ends_the_standby(tmp_path: Path, lead: Lead) -> None:
     standby = Standby(tmp_path, lead.address)
     until(lambda: in_step(lead))
-    assert lead.seat.finish(WITHIN_S)
+    lead.seat.ended()
+    assert lead.seat.finish(lambda: WITHIN_S)
     standby.join()
     assert standby.outcome == StandbyOutcome("")
 

@@ -50,6 +50,7 @@ from diloco_jax.protocol.standby.events import (
     StateLoaded,
     StepDown,
 )
+from diloco_jax.protocol.standby.machines import FOLLOWED
 from diloco_jax.protocol.standby.primary import Primary
 from diloco_jax.wire import follow
 from diloco_jax.wire.errors import Busy, Refused
@@ -62,6 +63,8 @@ LAPSED = (
     "the mandate ran out: its object did not answer (see the log), so the standby may "
     "lead, and islands look for it"
 )
+POLL_S = 0.2
+"""Pause between two looks at how long to wait: a handler of signals notifies nobody."""
 MANDATE = "mandate"
 """Code of a coordinator that does not lead."""
 
@@ -243,21 +246,28 @@ class Seat(Unseated):
         """See `Unseated`."""
         self._machine.give(StateGathered())
 
-    def finish(self, within_s: float) -> bool:
+    def ended(self) -> None:
         """See `Unseated`."""
         self._machine.give(RunFinished())
+
+    def finish(self, patience_s: Callable[[], float]) -> bool:
+        """See `Unseated`."""
 
         def told(state: Primary) -> bool:
             return state.phase == "over" or (state.told_over and state.request is None)
 
-        if not (done := self._machine.wait_for(told, within_s)):
-            logger.error(
-                "the run is over, and the mandate does not say so within %g s, since "
-                "its object does not answer: a standby still waits to take over. Once "
-                "the object answers, start this coordinator again, and it says so",
-                within_s,
-            )
-        return done
+        began = clock()
+        while not self._machine.wait_for(told, POLL_S):
+            if (waited := clock() - began) >= patience_s():
+                logger.error(
+                    "the run is over, and the mandate has not said so for %.0f s, "
+                    "since its object does not answer: a standby still waits to take "
+                    "over. Once the object answers, start this coordinator again, and "
+                    "it says so",
+                    waited,
+                )
+                return False
+        return True
 
     def close(self) -> None:
         """See `Unseated`."""
@@ -271,14 +281,14 @@ class Seat(Unseated):
     def shown(self) -> dict[str, Any]:
         """See `Unseated`."""
         state = self._machine.state
-        lag = state.written - state.answered if state.standby else 0
+        follows = state.phase in FOLLOWED
         mandate = {
             "node": self.node,
             "reign": state.reign,
             "valid_seconds": max(0.0, round(state.valid_until - clock(), 1)),
-            "standby": state.standby,
+            "standby": state.standby if follows else "",
             "state": state.phase,
-            "lag": lag,
+            "lag": state.written - state.answered if follows else 0,
         }
         return {"mandate": mandate}
 

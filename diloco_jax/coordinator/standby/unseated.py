@@ -62,9 +62,12 @@ class Unseated:
     def begun(self) -> None:
         """Note that the state that was gathered is durable."""
 
-    def finish(self, within_s: float) -> bool:
-        """Say in the mandate that the run is over; return False if it does not say so
-        within that time."""
+    def ended(self) -> None:
+        """Have the mandate say that the run is over."""
+
+    def finish(self, patience_s: Callable[[], float]) -> bool:
+        """Wait until the mandate says so, after `ended`; return False if it has not
+        within that time. patience_s: is asked again and again."""
         return True
 
     def shown(self) -> dict[str, Any]:

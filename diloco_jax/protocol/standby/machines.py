@@ -65,3 +65,7 @@ STANDBY_MACHINES: tuple[StateMachine[str], ...] = (PRIMARY, STANDBY)  # type: ig
 
 GATED = ("loading", "proving", "naming", "in_step", "parting")
 """States in which only what the standby has answered for is visible."""
+
+FOLLOWED = ("copying", "proving", "naming", "in_step")
+"""States in which a standby follows, and is parted if it is silent. In the others it is
+only the node that the mandate may still name."""

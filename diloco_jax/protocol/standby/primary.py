@@ -47,7 +47,12 @@ from diloco_jax.protocol.standby.events import (
     WriteMandate,
     WriteRefused,
 )
-from diloco_jax.protocol.standby.machines import GATED, PRIMARY, PrimaryState
+from diloco_jax.protocol.standby.machines import (
+    FOLLOWED,
+    GATED,
+    PRIMARY,
+    PrimaryState,
+)
 from diloco_jax.protocol.standby.mandate import (
     NO_GENERATION,
     Mandate,
@@ -156,7 +161,7 @@ def next_deadline(state: Primary, now: float) -> float:
         return math.inf
     if state.request is None:
         times.append(state.next_at)
-    if state.phase in ("copying", "proving", "naming", "in_step"):
+    if state.phase in FOLLOWED:
         times.append(_patience_ends(state))
     if _leads(state) and not state.lapsed:
         times.append(state.valid_until)
@@ -268,7 +273,7 @@ def _attached(state: Primary, node: str, now: float) -> Step:
 
 
 def _answered(state: Primary, number: int, now: float) -> Primary:
-    if state.phase not in ("copying", "proving", "naming", "in_step"):
+    if state.phase not in FOLLOWED:
         return state
     answered = max(state.answered, min(number, state.written))
     behind = state.behind_since
@@ -278,7 +283,7 @@ def _answered(state: Primary, number: int, now: float) -> Primary:
 
 
 def _lost(state: Primary, why: str) -> Step:
-    if state.phase not in ("copying", "proving", "naming", "in_step"):
+    if state.phase not in FOLLOWED:
         return state, []
     phase = PRIMARY.move(state.phase, "lose")
     standby = state.standby if phase == "parting" else ""
@@ -312,8 +317,7 @@ def _advance(state: Primary, now: float) -> Step:
     effects: list[PrimaryEffect] = []
     if state.phase == "over":
         return state, effects
-    followed = state.phase in ("copying", "proving", "naming", "in_step")
-    if followed and now >= _patience_ends(state):
+    if state.phase in FOLLOWED and now >= _patience_ends(state):
         state, effects = _lost(state, "it was silent, or too slow, for too long")
     near = state.answered >= 0 and state.written - state.answered <= NEAR
     if state.phase == "copying" and near:
