@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -108,6 +110,61 @@ def test_old_files_of_a_folder_go_and_a_late_writer_is_refused(tmp_path: Path) -
     assert len(list(tmp_path.iterdir())) == KEPT
     assert store.write(THEIRS, "3", TIMEOUT_S) is None
     assert store.read(TIMEOUT_S) == (generation, OURS)
+
+
+def test_another_object_of_the_same_number_is_another_generation(
+    tmp_path: Path,
+) -> None:
+    """A primary that was stopped while a person began anew replaced the new object."""
+    folder = tmp_path / "mandate"
+    store, generation = FolderStore(str(folder)), NO_GENERATION
+    for _ in range(3):
+        generation = store.write(OURS, generation, TIMEOUT_S) or ""
+    shutil.rmtree(folder)
+    other = NO_GENERATION
+    for _ in range(3):
+        other = store.write(THEIRS, other, TIMEOUT_S) or ""
+    assert store.write(OURS, generation, TIMEOUT_S) is None
+    assert store.read(TIMEOUT_S) == (other, THEIRS)
+
+
+def test_a_folder_that_is_removed_amid_a_write_has_no_two_holders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of the higher number counted, beside that of the new object."""
+    folder = tmp_path / "mandate"
+    store, generation = FolderStore(str(folder)), NO_GENERATION
+    for _ in range(5):
+        generation = store.write(OURS, generation, TIMEOUT_S) or ""
+    first: list[str | None] = []
+    make = Path.mkdir
+
+    def removed(self: Path, *arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(Path, "mkdir", make)
+        shutil.rmtree(folder)
+        first.append(FolderStore(str(folder)).write(THEIRS, NO_GENERATION, TIMEOUT_S))
+
+    monkeypatch.setattr(Path, "mkdir", removed)
+    assert store.write(OURS, generation, TIMEOUT_S) is None
+    assert store.read(TIMEOUT_S) == (first[0], THEIRS)
+
+
+def test_a_link_of_which_the_answer_was_lost_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS asks again then, and hears that the file exists."""
+    link = os.link
+
+    def lost(source: Path, path: Path) -> None:
+        link(source, path)
+        raise FileExistsError(path)
+
+    store = FolderStore(str(tmp_path))
+    first = store.write(OURS, NO_GENERATION, TIMEOUT_S)
+    monkeypatch.setattr(os, "link", lost)
+    written = store.write(THEIRS, first or "", TIMEOUT_S)
+    assert written
+    assert store.read(TIMEOUT_S) == (written, THEIRS)
 
 
 def test_a_write_from_before_a_folder_was_removed_changes_nothing(
