@@ -162,7 +162,8 @@ class Coordinator:
         self._holders = Holders(
             config, self._plan, self._kept, workdir, run_id, self._open, self._seat
         )
-        state = self._make_state(gathered, found, given)
+        with self._seat.reading():
+            state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
         self._metrics = Metrics.of_run(config, workdir, run_id)
         self._open.callback(self._metrics.close)

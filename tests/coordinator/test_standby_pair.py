@@ -238,6 +238,24 @@ def test_a_primary_that_dies_before_it_serves_leaves_its_standby_in_step(
     assert standby.outcome == StandbyOutcome("log", "r")
 
 
+def test_a_primary_with_a_damaged_disk_leaves_the_run_to_its_standby(
+    tmp_path: Path, lead: Lead
+) -> None:
+    standby = Standby(tmp_path, lead.address)
+    until(lambda: in_step(lead))
+    lead.die()
+    again = seated(placed(tmp_path, lead.address), lead.workdir)
+    with pytest.raises(durable.DurableError), again.reading():
+        raise durable.DurableError("its log is damaged")
+    with pytest.raises(Refused, match="could not read its disk, and has ceded"):
+        again.turn(list[str]().append, list[str]().append)
+    again.close()
+    standby.join()
+    assert standby.outcome == StandbyOutcome("log", "r")
+    with pytest.raises(Refused):
+        seated(placed(tmp_path, lead.address), lead.workdir)
+
+
 def test_a_holder_whose_disk_is_lost_does_not_lead_from_it(
     tmp_path: Path, lead: Lead
 ) -> None:

@@ -17,7 +17,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
 from diloco_jax.coordinator.standby.feed import StandbyFeed
@@ -36,6 +36,7 @@ from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.standby import primary
 from diloco_jax.protocol.standby.events import (
     Accept,
+    DiskUnreadable,
     Dismiss,
     Lapse,
     PrimaryEffect,
@@ -52,6 +53,7 @@ from diloco_jax.protocol.standby.events import (
 )
 from diloco_jax.protocol.standby.machines import FOLLOWED
 from diloco_jax.protocol.standby.primary import Primary
+from diloco_jax.sealed import SealedError
 from diloco_jax.wire import follow
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.workdir import RunFacts, make_workdir
@@ -180,6 +182,19 @@ class Seat(Unseated):
                 f"does that"
             )
         logger.info("node %s leads, reign %d", self.node, self._machine.state.reign)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """See `Unseated`."""
+        try:
+            yield
+        except (DurableError, SealedError, OSError) as error:
+            self._machine.give(DiskUnreadable())
+            if self._machine.state.cedes:
+                logger.error("the mandate is ceded to the standby: %s", error)
+                over = self._timing.valid_s
+                self._machine.wait_for(lambda s: s.phase == "over", over)
+            raise
 
     def serve(self, nudge: Callable[[], None]) -> None:
         """See `Unseated`."""

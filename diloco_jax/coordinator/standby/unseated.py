@@ -3,7 +3,8 @@ nothing waits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
@@ -20,6 +21,12 @@ class Unseated:
 
     followable: Followable | None = None
     """Source of a standby's stream, if there may be a standby."""
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read the disk in this block. If that fails, a standby that has everything may
+        lead at once."""
+        yield
 
     def serve(self, nudge: Callable[[], None]) -> None:
         """Go on beside a lead, which has its state, and calls `turn`. nudge: has it do

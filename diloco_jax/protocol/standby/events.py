@@ -70,6 +70,10 @@ class StateLoaded(msgspec.Struct, frozen=True, kw_only=True):
     """The primary has read its disk, and is about to let things be seen."""
 
 
+class DiskUnreadable(msgspec.Struct, frozen=True, kw_only=True):
+    """The primary cannot go on from its disk, and has let nothing be seen."""
+
+
 class StateGathered(msgspec.Struct, frozen=True, kw_only=True):
     """A primary that gathered has a state of its own again, durably."""
 
@@ -85,6 +89,7 @@ PrimaryEvent = (
     | StandbyAnswered
     | StandbyLost
     | StateLoaded
+    | DiskUnreadable
     | StateGathered
     | RunFinished
     | Timer

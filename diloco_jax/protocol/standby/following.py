@@ -10,6 +10,7 @@ writes later can be visible as long as the mandate calls this standby in step.
 
 What the mandate says of a node is about its disk. If a node comes back without a run on
 its disk, it has no right to its log, neither as the holder nor as the standby in step.
+A holder that could not read its disk has ceded the mandate, and has none either.
 """
 
 from __future__ import annotations
@@ -143,7 +144,9 @@ def _claims_at(state: Standby) -> float:
     if state.mandate is None:
         return math.inf  # Nobody has led yet.
     timing = state.timing
-    return state.since + (timing.expiry_s if in_step(state) else timing.gathering_s)
+    if in_step(state):
+        return state.since + (0.0 if state.mandate.ceded else timing.expiry_s)
+    return state.since + timing.gathering_s
 
 
 def _told_by_store(state: Standby, event: FromStore, now: float) -> Step:
@@ -187,7 +190,8 @@ def _read(state: Standby, event: MandateRead, now: float) -> Step:
         return replace(state, next_at=now), []
     if mandate is None:
         return state, []
-    if mandate.holder == state.node and (mandate.gathers or not state.empty):
+    counts = not (state.empty or mandate.ceded)
+    if mandate.holder == state.node and (mandate.gathers or counts):
         # By a write that was in doubt, or before this process was started again.
         state = replace(state, phase=STANDBY.move(state.phase, "claim"))
         return _lead(state, "gathering" if mandate.gathers else "log")

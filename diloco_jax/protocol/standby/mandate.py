@@ -29,6 +29,9 @@ class Mandate(msgspec.Struct, frozen=True, kw_only=True):
     """The holder has no state of its own that counts: it asks the islands for it."""
     over: bool = False
     """The run is over."""
+    ceded: bool = False
+    """The holder cannot read its disk, and leads no more: the node in step may take the
+    mandate at once."""
 
 
 class MandateTiming(msgspec.Struct, frozen=True, kw_only=True):

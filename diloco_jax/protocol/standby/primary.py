@@ -12,7 +12,8 @@ whose mandate has run out shows nothing, and goes on once it has renewed it; isl
 look elsewhere meanwhile. It steps down once it reads that another node holds it.
 
 A primary that starts again lets the mandate name its standby until its state is loaded:
-it has shown nothing, so if it dies meanwhile the standby still has everything.
+it has shown nothing, so if it dies meanwhile the standby still has everything. If it
+cannot read its disk, it cedes the mandate to that standby.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator.events import Alert, Timer
 from diloco_jax.protocol.standby.events import (
     Accept,
+    DiskUnreadable,
     Dismiss,
     FromStore,
     Lapse,
@@ -88,6 +90,8 @@ class Primary(msgspec.Struct, frozen=True, kw_only=True):
     gathers: bool = False
     finished: bool = False
     """The run is over, and the mandate is to say so from now on."""
+    cedes: bool = False
+    """The mandate is to say that the standby may take it at once."""
     told_over: bool = False
     """The mandate says so."""
     valid_until: float = -math.inf
@@ -135,7 +139,9 @@ def step(state: Primary, event: PrimaryEvent, now: float) -> Step:
             state = _answered(state, number, now)
         case StandbyLost():
             state, effects = _lost(state, "its stream ended")
-        case StateLoaded() if state.phase == "loading":
+        case DiskUnreadable() if state.phase == "loading":
+            state = replace(state, cedes=True, next_at=-math.inf)
+        case StateLoaded() if state.phase == "loading" and not state.cedes:
             phase = PRIMARY.move("loading", "show")
             state = replace(state, phase=phase, next_at=-math.inf)
         case StateGathered():
@@ -189,6 +195,8 @@ def _told_by_store(state: Primary, event: FromStore, now: float) -> Step:
                 valid_until=asked.at + state.timing.valid_s,
                 lapsed=False,
             )
+            if asked.mandate is not None and asked.mandate.ceded:
+                return _step_down(state, _ceded(asked.mandate))
             state, effects = _confirmed(state, asked)
             over = asked.mandate is not None and asked.mandate.over
             state = replace(state, told_over=over)
@@ -223,6 +231,8 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
             f"is node {state.node} of reign {state.reign}; what was merged there is "
             f"not in this workdir. Start this coordinator as the standby of that one",
         )
+    if mandate.ceded:
+        return _step_down(state, _ceded(mandate))
     state = replace(
         state,
         generation=generation,
@@ -233,6 +243,14 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
     if state.phase == "seeking":
         state = replace(state, gathers=mandate.gathers, standby=mandate.in_step)
     return state, []
+
+
+def _ceded(mandate: Mandate) -> str:
+    return (
+        f"node {mandate.holder} could not read its disk, and has ceded the mandate to "
+        f"node {mandate.in_step}, which has everything; start this coordinator as the "
+        f"standby of that one"
+    )
 
 
 def _confirmed(state: Primary, asked: Request) -> Step:
@@ -360,6 +378,7 @@ def _mandate(state: Primary) -> Mandate:
         in_step=state.standby if state.phase in NAMES else "",
         gathers=state.gathers,
         over=state.finished,
+        ceded=state.cedes,
     )
 
 

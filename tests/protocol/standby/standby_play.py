@@ -6,6 +6,7 @@ from standby_parts import Plant
 from standby_world import World
 
 from diloco_jax.protocol.standby import primary
+from diloco_jax.protocol.standby.events import DiskUnreadable
 
 STRIKES = (
     ["crash", "loss", "full", "pause", "line", "line", "store"] + ["start"] * 2
@@ -21,11 +22,11 @@ def beat(world: World, every_s: float = 0.5) -> None:
     world.at(every_s, lambda: beat(world, every_s))
 
 
-def strike(world: World) -> None:
+def strike(world: World, strikes: list[str]) -> None:
     """Let something go wrong now and again, and mend it."""
     draw = world.random
     name = draw.choice("AB")
-    match draw.choice(STRIKES):
+    match draw.choice(strikes):
         case "crash" | "loss" as what:
             world.crash(name, disk_lost=what == "loss")
             role = draw.choice(["primary", "standby"])
@@ -42,17 +43,40 @@ def strike(world: World) -> None:
         case "store":
             world.cut.add(name)
             world.at(draw.uniform(0.5, 20), lambda: world.cut.discard(name))
+        case "damage":
+            world.crash(name)
+            world.start(name, "primary")
+            node = world.nodes[name]
+            world.at(draw.uniform(0.5, 8), lambda: world._give(node, DiskUnreadable()))
         case "start":
             world.start(name, draw.choice(["primary", "standby"]))
-    world.at(draw.expovariate(1 / 6), lambda: strike(world))
+    world.at(draw.expovariate(1 / 6), lambda: strike(world, strikes))
 
 
-def play(seed: int, plant: Plant, seconds: float = 150.0) -> World:
+def play(seed: int, plant: Plant, strikes: list[str] = STRIKES) -> World:
     """Play a rough schedule; raises BrokenError."""
     world = World(seed, plant)
     world.start("A", "primary")
     world.at(1.0, lambda: world.start("B", "standby"))
     world.at(2.0, lambda: beat(world))
-    world.at(8.0, lambda: strike(world))
-    world.run(seconds)
+    world.at(8.0, lambda: strike(world, strikes))
+    world.run(150.0)
     return world
+
+
+def calm() -> World:
+    """A primary and a standby that is in step."""
+    world = World(0, Plant(), rough=False)
+    world.start("A", "primary")
+    world.start("B", "standby")
+    beat(world)
+    world.run(20.0)
+    assert named(world) == "B"
+    assert world.visible
+    return world
+
+
+def named(world: World) -> str:
+    """Whom the mandate calls in step."""
+    assert world.mandate is not None
+    return world.mandate.in_step

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 from standby_parts import TIMING, BrokenError, Plant
-from standby_play import beat, play
-from standby_world import LOAD_S, World
+from standby_play import calm, named, play
+from standby_world import LOAD_S
 
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.coordinator.machines import StateMachine
@@ -31,24 +31,6 @@ from diloco_jax.protocol.standby.mandate import Mandate, MandateTiming
 from diloco_jax.protocol.standby.primary import Primary
 
 SEEDS = range(100)
-
-
-def calm() -> World:
-    """A primary and a standby that is in step."""
-    world = World(0, Plant(), rough=False)
-    world.start("A", "primary")
-    world.start("B", "standby")
-    beat(world)
-    world.run(20.0)
-    assert named(world) == "B"
-    assert world.visible
-    return world
-
-
-def named(world: World) -> str:
-    """Whom the mandate calls in step."""
-    assert world.mandate is not None
-    return world.mandate.in_step
 
 
 def test_nothing_that_was_visible_is_lost_and_no_two_merge() -> None:
