@@ -17,6 +17,7 @@ from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.validation import require_followable
 from diloco_jax.coordinator.mandates.folder import FolderStore
+from diloco_jax.coordinator.standby.name import read_name
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.observability import segments
 from diloco_jax.wire import addresses
@@ -98,7 +99,7 @@ def standby_leads(workdir: Path) -> bool:
         return True
     _, mandate = FolderStore(str(workdir / run_files.MANDATE)).read(0.0)
     try:
-        return mandate is not None and mandate.holder == _node(folder)
+        return mandate is not None and mandate.holder == read_name(folder)
     except FileNotFoundError:
         return False
 
@@ -142,10 +143,6 @@ def settle(workdir: Path) -> None:
             shutil.rmtree(moving)
         # Nobody leads now. A run that goes on begins with a mandate of its own.
         shutil.rmtree(workdir / run_files.MANDATE, ignore_errors=True)
-
-
-def _node(folder: Path) -> str:
-    return (folder / run_files.NODE).read_text()
 
 
 def _state(folder: Path) -> list[Path]:

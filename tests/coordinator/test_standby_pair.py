@@ -19,7 +19,7 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.settings import server_of
 from diloco_jax.coordinator.standby.node import StandbyNode, StandbyOutcome
-from diloco_jax.coordinator.standby.seat import Seat, node_of, taken
+from diloco_jax.coordinator.standby.seat import Seat, taken
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.standby.waiting import Waiting
 from diloco_jax.errors import ConfigError
@@ -373,11 +373,3 @@ def test_a_coordinator_needs_a_run_for_its_mandate(tmp_path: Path) -> None:
         seated(config, tmp_path / "new", "")
     without = dataclasses.replace(config, placement=Placement())
     assert type(seated(without, tmp_path / "new", "")) is Unseated
-
-
-def test_a_node_has_one_name_and_never_none(tmp_path: Path) -> None:
-    name = node_of(tmp_path)
-    assert name
-    assert node_of(tmp_path) == name
-    (tmp_path / "node").write_text("")
-    assert node_of(tmp_path) not in ("", name)

@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from diloco_jax.coordinator.mandates.store import MandateStore
 from diloco_jax.coordinator.settings import server_of
 from diloco_jax.coordinator.standby.machine_thread import MachineThread, timing_of
 from diloco_jax.coordinator.standby.mirror import Mirror
-from diloco_jax.coordinator.standby.seat import node_of
+from diloco_jax.coordinator.standby.name import adopt, copied_from, node_of
 from diloco_jax.coordinator.standby.waiting import Waiting
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.protocol.standby import following
@@ -76,6 +77,11 @@ class StandbyNode:
         self._config, self._primary, self._tls = config, primary, tls
         self._deadlines = placement.deadlines
         self.node = node_of(workdir)
+        if copied := copied_from(workdir):
+            # Another node may have that name. What is here is replaced anyway.
+            adopt(workdir, uuid.uuid4().hex[:8])
+            logger.warning("the workdir is a copy of %s: it is a new node", copied)
+            self.node = node_of(workdir)
         self._fingerprint = config.run.fingerprint()
         self._mirror = Mirror(workdir, placement)
         self._lock = workdirs.held(workdir / run_files.LOCK, "a coordinator")

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from diloco_jax.coordinator.standby.machine_thread import (
     clock,
     timing_of,
 )
+from diloco_jax.coordinator.standby.name import adopt, copied_from, node_of
 from diloco_jax.coordinator.standby.outflow import Outflow
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers.supervised import Heard
-from diloco_jax.files import write_text
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.standby import primary
@@ -69,15 +68,6 @@ POLL_S = 0.2
 """Pause between two looks at how long to wait: a handler of signals notifies nobody."""
 MANDATE = "mandate"
 """Code of a coordinator that does not lead."""
-
-
-def node_of(workdir: Path) -> str:
-    """Return the name of the node with this workdir, which its first start draws."""
-    path = workdir / run_files.NODE
-    # An empty name would be that of nobody, whom a mandate calls in step.
-    if not (path.exists() and path.read_text()):
-        write_text(uuid.uuid4().hex[:8], path)
-    return path.read_text()
 
 
 def taken(
@@ -123,6 +113,7 @@ class Seat(Unseated):
         """store: the object, if not that of placement.mandate."""
         placement = config.placement
         self.node, self.followable = node_of(workdir), self
+        self._workdir = workdir
         self._store = store or open_store(placement.mandate)
         self._timing = timing_of(placement.deadlines)
         self._fingerprint = config.run.fingerprint()
@@ -161,7 +152,7 @@ class Seat(Unseated):
         self._machine: MachineThread[Primary] = MachineThread(
             primary.step,
             primary.next_deadline,
-            primary.seek(self._timing, self.node, run_id),
+            primary.seek(self._timing, self.node, run_id, self._copied()),
             self._store,
             self._timing,
             self._act,
@@ -181,6 +172,7 @@ class Seat(Unseated):
                 f"has to ask the islands for it; start it with --standby-of, which "
                 f"does that"
             )
+        adopt(self._workdir, self.node)
         logger.info("node %s leads, reign %d", self.node, self._machine.state.reign)
 
     @contextlib.contextmanager
@@ -195,6 +187,18 @@ class Seat(Unseated):
                 over = self._timing.valid_s
                 self._machine.wait_for(lambda s: s.phase == "over", over)
             raise
+
+    def _copied(self) -> str:
+        """Explain that the workdir is a copy; empty if it is not."""
+        if not (origin := copied_from(self._workdir)):
+            return ""
+        return (
+            f"node {self.node}, whose workdir is {origin}, holds the mandate, and this "
+            f"workdir is a copy of that one: two nodes of one name could lead. Start "
+            f"this coordinator with --standby-of, which gives it a name of its own. If "
+            f"the workdir has moved here, and no coordinator runs there, write "
+            f"{self.node} alone into the file {run_files.NODE} of the workdir"
+        )
 
     def serve(self, nudge: Callable[[], None]) -> None:
         """See `Unseated`."""

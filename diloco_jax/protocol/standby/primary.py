@@ -82,6 +82,8 @@ class Primary(msgspec.Struct, frozen=True, kw_only=True):
     timing: MandateTiming
     node: str
     run_id: str
+    copied: str = ""
+    """Why its disk is a copy of that of the node of this name; empty if it is not."""
     phase: PrimaryState = "seeking"
     standby: str = ""
     """The node that follows, or is being parted from."""
@@ -117,9 +119,9 @@ class Primary(msgspec.Struct, frozen=True, kw_only=True):
 Step = tuple[Primary, list[PrimaryEffect]]
 
 
-def seek(timing: MandateTiming, node: str, run_id: str) -> Primary:
+def seek(timing: MandateTiming, node: str, run_id: str, copied: str = "") -> Primary:
     """Return the state of a node that wants to lead a run that it has on its disk."""
-    return Primary(timing=timing, node=node, run_id=run_id)
+    return Primary(timing=timing, node=node, run_id=run_id, copied=copied)
 
 
 def step(state: Primary, event: PrimaryEvent, now: float) -> Step:
@@ -218,6 +220,8 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
                 "start it again, and see who removes it",
             )
         mandate = Mandate(run_id=state.run_id, holder=state.node, reign=state.reign)
+    elif mandate.holder == state.node and state.copied:
+        return _step_down(state, state.copied)
     if mandate.run_id != state.run_id:
         return _step_down(
             state,
@@ -260,7 +264,7 @@ def _confirmed(state: Primary, asked: Request) -> Step:
             # What was written before this life may be more than the standby has.
             state = replace(state, answered=-1, visible=-1)
         move = "resume" if state.standby else "win"
-        state = replace(state, phase=PRIMARY.move("seeking", move))
+        state = replace(state, phase=PRIMARY.move("seeking", move), copied="")
         return state, [Reign(number=state.reign, gathers=state.gathers)]
     named = asked.mandate is not None and bool(asked.mandate.in_step)
     if state.phase == "naming" and named:

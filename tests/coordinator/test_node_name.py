@@ -1,0 +1,90 @@
+"""A node has one name, which a copy of its workdir may not lead by."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.cluster.commands import free_port
+from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.coordinator.standby.name import copied_from, node_of, read_name
+from diloco_jax.coordinator.standby.node import StandbyNode
+from diloco_jax.coordinator.standby.seat import taken
+from diloco_jax.wire.errors import Refused
+from diloco_jax.workdir import RunFacts
+
+
+def test_a_node_has_one_name_and_never_none(tmp_path: Path) -> None:
+    name = node_of(tmp_path)
+    assert name
+    assert node_of(tmp_path) == name
+    (tmp_path / "node").write_text("")
+    assert node_of(tmp_path) not in ("", name)
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """A workdir whose node holds the mandate."""
+    lead(tmp_path / "one")
+    return tmp_path / "one"
+
+
+def config(workdir: Path) -> Config:
+    placement = Placement(
+        mandate=str(workdir.parent / "mandate"), bind=f"127.0.0.1:{free_port()}"
+    )
+    return Config(islands={"a": IslandConfig()}, placement=placement)
+
+
+def lead(workdir: Path) -> None:
+    with contextlib.ExitStack() as opened:
+        facts = RunFacts(run_id="r", begun_unix=0.0)
+        taken(config(workdir), workdir, facts, "", opened)
+
+
+def test_a_copy_is_told_by_its_file_and_its_place(one: Path, tmp_path: Path) -> None:
+    assert copied_from(one) == ""
+    copy, moved = tmp_path / "copy", tmp_path / "moved"
+    shutil.copytree(one, copy)
+    assert copied_from(copy).endswith(f":{one}")
+    one.rename(moved)
+    assert copied_from(moved) == "", "it is the same file"
+    shutil.copytree(copy, one)
+    assert copied_from(one) == "", "restored where it was"
+    (copy / "node").write_text(read_name(one))
+    assert copied_from(copy) == "", "as a person says, or an earlier version wrote it"
+
+
+def test_a_copy_does_not_lead_by_the_name_of_the_other_one(
+    one: Path, tmp_path: Path
+) -> None:
+    """Both renewed the mandate, and let things be seen."""
+    copy = tmp_path / "copy"
+    shutil.copytree(one, copy)
+    with pytest.raises(Refused, match=f":{one}, holds the mandate, and this .* copy"):
+        lead(copy)
+    lead(one)
+    (copy / "node").write_text(read_name(one))
+    lead(copy)
+    lead(copy)
+
+
+def test_a_copy_leads_another_run_of_its_own(one: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(one, copy)
+    lead(copy)
+    assert copied_from(copy) == ""
+    lead(copy)
+
+
+def test_a_copy_follows_by_a_name_of_its_own(one: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(one, copy)
+    follower = StandbyNode(config(copy), copy, "127.0.0.1:1", None)
+    assert follower.node == read_name(copy) != read_name(one)
+    assert copied_from(copy) == ""
+    again = StandbyNode(config(copy), copy, "127.0.0.1:1", None)
+    assert again.node == follower.node
