@@ -25,7 +25,12 @@ from diloco_jax.coordinator.workers.places import OpenLine
 from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.coordinator.workers.supervised import Supervised
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
-from diloco_jax.protocol.holding import FragmentsRestored, RestoreFragments
+from diloco_jax.protocol.holding import (
+    Forget,
+    FragmentsRestored,
+    HolderTroubled,
+    RestoreFragments,
+)
 from diloco_jax.protocol.working import BeginWorker, WorkerServes
 
 PATIENCE_S = 60.0
@@ -40,6 +45,22 @@ read_frame(end), read_frame(end)
 restored = FragmentsRestored(fragments=(), discarded=0, environment={})
 write_frame(end, restored)
 write_frame(end, WorkerServes(address="127.0.0.1:7079"))
+"""
+TELLS_WHAT_IT_FORGETS = """
+import socket, sys
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.protocol.holding import Forget, FragmentsRestored, HolderTroubled
+from diloco_jax.protocol.working import EndWorker, WorkerServes, to_worker
+
+end = socket.socket(fileno=int(sys.argv[1]))
+read_frame(end), read_frame(end)
+restored = FragmentsRestored(fragments=(), discarded=0, environment={})
+write_frame(end, restored)
+write_frame(end, WorkerServes(address="127.0.0.1:7079"))
+while not isinstance(message := to_worker(read_frame(end)), EndWorker):
+    if isinstance(message, Forget):
+        text = f"{message.island} before {message.before}"
+        write_frame(end, HolderTroubled(text=text))
 """
 NOTHING = RestoreFragments(fragments=())
 
@@ -170,3 +191,26 @@ def test_processes_on_another_machine_that_end_are_counted(breaking, processes):
             worker.begin(NOTHING)
     why = "worker 0 failed 2 times in a row, placement.restarts = 1: the line to it"
     assert why in str(failure)
+
+
+def test_a_worker_that_was_away_hears_which_incarnations_are_fenced(
+    ending, monkeypatch
+):
+    worker, heard = ending
+    worker.begin(NOTHING)
+    worker.restored(PATIENCE_S)
+    assert heard.get(timeout=PATIENCE_S) == WorkerAway(worker=0)
+    for island, before in (("a", 2), ("b", 2), ("a", 3)):
+        worker.send(Forget(island=island, before=before, kept=()))
+    monkeypatch.setattr(
+        places, "COMMAND", (sys.executable, "-c", TELLS_WHAT_IT_FORGETS)
+    )
+    worker.begin(NOTHING)
+    assert heard.get(timeout=PATIENCE_S) == WorkerBack(worker=0)
+    # Of each island the last one, which says it all: an absence may be long.
+    told = [heard.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert told == [
+        HolderTroubled(text=f"{i} before {n}") for i, n in (("a", 3), ("b", 2))
+    ]
+    worker.send(Forget(island="a", before=4, kept=()))
+    assert heard.get(timeout=PATIENCE_S) == HolderTroubled(text="a before 4")
