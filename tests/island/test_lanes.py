@@ -150,3 +150,16 @@ def test_without_a_standby_the_coordinator_is_tried_again():
             fetch(lanes)
         with pytest.raises(ConnectionLost):
             lanes.open_control("hello")
+
+
+@pytest.mark.parametrize("error", [Busy, ConnectionLost])
+def test_a_host_without_a_control_stream_stays_while_a_worker_is_busy(error):
+    """That says nothing of the lead: who leads now has told where its workers are."""
+    primary, standby = Server(error("a moment")), Server()
+    lanes = Lanes(primary, (10,), standby)
+    lanes.use(FIRST)
+    for _ in range(3):
+        with pytest.raises(error):
+            fetch(lanes)
+    primary.error = None
+    assert (fetch(lanes), primary.at, standby.asked) == ("fetched", FIRST[0], [])
