@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from diloco_jax import cli
+from diloco_jax.exit_codes import EXIT_FAILED
 
 BUSY = textwrap.dedent(
     """
@@ -29,6 +30,8 @@ BUSY = textwrap.dedent(
         assert begun.wait(60)
         atexit.register(print, "registered", end="")
         print("said", end=" ")
+        if "fails" in arguments:
+            raise RuntimeError("a bug")
         return 7
 
     name = sys.argv[1]
@@ -38,8 +41,24 @@ BUSY = textwrap.dedent(
 )
 
 
+def ends(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BUSY, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize("name", cli.MEMBERS)
 def test_a_member_keeps_its_exit_code_while_threads_are_in_jax(name):
-    command = [sys.executable, "-c", BUSY, name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = ends(name)
     assert (done.returncode, done.stdout) == (7, "said registered")
+
+
+@pytest.mark.parametrize("name", cli.MEMBERS)
+def test_a_member_that_fails_for_no_known_reason_leaves_in_order(name):
+    """An abort would say -6 to its launcher, and nothing of the reason to its log."""
+    done = ends(name, "fails")
+    assert (done.returncode, done.stdout) == (EXIT_FAILED, "said registered")
+    first, *_, last = done.stderr.splitlines()
+    assert (first, last) == (
+        "Traceback (most recent call last):",
+        "RuntimeError: a bug",
+    )
