@@ -17,6 +17,7 @@ from diloco_jax.protocol.messages import (
     Progress,
     Refused,
     ResendRequest,
+    Steer,
     Stop,
     TakeRequest,
     TakeVerdict,
@@ -105,6 +106,17 @@ def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
     assert others > 0, "of islands that are not back"
     trained = ledger.trained_tokens(d.config, d.state)
     assert trained == others + totals.carried + totals.merged
+
+
+def test_a_new_term_lets_in_the_islands_of_the_config_alone() -> None:
+    """What operators ordered was in the log that is lost: whom they had let in is out,
+    and so stays whom they had removed, whatever it was in the run before."""
+    d = second_term(admitted={"a": 1}, sequence_length=TOKENS_PER_STEP)
+    assert d.state.admitted == ()
+    assert only(come_back(d, "c", 7), Refused).code == "unknown_island"
+    only(come_back(d, "a", 7), Welcome)
+    d.feed(Steer(how="admit", island="c"))
+    only(come_back(d, "c", 7), Welcome)
 
 
 def test_what_it_tells_of_takes_of_the_earlier_term_changes_nothing() -> None:
