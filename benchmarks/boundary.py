@@ -291,4 +291,4 @@ def mean_of(times: list[tuple[float, float]], which: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -129,4 +128,4 @@ def row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -20,7 +20,6 @@ Command: `python benchmarks/codecs.py`. Cost: about 6 minutes on two cores.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,4 +170,4 @@ def table(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

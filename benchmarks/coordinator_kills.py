@@ -131,4 +131,4 @@ def longest_silence(tape: list[dict[str, Any]]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -165,4 +165,4 @@ def row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    support.script(main)

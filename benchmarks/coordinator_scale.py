@@ -273,4 +273,4 @@ def copy_many() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -197,4 +197,4 @@ def told(answer: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

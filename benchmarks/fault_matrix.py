@@ -24,16 +24,12 @@ written as they come. Cost: half a minute a cell on two cores.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import math
 import os
-import signal
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,7 +42,7 @@ import support
 import tape_checks
 from fault_cases import AT_A_STEP, CASES, FRAGMENTS, ISLANDS, LEASE_S, Case
 from machine import Stall
-from phases import Phase, Recovery, open_ticks
+from phases import LOOK_S, Phase, Recovery, ending, open_ticks
 from rich.console import Console
 
 from diloco_jax import run_files
@@ -71,11 +67,9 @@ CYCLE_STEPS, STEP_SECONDS = 12, 0.2
 BATCH, SEQUENCE = 2, 16
 MOST_STEPS = 10_000
 """More than any cell needs: a run is ended once all have recovered."""
-PATIENCE_S = 240.0
-"""Seconds after which a run is ended that has not."""
 SPOILED_STEPS = 2 * CYCLE_STEPS
 """Most steps that an island loses which is not fit: until each fragment was refused."""
-TRANSFER_S, LOOK_S = 0.3, 0.01
+TRANSFER_S = 0.3
 GAP_MEDIANS_MAX = 2.0
 NAME = "fault_matrix"
 
@@ -165,7 +159,7 @@ def run_cell(
     said = io.StringIO()
     with (
         Stall() as stall,
-        ending(folder / "run", Recovery(case)),
+        ending(folder / "run", Recovery(case)) as ended,
         mock.patch.dict(os.environ, {slow_mean.FILE: str(merging)}),
     ):
         console = Console(file=said, width=200)
@@ -173,30 +167,10 @@ def run_cell(
             config, "cell.py", console, options, moment=moment, look_s=LOOK_S
         )
     workdir = folder / "run"
-    if not read_summary(workdir):
-        raise support.RunError(f"no summary: {said.getvalue()[-2000:]}")
+    if not (ended.is_set() and read_summary(workdir)):
+        # The run takes a signal to this process for one to itself.
+        raise support.RunError(f"cut off, or no summary: {said.getvalue()[-2000:]}")
     return measured(case, phase, config, workdir, told, stall.longest_s)
-
-
-@contextlib.contextmanager
-def ending(workdir: Path, recovered: Recovery) -> Iterator[None]:
-    """End the run within the block, as Ctrl-C does, once it has recovered."""
-    over = threading.Event()
-
-    def watch() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not recovered(workdir) and time.monotonic() < deadline:
-            if over.wait(LOOK_S * 10):
-                return
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def cell_config(folder: Path, model: ModelConfig) -> Config:
@@ -411,4 +385,4 @@ def checks(cells: dict[str, Any]) -> list[support.Check]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

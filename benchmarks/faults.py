@@ -17,7 +17,6 @@ Command: `python benchmarks/faults.py`. Cost: about 5 minutes on two cores.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -190,4 +189,4 @@ def format_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -26,7 +26,6 @@ import ast
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -238,4 +237,4 @@ def parsed(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -17,7 +17,6 @@ Command: `python benchmarks/mixed_meshes.py`. Cost: about 6 minutes on two cores
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,4 +104,4 @@ def row(name: str, island: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -192,4 +192,4 @@ def _python() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -246,4 +246,4 @@ def alone_here(size: str, batch_size: int, steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

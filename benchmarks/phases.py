@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,10 @@ from diloco_jax import run_files
 from diloco_jax.chaos.tail import Tail
 from diloco_jax.observability.tape import read_lines
 
+LOOK_S = 0.01
+"""Seconds between two looks at a run."""
+PATIENCE_S = 240.0
+"""Seconds after which a run is ended that has not."""
 SETTLED_MERGES = 2
 """Merges of all islands before a phase counts."""
 
@@ -123,3 +133,25 @@ def open_ticks(tape: list[dict[str, Any]], time: float) -> list[int]:
         elif record["kind"] in ("merged", "skipped"):
             open_then.pop(record["tick"], None)
     return list(open_then)
+
+
+@contextlib.contextmanager
+def ending(workdir: Path, recovered: Recovery) -> Iterator[threading.Event]:
+    """End the run within the block once it has recovered, as by Ctrl-C, and say so."""
+    over, ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not recovered(workdir) and time.monotonic() < deadline:
+            if over.wait(LOOK_S * 10):
+                return
+        ended.set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield ended
+    finally:
+        over.set()
+        thread.join()

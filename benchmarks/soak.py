@@ -24,7 +24,6 @@ Command: `python -m benchmarks.soak --minutes 60`. Cost: that, and half a minute
 from __future__ import annotations
 
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -254,4 +253,4 @@ def growth_rows(found: Sequence[Growth]) -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

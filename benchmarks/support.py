@@ -19,15 +19,18 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from machine import CpuSamples, machine_facts, sample_cpu
 
 from diloco_jax import run_files
+from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config
+from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.files import write_json
+from diloco_jax.interrupt import Interruptible
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 
@@ -35,6 +38,18 @@ DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 SAMPLE_EVERY_S = 1.0
 STOP_S = 30.0
+
+
+def script(main: Callable[[], int]) -> NoReturn:
+    """Be a benchmark's process: any request to end raises in `main`, as Ctrl-C does, so
+    that what it has started is ended and its folders go."""
+    try:
+        with Interruptible():
+            code = main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        code = EXIT_FAILED
+    sys.exit(code)
 
 
 class RunError(RuntimeError):
@@ -95,7 +110,7 @@ def run_in(
     name, *options = command
     words = [*DILOCO, name, str(path), "--workdir", str(workdir), *options]
     with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output)
+        process = start_child(words, {}, output, output)
     cpu: CpuSamples = collections.defaultdict(list)
     deadline = time.monotonic() + timeout_s
     try:

@@ -22,7 +22,6 @@ Command: `python benchmarks/unequal_islands.py`. Cost: about 17 minutes on two c
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -234,4 +233,4 @@ def format_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

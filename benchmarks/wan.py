@@ -301,4 +301,4 @@ def format_loss(row: dict[str, Any]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)

@@ -265,4 +265,4 @@ def row(name: str, island: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    support.script(main)
