@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -15,6 +16,9 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.wire.certificates import make_certificates
+
+CHECKPOINTS = Path("checkpoints") / "coordinator"
+"""In a workdir, the folder of snapshots."""
 
 
 def with_workers_elsewhere(config: Config, folder: Path, **changes) -> Config:
@@ -69,3 +73,23 @@ class WorkerProcess:
             self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()
+
+
+@contextlib.contextmanager
+def two_workers(config_path: Path, folder: Path):
+    """Two `diloco worker`, with workdirs of their own."""
+    made = [
+        WorkerProcess(config_path, index, folder / f"worker-{index}")
+        for index in range(2)
+    ]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def snapshots_in(workdir: Path) -> list[int]:
+    """The fragments of which a workdir has a snapshot."""
+    folder = workdir / CHECKPOINTS
+    return sorted({int(path.parent.name) for path in folder.glob("*/*.snapshot")})

@@ -4,7 +4,6 @@ two coordinators that can be cut."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator_pair import Pair
-from runtime_support import make_config, placed, with_run
+from runtime_support import placed
+from training_support import lasting
 
 from diloco_jax.chaos.relay import Relay
 from diloco_jax.deadlines import Deadlines
@@ -20,9 +20,8 @@ from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
 from diloco_jax.wire.tls import TlsFiles
 
-STEP_SECONDS, TRAINING_SECONDS = 0.25, 30
+TRAINING_SECONDS = 30
 BUDGET_S, TIMEOUT_S = 4.0, 150.0
-CYCLE_STEPS = 6
 ASKING = "asking"
 """Whose keys the test has when it asks for the status."""
 
@@ -33,15 +32,8 @@ class Site(Pair):
     def __init__(
         self, text: Path, folder: Path, keys: Mapping[str, Path] | None = None
     ) -> None:
-        config = make_config(text, steps_per_cycle=CYCLE_STEPS, fragments=3, quorum=1)
-        steps = round(TRAINING_SECONDS / STEP_SECONDS)
-        tokens = steps * (2 + 4) * config.run.sequence_length
-        islands = {
-            name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
-            for name, island in config.islands.items()
-        }
         config = placed(
-            dataclasses.replace(with_run(config, total_tokens=tokens), islands=islands),
+            lasting(text, TRAINING_SECONDS),
             time_budget_s=BUDGET_S,
             evaluate_every_steps=0,
             snapshot_every_s=2.0,

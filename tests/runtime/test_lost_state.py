@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 import support
 import tape_checks
-from runtime_support import Stall, make_config, placed, with_run
+from runtime_support import Stall, placed
+from training_support import CYCLE_STEPS, lasting
 
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.commands import free_port
@@ -33,9 +34,9 @@ from diloco_jax.wire.errors import WireError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
-STEP_SECONDS, TRAINING_SECONDS = 0.25, 24
+TRAINING_SECONDS = 24
 BUDGET_S, TIMEOUT_S = 6.0, 150.0
-CYCLE_STEPS, MERGES_BEFORE = 6, 10
+MERGES_BEFORE = 10
 GAP_MEDIANS_MAX, STALLED_MAX = 3.0, 0.05
 
 
@@ -91,17 +92,10 @@ def stall() -> Stall:
 def survived(text, tmp_path_factory, stall) -> Survived:
     folder = tmp_path_factory.mktemp("lost")
     state, log = folder / "state", folder / "coordinator.log"
-    config = make_config(text, steps_per_cycle=CYCLE_STEPS, fragments=3, quorum=1)
-    steps = round(TRAINING_SECONDS / STEP_SECONDS)
-    tokens = steps * (2 + 4) * config.run.sequence_length
-    islands = {
-        name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
-        for name, island in config.islands.items()
-    }
-    islands["a"] = dataclasses.replace(islands["a"], hosts=2, mesh_fsdp=2)
-    config = with_run(config, total_tokens=tokens)
+    config = lasting(text, TRAINING_SECONDS)
+    first = dataclasses.replace(config.islands["a"], hosts=2, mesh_fsdp=2)
     config = placed(
-        dataclasses.replace(config, islands=islands),
+        dataclasses.replace(config, islands={**config.islands, "a": first}),
         time_budget_s=BUDGET_S,
         evaluate_every_steps=0,
     )
@@ -121,7 +115,7 @@ def survived(text, tmp_path_factory, stall) -> Survived:
         )
         trained = [
             running.enter_context(process(train, folder / f"{name}.log", **at_island))
-            for name, island in islands.items()
+            for name, island in config.islands.items()
             for train in commands.island_commands(
                 islands_folder, name, island.hosts, address, 1
             )

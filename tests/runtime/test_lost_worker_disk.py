@@ -4,31 +4,20 @@ fragments alone are gathered, the ledger is exact, and replay repeats all of it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_support import (
-    PATIENCE_S,
-    await_state,
-    coordinator,
-    make_config,
-    placed,
-)
+from runtime_support import await_state, coordinator, make_config, placed
+from training_support import slowed, trained
 
 from diloco_jax import cli
-from diloco_jax.config import Config
-from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.island.host import Host
-from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import State
@@ -37,43 +26,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.nightly]
 
 CYCLES = 10_000
 """More than the test takes."""
-STEP_SECONDS = 0.25
 LOST, OTHER = 0, 1
 """Fragments; each is alone at its worker."""
-
-
-def trained(
-    service: Coordinator, config: Config, workdir: Path, work: Callable[[], None]
-) -> None:
-    """Two islands train on threads of this process while `work` is done."""
-    islands = [
-        LeadingHost(Host(config, name, service.address, workdir / name), 1)
-        for name in config.islands
-    ]
-    failures: list[str] = []
-
-    def live(island: LeadingHost) -> None:
-        try:
-            island.start()
-            ending = island.loop.run()
-            if ending.exit_code:
-                failures.append(ending.text)
-            island.stop(ending)
-            island.close()
-        except Exception as error:
-            failures.append(repr(error))
-
-    threads = [threading.Thread(target=live, args=(island,)) for island in islands]
-    for thread in threads:
-        thread.start()
-    try:
-        work()
-    finally:
-        for island in islands:
-            island.mailbox.end(0, "the test has seen enough", "stopped")
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    assert not failures, failures
 
 
 def merged_to(number: int, term: int, fragment: int) -> Callable[[State], bool]:
@@ -86,18 +40,13 @@ def of_kind(tape: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_path):
     config = placed(
-        make_config(text, cycles=CYCLES, quorum=1),
+        slowed(make_config(text, cycles=CYCLES, quorum=1)),
         workers=2,
         time_budget_s=10.0,
         restart_delay_s=0.1,
         evaluate_every_steps=0,
         snapshot_every_s=2.0,
     )
-    slow = {
-        name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
-        for name, island in config.islands.items()
-    }
-    config = dataclasses.replace(config, islands=slow)
     run = tmp_path / "run"
     with coordinator(config, run) as service:
 
@@ -106,7 +55,7 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
             (own,) = [n for n in range(2) if fragment in holder.of(n)]
             os.kill(holder.processes()[own].pid, signal.SIGKILL)
 
-        def lose_a_disk() -> None:
+        with trained(config, service.address, tmp_path):
             await_state(service, merged_to(3, 1, LOST))
             kill_worker_of(LOST)
             name = f"{LOST:05d}"
@@ -124,8 +73,6 @@ def test_a_worker_without_its_disk_is_given_its_fragment_by_an_island(text, tmp_
             await_state(service, lambda state: state.fragments[OTHER].away)
             there = service.lead.state.fragments[OTHER].version.number
             await_state(service, merged_to(there + 2, 1, OTHER))
-
-        trained(service, config, tmp_path, lose_a_disk)
         state = service.lead.state
         assert ledger.check(state) == []
         lost = {

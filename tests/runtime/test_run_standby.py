@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import support
 import tape_checks
-from runtime_support import make_config, placed, with_run
+from runtime_support import placed
+from training_support import lasting
 
 from diloco_jax import run_files
 from diloco_jax.cluster import pair
@@ -23,23 +24,15 @@ from diloco_jax.exit_codes import EXIT_FAILED
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
-STEP_SECONDS, TRAINING_SECONDS = 0.25, 40
+TRAINING_SECONDS = 40
 BUDGET_S, TIMEOUT_S = 4.0, 240.0
 KILLED_AFTER = 12
 """Merges after which the coordinator is killed."""
 
 
 def config_of(text: Path) -> Config:
-    config = make_config(text, steps_per_cycle=6, fragments=3, quorum=1)
-    steps = round(TRAINING_SECONDS / STEP_SECONDS)
-    islands = {
-        name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
-        for name, island in config.islands.items()
-    }
-    tokens = steps * (2 + 4) * config.run.sequence_length
-    config = dataclasses.replace(with_run(config, total_tokens=tokens), islands=islands)
     return placed(
-        config,
+        lasting(text, TRAINING_SECONDS),
         faults=(f"coordinator@{KILLED_AFTER}:kill",),
         # The killed one is back after its mandate is over.
         restart_delay_s=2 * BUDGET_S,

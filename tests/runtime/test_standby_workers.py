@@ -3,7 +3,6 @@ on, then the machine of the node that leads since then is lost, workers included
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -15,7 +14,8 @@ import pytest
 import support
 import tape_checks
 from etils.epath import Path as Folder
-from runtime_support import make_config, placed, with_run
+from runtime_support import placed
+from training_support import lasting
 
 from diloco_jax import LocalCluster, run_files
 from diloco_jax.cluster import pair
@@ -31,7 +31,7 @@ pytestmark = [
     ),
 ]
 
-STEP_SECONDS, TRAINING_SECONDS = 0.25, 32
+TRAINING_SECONDS = 32
 BUDGET_S, TIMEOUT_S = 4.0, 150.0
 MERGES = 4
 """Merges before the first lead dies, and of each one that leads after it."""
@@ -49,16 +49,8 @@ class Run(NamedTuple):
 
 
 def config_of(text: Path) -> Config:
-    config = make_config(text, steps_per_cycle=6, fragments=3, quorum=1)
-    steps = round(TRAINING_SECONDS / STEP_SECONDS)
-    islands = {
-        name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
-        for name, island in config.islands.items()
-    }
-    tokens = steps * (2 + 4) * config.run.sequence_length
-    config = dataclasses.replace(with_run(config, total_tokens=tokens), islands=islands)
     return placed(
-        config,
+        lasting(text, TRAINING_SECONDS),
         workers=2,
         # Who is killed is back after its mandate is over.
         restart_delay_s=1.5 * BUDGET_S,

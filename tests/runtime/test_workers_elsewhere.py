@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import support
 import tape_checks
-from elsewhere_support import WorkerProcess, with_workers_elsewhere
+from elsewhere_support import (
+    CHECKPOINTS,
+    WorkerProcess,
+    snapshots_in,
+    two_workers,
+    with_workers_elsewhere,
+)
 from msgspec.structs import replace
 from runtime_support import client, hello, make_config, placed
 from test_worker_processes import assert_kept, digests
+from training_support import slowed, trained
 from worker_support import (
     FIRST,
     PATIENCE_S,
@@ -34,8 +38,6 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor
-from diloco_jax.island.host import Host
-from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import Committed, RestoreFragments
@@ -49,29 +51,8 @@ pytestmark = [
         not rendezvous.HAS_SURVIVORS, reason="workers end with their lead here"
     ),
 ]
-COORDINATOR_CHECKPOINTS = Path("checkpoints") / "coordinator"
 TIMEOUT_S = 240.0
 STEP_SECONDS = 0.3
-
-
-@contextlib.contextmanager
-def two_workers(config_path: Path, folder: Path):
-    """Two `diloco worker`, with workdirs of their own."""
-    made = [
-        WorkerProcess(config_path, index, folder / f"worker-{index}")
-        for index in range(2)
-    ]
-    try:
-        yield made
-    finally:
-        for one in made:
-            one.close()
-
-
-def snapshots_in(workdir: Path) -> list[int]:
-    """The fragments of which a workdir has a snapshot."""
-    folder = workdir / COORDINATOR_CHECKPOINTS
-    return sorted({int(path.parent.name) for path in folder.glob("*/*.snapshot")})
 
 
 def test_a_worker_elsewhere_merges_to_the_same_bits_and_obeys_the_newest_lead(
@@ -201,7 +182,7 @@ def test_a_run_whose_machines_go_down_one_after_another(text, tmp_path):
     disks. The ledger is exact, replay, in one process, has the same bits, and the
     lead's workdir has all parameters at the end."""
     config = placed(
-        make_config(text, cycles=14, quorum=1),
+        slowed(make_config(text, cycles=14, quorum=1), STEP_SECONDS),
         bind=f"127.0.0.1:{free_port()}",
         time_budget_s=5.0,
         restart_delay_s=0.1,
@@ -211,11 +192,6 @@ def test_a_run_whose_machines_go_down_one_after_another(text, tmp_path):
         faults=("coordinator@9:kill",),
     )
     config = with_workers_elsewhere(config, tmp_path / "certificates")
-    slow = {
-        name: dataclasses.replace(island, step_seconds=STEP_SECONDS)
-        for name, island in config.islands.items()
-    }
-    config = dataclasses.replace(config, islands=slow)
     path, run = tmp_path / "config.json", tmp_path / "run"
     write_config_json(config, path)
     lead = [*DILOCO, "coordinator", str(path), "--workdir", str(run)]
@@ -228,7 +204,8 @@ def test_a_run_whose_machines_go_down_one_after_another(text, tmp_path):
             return subprocess.Popen([*lead, *options], stdout=log, stderr=log)
 
         service = start("--init")
-        with trained(config, tmp_path, service):
+        await_address(tmp_path, service)
+        with trained(config, config.placement.bind, tmp_path):
             assert service.wait(TIMEOUT_S) == -signal.SIGKILL
             service = start()
             await_merges(run, 16)
@@ -251,7 +228,7 @@ def test_a_run_whose_machines_go_down_one_after_another(text, tmp_path):
     assert_kept(config, run, digests(tape), recovered)
     last = {r["fragment"]: r["version"] for r in tape if r["kind"] == "merged"}
     for fragment in range(2):
-        found = snapshots.versions(run / COORDINATOR_CHECKPOINTS, fragment)
+        found = snapshots.versions(run / CHECKPOINTS, fragment)
         assert [list(version) for version in found] == [last[fragment]]
     words = [*DILOCO, "replay", str(run), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -261,43 +238,13 @@ def test_a_run_whose_machines_go_down_one_after_another(text, tmp_path):
     assert outcome["merges"] == summary["merges"]
 
 
-@contextlib.contextmanager
-def trained(config, folder: Path, service: subprocess.Popen):
-    """Two islands train on threads of this process until the run is over."""
-    address = config.placement.bind
+def await_address(folder: Path, service: subprocess.Popen) -> None:
+    """Until the coordinator in `folder` serves."""
     deadline = time.monotonic() + PATIENCE_S
     while not (folder / "run" / "coordinator.address").exists():
         assert service.poll() is None, (folder / "lead").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    islands = [
-        LeadingHost(Host(config, name, address, folder / name), 1)
-        for name in config.islands
-    ]
-    failures: list[str] = []
-
-    def live(island: LeadingHost) -> None:
-        try:
-            island.start()
-            ending = island.loop.run()
-            if ending.exit_code:
-                failures.append(ending.text)
-            island.stop(ending)
-            island.close()
-        except Exception as error:
-            failures.append(repr(error))
-
-    threads = [threading.Thread(target=live, args=(island,)) for island in islands]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        for island in islands:
-            island.mailbox.end(0, "the test has seen enough", "stopped")
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    assert not failures, failures
 
 
 def await_merges(run: Path, count: int) -> None:
