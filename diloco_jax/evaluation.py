@@ -27,6 +27,7 @@ from diloco_jax.island.evaluate import Evaluation, evaluate_all, evaluate_parts
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model
 from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.values import Version
 from diloco_jax.workdir import read_config
 
 BATCH_SIZE = 32
@@ -143,8 +144,9 @@ def newest_pieces(
 ) -> Iterator[tuple[Piece, npt.NDArray[Any]]]:
     """Yield the pieces of theta of a run's newest snapshot, a fragment at a time.
 
-    Raises ConfigError, before the first one, if there is no snapshot."""
-    plan, _ = newest_plan(config, workdir, model)
+    Raises ConfigError, before the first one, if there is no snapshot, or if the run is
+    over and a fragment is not as it was at the end."""
+    plan, facts = newest_plan(config, workdir, model)
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     store = Store(config.run, plan, None, pin_s=0.0)
     found = [snapshots.versions(folder, f) for f in range(len(plan.fragments))]
@@ -155,6 +157,15 @@ def newest_pieces(
             f"its disk, and the run ended before an island gave them back; give a kept "
             f"cycle, or another copy of the workdir"
         )
+    state = facts["state"]
+    for fragment, of_fragment in enumerate(state["fragments"]):
+        newest, last = found[fragment][-1], Version(*of_fragment["version"])
+        if state["phase"] == "done" and newest < last:
+            raise ConfigError(
+                f"{folder} has version {tuple(newest)} of fragment {fragment}, and the "
+                f"run ended with {tuple(last)}: who held it did not write it at the "
+                f"end; start the coordinator again, which does that"
+            )
     for fragment, of_fragment in enumerate(plan.fragments):
         version = found[fragment][-1]
         arrays = snapshots.empty(store.like(fragment))

@@ -221,8 +221,9 @@ class WorkersHolder:
 
     def save_all(self, within_s: float | None) -> bool:
         """Have every worker write its last snapshots; wait for it as long as it lives.
-        What a worker does not write it applies from its publishes. At the end of the
-        run, copy them here from other machines; return False if one did not come."""
+        What a worker does not write it applies from its publishes as it starts again.
+        At the end of the run, copy them here from other machines, and return False if
+        one is not here."""
         for worker in self._workers:
             worker.send(SaveAll(within_s=within_s))
         whole = []
@@ -237,30 +238,29 @@ class WorkersHolder:
                 self._digests[fragment] = digest
         if within_s is None:
             # Workers on other machines stay until this machine has all of the result.
-            self._over = self._bring_home(whole)
+            here = [worker for worker in whole if self._bring_home(worker)]
+            self._over = len(here) == len(self._workers)
+            if not self._over:
+                logger.error(
+                    "the result lacks fragments of %s; start the coordinator again, "
+                    "and they come",
+                    ", ".join(w.name for w in self._workers if w not in here),
+                )
         return within_s is not None or self._over
 
-    def _bring_home(self, whole: Sequence[Supervised]) -> bool:
-        """Copy the last snapshots of workers on other machines to this one; tell if all
-        are here. whole: workers that have written theirs."""
-        missing = []
-        for worker in self._workers:
-            if (there := worker.elsewhere) is None:
-                continue
+    def _bring_home(self, worker: Supervised) -> bool:
+        """Copy the last snapshots of a worker on another machine to this one; tell
+        whether they are here."""
+        if (there := worker.elsewhere) is not None:
             try:
-                if worker not in whole:
-                    raise OSError("its last snapshot is not written")
                 for fragment in worker.fragments:
                     there.bring_home(fragment)
             except (WireError, OSError) as error:
                 logger.error(
-                    "fragments of %s are on its machine alone: %s; start the "
-                    "coordinator again, and it copies them",
-                    worker.name,
-                    error,
+                    "fragments of %s are on its machine alone: %s", worker.name, error
                 )
-                missing.append(worker)
-        return not missing
+                return False
+        return True
 
     def end(self, within_s: float) -> None:
         """End all workers; kill those that have not ended in time."""
