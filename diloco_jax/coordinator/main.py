@@ -264,13 +264,14 @@ class Coordinator:
             )
             if finished:
                 return EXIT_FAILED
+        if finished and not self._all_here:
+            return EXIT_FAILED
         if finished:
             # The summary says that the run is over: nothing is left to do.
             write("the summary", self._sum_up)
             too_late.wait(linger_s, lambda: self._interrupted)
         told = not finished or self._seat.finish(self._patience_s)
-        done = told and self._all_here and not self._disk.alerts
-        return EXIT_DONE if done else EXIT_FAILED
+        return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
 
     def _save(self) -> None:
         """Write the last snapshots; before the run is over, what there is time for."""

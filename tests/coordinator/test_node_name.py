@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax import run_files
 from diloco_jax.cluster.commands import free_port
-from diloco_jax.config import Config, IslandConfig, Placement
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.standby.name import copied_from, node_of, read_name
 from diloco_jax.coordinator.standby.node import StandbyNode
 from diloco_jax.coordinator.standby.seat import taken
@@ -88,3 +89,14 @@ def test_a_copy_follows_by_a_name_of_its_own(one: Path, tmp_path: Path) -> None:
     assert copied_from(copy) == ""
     again = StandbyNode(config(copy), copy, "127.0.0.1:1", None)
     assert again.node == follower.node
+
+
+def test_a_copy_that_has_the_run_is_not_replaced(one: Path, tmp_path: Path) -> None:
+    """It may be all that is left of the run."""
+    (one / run_files.FACTS).write_text("{}")
+    copy = tmp_path / "copy"
+    shutil.copytree(one, copy)
+    with pytest.raises(ConfigError, match=r"is a copy of .* and has its run"):
+        StandbyNode(config(copy), copy, "127.0.0.1:1", None)
+    assert read_name(copy) == read_name(one)
+    assert StandbyNode(config(one), one, "127.0.0.1:1", None).node == read_name(one)

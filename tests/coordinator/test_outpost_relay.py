@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,6 +93,15 @@ class Impatient:
 
     def settimeout(self, value: float) -> None:
         self._end.settimeout(PATIENCE_S if value == START_S else 0.0)
+
+
+def test_a_lead_that_is_gone_makes_no_worker_hang(relaying, monkeypatch):
+    """A process that starts, and is killed for a broken line, never serves."""
+    clock = itertools.count(0.0, 1000.0)
+    monkeypatch.setattr(relays.time, "monotonic", lambda: next(clock))
+    lead, _, found = relaying()
+    lead.close()
+    assert found.result(PATIENCE_S) is False
 
 
 def test_a_process_that_starts_may_be_silent_for_longer_than_one_that_runs():

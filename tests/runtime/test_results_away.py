@@ -150,7 +150,7 @@ def test_a_result_that_stays_away_is_missed_and_comes_with_the_next_start(
         with trained(config, service.address, tmp_path):
             assert first.code() == EXIT_FAILED
         assert f"the result lacks fragments of worker {LOST}; start" in caplog.text
-        assert read_summary(run)["phase"] == "done"
+        assert not read_summary(run), "`diloco run --resume` would take it for done"
         has_first = lost in snapshots_in(run)
         assert has_first == (where == "here")
         lacks = f"has version (1, 0) of fragment {lost}, and the run ended with (1, "

@@ -78,7 +78,14 @@ class StandbyNode:
         self._deadlines = placement.deadlines
         self.node = node_of(workdir)
         if copied := copied_from(workdir):
-            # Another node may have that name. What is here is replaced anyway.
+            # Another node may have that name. A run that is here may be the last one.
+            if workdirs.holds_run(workdir):
+                raise ConfigError(
+                    f"{workdir} is a copy of {copied}, and has its run: if that one is "
+                    f"gone for good, write {self.node} alone into the file "
+                    f"{run_files.NODE} of {workdir}; if it is not, give a new workdir, "
+                    f"which this standby fills"
+                )
             adopt(workdir, uuid.uuid4().hex[:8])
             logger.warning("the workdir is a copy of %s: it is a new node", copied)
             self.node = node_of(workdir)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ from diloco_jax.protocol.standby.events import (
     StepDown,
 )
 from diloco_jax.protocol.standby.machines import FOLLOWED
-from diloco_jax.protocol.standby.primary import Primary
+from diloco_jax.protocol.standby.primary_state import Primary
 from diloco_jax.sealed import SealedError
 from diloco_jax.wire import follow
 from diloco_jax.wire.errors import Busy, Refused
@@ -64,6 +66,8 @@ LAPSED = (
     "the mandate ran out: its object did not answer (see the log), so the standby may "
     "lead, and islands look for it"
 )
+BROKEN_DISK = (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE)
+"""Errors of a disk that does not mend itself."""
 POLL_S = 0.2
 """Pause between two looks at how long to wait: a handler of signals notifies nobody."""
 MANDATE = "mandate"
@@ -152,7 +156,9 @@ class Seat(Unseated):
         self._machine: MachineThread[Primary] = MachineThread(
             primary.step,
             primary.next_deadline,
-            primary.seek(self._timing, self.node, run_id, self._copied()),
+            primary.seek(
+                self._timing, self.node, run_id, uuid.uuid4().hex[:8], self._copied()
+            ),
             self._store,
             self._timing,
             self._act,
@@ -172,7 +178,10 @@ class Seat(Unseated):
                 f"has to ask the islands for it; start it with --standby-of, which "
                 f"does that"
             )
-        adopt(self._workdir, self.node)
+        try:
+            adopt(self._workdir, self.node)
+        except OSError as error:  # Whether the disk is broken is seen once it is read.
+            logger.warning("the workdir's place is not noted: %s", error)
         logger.info("node %s leads, reign %d", self.node, self._machine.state.reign)
 
     @contextlib.contextmanager
@@ -181,6 +190,10 @@ class Seat(Unseated):
         try:
             yield
         except (DurableError, SealedError, OSError) as error:
+            # What may pass, as when a machine has no memory, is no reason: a node does
+            # not lead again from the disk with which it ceded.
+            if isinstance(error, OSError) and error.errno not in BROKEN_DISK:
+                raise
             self._machine.give(DiskUnreadable())
             if self._machine.state.cedes:
                 logger.error("the mandate is ceded to the standby: %s", error)
@@ -194,10 +207,10 @@ class Seat(Unseated):
             return ""
         return (
             f"node {self.node}, whose workdir is {origin}, holds the mandate, and this "
-            f"workdir is a copy of that one: two nodes of one name could lead. Start "
-            f"this coordinator with --standby-of, which gives it a name of its own. If "
-            f"the workdir has moved here, and no coordinator runs there, write "
-            f"{self.node} alone into the file {run_files.NODE} of the workdir"
+            f"workdir is a copy of that one: two nodes of one name could lead. If the "
+            f"workdir has moved here, and no coordinator runs there, write {self.node} "
+            f"alone into the file {run_files.NODE} of the workdir. Else start this "
+            f"coordinator with --standby-of and a new workdir"
         )
 
     def serve(self, nudge: Callable[[], None]) -> None:

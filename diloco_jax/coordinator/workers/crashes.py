@@ -22,6 +22,8 @@ class Crashes:
         """The last process that was heard, when its first line began, and when its last
         one broke. Empty: its end is counted."""
         self._dialled, self._silent = 0.0, True
+        self._silences = 0
+        """Lines in a row on which nobody spoke; they count until the process speaks."""
 
     def line_begins(self, now: float) -> None:
         """Note that a line is made to a process, which may be a new one."""
@@ -29,8 +31,10 @@ class Crashes:
 
     def heard(self, process: str) -> None:
         """Note which process speaks: another one means that the last has ended."""
-        self._silent = False
+        self._silent, silences = False, self._silences
+        self._silences = 0
         if process == self._process:
+            self.in_a_row = max(0, self.in_a_row - silences)
             return
         if self._process:
             self._count(self._left - self._began)
@@ -44,6 +48,7 @@ class Crashes:
         """Note that the line broke. failed: the process said why it ends."""
         self._left = now
         if self._silent:
+            self._silences += 1
             self._count(now - self._dialled)
         elif failed or self._ends_with_line:
             self._process = ""

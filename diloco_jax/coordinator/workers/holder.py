@@ -82,6 +82,8 @@ class WorkersHolder:
         """How often each worker went away."""
         self._dealt = deal(sizes, count)
         self._digests = [""] * len(sizes)
+        self._missing: set[int] = set()
+        """Fragments that their workers do not have as the run ends."""
         self._run_id, self._key = run_id, secrets.token_bytes(tickets.KEY_BYTES)
         # Longer than an island waits for the coordinator, or takes to join.
         deadlines = config.placement.deadlines
@@ -234,8 +236,16 @@ class WorkersHolder:
                 logger.error("%s wrote no last snapshot: %s", worker.name, why)
             else:
                 whole.append(worker)
-            for fragment, digest in () if saved is None else saved.digests.items():
-                self._digests[fragment] = digest
+            if saved is not None:
+                for fragment, digest in saved.digests.items():
+                    self._digests[fragment] = digest
+                self._missing |= set(worker.fragments) - set(saved.digests)
+        if self._missing:
+            logger.error(
+                "fragments %s are lost with their worker's disk, and no island gave "
+                "them back: the result lacks them; see kept cycles",
+                sorted(self._missing),
+            )
         if within_s is None:
             # Workers on other machines stay until this machine has all of the result.
             here = [worker for worker in whole if self._bring_home(worker)]
@@ -254,7 +264,8 @@ class WorkersHolder:
         if (there := worker.elsewhere) is not None:
             try:
                 for fragment in worker.fragments:
-                    there.bring_home(fragment)
+                    if fragment not in self._missing:
+                        there.bring_home(fragment)
             except (WireError, OSError) as error:
                 logger.error(
                     "fragments of %s are on its machine alone: %s", worker.name, error

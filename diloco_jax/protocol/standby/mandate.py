@@ -32,6 +32,8 @@ class Mandate(msgspec.Struct, frozen=True, kw_only=True):
     ceded: bool = False
     """The holder cannot read its disk, and leads no more: the node in step may take the
     mandate at once."""
+    life: str = ""
+    """The holder's process that leads; empty until it has said so."""
 
 
 class MandateTiming(msgspec.Struct, frozen=True, kw_only=True):

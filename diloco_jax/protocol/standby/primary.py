@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Alert, Timer
@@ -53,13 +52,12 @@ from diloco_jax.protocol.standby.machines import (
     FOLLOWED,
     GATED,
     PRIMARY,
-    PrimaryState,
 )
 from diloco_jax.protocol.standby.mandate import (
-    NO_GENERATION,
     Mandate,
     MandateTiming,
 )
+from diloco_jax.protocol.standby.primary_state import Primary, Request
 
 NEAR = 64
 """Records by which a standby may lag when the primary begins to wait for it."""
@@ -68,60 +66,14 @@ NAMES = ("seeking", "loading", "naming", "in_step")
 """States in which the mandate is to name the standby, if there is one."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to the object that is under way. mandate: what is written, None if it
-    is a read."""
-
-    at: float
-    mandate: Mandate | None = None
-
-
-class Primary(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the primary."""
-
-    timing: MandateTiming
-    node: str
-    run_id: str
-    copied: str = ""
-    """Why its disk is a copy of that of the node of this name; empty if it is not."""
-    phase: PrimaryState = "seeking"
-    standby: str = ""
-    """The node that follows, or is being parted from."""
-    generation: str = NO_GENERATION
-    reign: int = 1
-    gathers: bool = False
-    finished: bool = False
-    """The run is over, and the mandate is to say so from now on."""
-    cedes: bool = False
-    """The mandate is to say that the standby may take it at once."""
-    told_over: bool = False
-    """The mandate says so."""
-    valid_until: float = -math.inf
-    lapsed: bool = False
-    """It has run out since it was renewed last."""
-    request: Request | None = None
-    next_at: float = -math.inf
-    """Time of the next request."""
-    write_next: bool = False
-    """The next request is a write: the generation is known."""
-    written: int = 0
-    """Number of the last record."""
-    answered: int = 0
-    """Up to which the standby has them."""
-    visible: int = 0
-    """Up to which they may be seen; -1 if what was there before them may not."""
-    heard_at: float = -math.inf
-    """When the standby gave the last sign of life."""
-    behind_since: float = math.inf
-    """Since when the oldest record has waited for the standby."""
-
-
 Step = tuple[Primary, list[PrimaryEffect]]
 
 
-def seek(timing: MandateTiming, node: str, run_id: str, copied: str = "") -> Primary:
+def seek(
+    timing: MandateTiming, node: str, run_id: str, life: str, copied: str = ""
+) -> Primary:
     """Return the state of a node that wants to lead a run that it has on its disk."""
-    return Primary(timing=timing, node=node, run_id=run_id, copied=copied)
+    return Primary(timing=timing, node=node, run_id=run_id, life=life, copied=copied)
 
 
 def step(state: Primary, event: PrimaryEvent, now: float) -> Step:
@@ -219,8 +171,9 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
                 "the object of the mandate was removed while this coordinator led; "
                 "start it again, and see who removes it",
             )
-        mandate = Mandate(run_id=state.run_id, holder=state.node, reign=state.reign)
-    elif mandate.holder == state.node and state.copied:
+        mandate = _mandate(state)
+    others = mandate.life != state.life
+    if mandate.holder == state.node and state.copied and others:
         return _step_down(state, state.copied)
     if mandate.run_id != state.run_id:
         return _step_down(
@@ -234,6 +187,13 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
             f"node {mandate.holder} holds the mandate in reign {mandate.reign}, this "
             f"is node {state.node} of reign {state.reign}; what was merged there is "
             f"not in this workdir. Start this coordinator as the standby of that one",
+        )
+    if state.phase != "seeking" and others:
+        return _step_down(
+            state,
+            f"another process leads as node {state.node}: its workdir is a copy of "
+            f"this one. Keep one of them, and remove the file of the node's name from "
+            f"the other",
         )
     if mandate.ceded:
         return _step_down(state, _ceded(mandate))
@@ -383,6 +343,7 @@ def _mandate(state: Primary) -> Mandate:
         gathers=state.gathers,
         over=state.finished,
         ceded=state.cedes,
+        life=state.life,
     )
 
 

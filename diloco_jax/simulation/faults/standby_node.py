@@ -40,7 +40,7 @@ from diloco_jax.protocol.standby.events import (
     WriteMandate,
 )
 from diloco_jax.protocol.standby.following import Standby
-from diloco_jax.protocol.standby.primary import Primary
+from diloco_jax.protocol.standby.primary_state import Primary
 from diloco_jax.simulation.faults.schedule import LEASE_S, RESTART_S, RUN_ID
 from diloco_jax.simulation.faults.standby_disk import FollowedDisk
 
@@ -120,7 +120,7 @@ class Node:
             self._seek()
 
     def _seek(self) -> None:
-        self.machine = primary.seek(self.timing, self.name, RUN_ID)
+        self.machine = primary.seek(self.timing, self.name, RUN_ID, str(self.life))
         self.written = 0
         life = self.life
         self._world.clock.after(

@@ -82,7 +82,9 @@ class World:
 
     def _seek(self, node: Node) -> None:
         node.life, node.has_state = node.life + 1, False
-        node.machine = primary.seek(self.plant.primary, node.name, "run")
+        node.machine = primary.seek(
+            self.plant.primary, node.name, "run", str(node.life)
+        )
         node.first = len(node.disk)
         self._write_records(node, node.life)
         self._give(node, Timer())

@@ -28,7 +28,7 @@ from diloco_jax.protocol.standby.events import (
     WriteMandate,
 )
 from diloco_jax.protocol.standby.mandate import Mandate, MandateTiming
-from diloco_jax.protocol.standby.primary import Primary
+from diloco_jax.protocol.standby.primary_state import Primary
 
 SEEDS = range(100)
 
@@ -331,7 +331,7 @@ def test_what_the_mandate_says_of_a_lost_disk_does_not_count() -> None:
 def test_a_primary_that_loads_shows_nothing_before_it_parts() -> None:
     """Its disk may have more than the standby's, which nobody has seen."""
     named = Mandate(run_id="r", holder="A", in_step="B")
-    state, _ = primary.step(primary.seek(TIMING, "A", "r"), Timer(), 0.0)
+    state, _ = primary.step(primary.seek(TIMING, "A", "r", ""), Timer(), 0.0)
     read = MandateRead(generation="1", mandate=named)
     state, effects = primary.step(state, read, 0.1)
     assert effects == [WriteMandate(mandate=named, generation="1")]

@@ -24,7 +24,8 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
     silence_s = 2 * deadlines.lease_s
     lead.settimeout(3 * deadlines.lease_s)
     worker.settimeout(max(silence_s, START_S))
-    heard = time.monotonic()
+    heard, left = time.monotonic(), threading.Event()
+    """When the worker last said something, and whether the lead's end broke."""
 
     def hear(_: bytes) -> None:
         nonlocal heard
@@ -33,12 +34,14 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
 
     def inwards() -> None:
         _pass_on(lead, worker, lambda _: None)
+        left.set()
         cut(worker)
 
     thread = threading.Thread(target=inwards, daemon=True)
     thread.start()
     said_all = _pass_on(worker, lead, hear)
-    hung = said_all and time.monotonic() - heard >= silence_s
+    silent = said_all and not left.is_set()
+    hung = silent and time.monotonic() - heard >= silence_s
     cut(lead)
     thread.join()
     return hung
