@@ -157,7 +157,8 @@ def newest_pieces(
             f"its disk, and the run ended before an island gave them back; give a kept "
             f"cycle, or another copy of the workdir"
         )
-    state = facts["state"]
+    # A replay that was saved has no state of a coordinator.
+    state = facts.get("state", {"phase": "", "fragments": ()})
     for fragment, of_fragment in enumerate(state["fragments"]):
         newest, last = found[fragment][-1], Version(*of_fragment["version"])
         if state["phase"] == "done" and newest < last:

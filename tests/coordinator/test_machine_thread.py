@@ -45,7 +45,7 @@ def machine(store, act):
     return MachineThread(
         primary.step,
         primary.next_deadline,
-        primary.seek(TIMING, "a", "r"),
+        primary.seek(TIMING, "a", "r", "1"),
         store,
         TIMING,
         act,
