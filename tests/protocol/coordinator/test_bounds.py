@@ -138,3 +138,22 @@ def test_the_lengths_survive_a_crash():
     before = d.account("a", 0).norm, d.account("a", 0).norm_steps
     d.crash()
     assert (d.account("a", 0).norm, d.account("a", 0).norm_steps) == before == (1.0, 4)
+
+
+def test_without_a_bound_no_delta_is_too_long():
+    d = patient("a", "b", "c", delta_bound=0.0)
+    effects = together(d, a=1.0, b=1.0, c=1e6)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_lengths_of_others_are_by_their_steps_since_their_last_delta():
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED_MERGES + 1):
+        together(d, a=1.0, b=1.0, c=1.0)
+    steps = d.state.islands["a"].steps
+    for name in "ab":
+        d.report(name, steps + 4)
+        d.take(name, 0, steps + 4, norm=1.0)
+    d.report("c", steps + 100)
+    effects = d.take("c", 0, steps + 100, norm=100.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]

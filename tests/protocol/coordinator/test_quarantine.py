@@ -181,3 +181,18 @@ def test_a_run_ends_with_an_island_in_quarantine():
     d.wait(d.config.flush_s + 1)
     assert d.state.phase == "done"
     assert d.totals("c").merged == 0
+
+
+def test_with_one_other_island_it_is_judged_though_its_delta_comes_first():
+    """That one alone is no measure, so nothing that is still to come would tell."""
+    d = quarantined(release_cycles=1, quorum=1)
+    d.goodbye("b")
+    fragment = d.fragment(0)
+    for name, account in fragment.accounts.items():
+        fragment = with_account(fragment, name, replace(account, norm=0.0))
+    d.state = with_fragment(d.state, fragment)
+    steps = d.state.islands["c"].steps + 4
+    for name in "ac":
+        d.report(name, steps)
+    effects = d.take("c", 0, steps, norm=1e3)
+    assert persisted(effects, "released")

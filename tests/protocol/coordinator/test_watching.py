@@ -120,3 +120,16 @@ def test_without_the_setting_nobody_is_asked() -> None:
     d = Able()
     d.join("a")
     assert run(d, 16) == []
+
+
+def test_a_turn_is_given_in_the_step_in_which_its_cycle_begins() -> None:
+    d = Able(watch_every=1)
+    d.join("a")
+    given = []
+    for step in range(2, 13, 2):
+        d.report("a", step)
+        given.append(d.state.watched_cycle)
+        d.merge((step // 2 - 1) % 2, a=step)
+        assert d.state.watched_cycle == given[-1], "no merge gives one"
+    assert given == sorted(given)
+    assert given[-1] > given[0]

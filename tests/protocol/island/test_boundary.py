@@ -306,3 +306,13 @@ def test_a_cycle_of_which_a_version_was_missed_is_left_for_the_next_one():
     watch(island.told, 2, 1, 0)
     assert island.at(5) == [("copy", 0), ("copy", 1)]
     assert (island.watching.evaluates, island.watching.cycle) == (True, 2)
+
+
+def test_tokens_of_others_are_on_the_record_once():
+    island = Island()
+    decision = msgspec.structs.replace(island.told.decide(), others_tokens=40)
+    island.at(3, decision)
+    (record,) = island.boundary.books.drain()
+    assert (record.kind, record.value, record.step) == ("progress", 40, 3)
+    island.at(4, decision)
+    assert island.boundary.books.drain() == ()
