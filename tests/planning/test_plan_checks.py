@@ -146,7 +146,8 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     assert lead.lines == plan.disk.lines > sum(w.lines for w in workers) == 0
     # Each writes its share in a shorter round, so fewer publishes wait for it.
     assert 0 < sum(w.log for w in workers) < plan.disk.log
-    assert sum(w.round_seconds for w in workers) >= plan.disk.round_seconds
+    rounds = sum(w.round_seconds for w in workers)
+    assert rounds >= plan.disk.round_seconds * (1 - 1e-9)
     assert plan.fullest_disk.bytes == max(d.bytes for d in plan.disks)
     assert plan.fullest_disk.bytes < plan.disk.bytes
 
