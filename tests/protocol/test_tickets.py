@@ -13,7 +13,14 @@ from diloco_jax.protocol.messages import (
     TakeVerdict,
     Welcome,
 )
-from diloco_jax.protocol.tickets import KEY_BYTES, Checker, Permit, make, stamped
+from diloco_jax.protocol.tickets import (
+    KEY_BYTES,
+    Checker,
+    Permit,
+    make,
+    of_anchor,
+    stamped,
+)
 from diloco_jax.protocol.values import Version
 
 KEY = bytes([1]) * KEY_BYTES
@@ -136,3 +143,9 @@ def test_a_ticket_that_ends_early_permits_nothing() -> None:
     for length in range(len(ticket)):
         assert check.flaw(ticket[:length], TAKE, 1e9) == "malformed"
         assert check.flaw(ticket[length + 1 :], TAKE, 1e9) == "malformed"
+
+
+def test_the_ticket_of_an_anchor_is_that_of_no_version() -> None:
+    """Versions of a term begin with 0."""
+    assert of_anchor(3) < Version(3, 0)
+    assert of_anchor(3) > Version(2, 1 << 30)
