@@ -27,7 +27,7 @@ deltas in int8, at the copy's rate 25 ms; arithmetic makes that 75 ms, so 0.6 to
 the copy against 0.25 by XLA, and for f32 0.4 against 0.17; 2 CPU seconds per 1e9
 parameters for two deltas in int8 instead of 6.6; the same memory.
 
-Command: `python benchmarks/merging.py`. Cost: about 5 minutes on one core, 20 GiB of
+Command: `python benchmarks/merging.py`. Cost: about 11 minutes on one core, 20 GiB of
 memory; what does not fit into the memory that is free is left out.
 """
 

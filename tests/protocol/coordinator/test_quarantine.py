@@ -53,8 +53,9 @@ def test_a_fit_delta_begins_the_row_anew():
         assert not persisted(cycle(d, c=norm), "quarantined")
 
 
-def test_deltas_that_are_not_finite_count_too():
-    d = wary()
+def not_finite(**changes: Any) -> Driver:
+    """c is quarantined for two deltas that are not finite."""
+    d = wary(**changes)
     for _ in range(2):
         for name in "abc":
             d.report(name, d.state.islands[name].steps + 4)
@@ -65,7 +66,19 @@ def test_deltas_that_are_not_finite_count_too():
         for name in "ab":
             d.take(name, 0, steps, norm=1.0)
         d.computed(0)
+    return d
+
+
+def test_deltas_that_are_not_finite_count_too():
+    assert not_finite().state.islands["c"].quarantined
+
+
+def test_without_a_bound_any_finite_delta_is_fit():
+    d = not_finite(delta_bound=0.0, release_cycles=1)
     assert d.state.islands["c"].quarantined
+    effects = cycle(d, c=1e6)
+    assert reasons(effects) == ["quarantined"]
+    assert persisted(effects, "released")
 
 
 def test_nothing_of_a_quarantined_island_is_merged():
