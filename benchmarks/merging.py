@@ -5,7 +5,7 @@ the encoded publish, and what does it hold? One process, no network; radial-dire
 averaging, Nesterov, the same codec up and down.
 
 Time: a fragment of one piece of 16 Mi elements, merged from 2 to 16 deltas, by both
-merge routes in turns; then by "native" other sizes, numbers of deltas and rules.
+merge routes in turns; then by "native" other sizes (Mi), numbers of deltas and rules.
 *Check* is the pass over each delta on its arrival, *merge* all that follows. Both are
 process CPU seconds, the least of several repetitions, with a numpy copy of 64 MiB
 measured between them. *Rate* is the bytes of the deltas as f32 over the CPU seconds of
@@ -162,7 +162,7 @@ def main() -> int:
                 for route in ROUTES
             },
             "Other sizes, numbers of deltas and rules": [
-                {"rule": r["merge"], "Mi elements": r["elements"] >> 20, **time_row(r)}
+                {"rule": r["merge"], "Mi": r["elements"] >> 20, **time_row(r)}
                 for r in beyond
             ],
             "Memory": memory_rows(memory),
