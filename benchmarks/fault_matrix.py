@@ -19,7 +19,8 @@ killed.
 
 Command: `python -m benchmarks.fault_matrix`; `--only` chooses cells, `--missing` those
 that were not run or had a problem, and figures of others stay as they were. Results are
-written as they come. Cost: half a minute a cell on two cores.
+written as they come; the table has the cells that were run. Cost: half a minute a cell
+on two cores.
 """
 
 from __future__ import annotations
