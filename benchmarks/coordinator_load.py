@@ -21,7 +21,7 @@ the plan; memory below it; the lead takes less than a twentieth of a core.
 Seen: every island was in every merge but the first, which did not wait for those that
 still joined. Workers took 1.6 of the plan at first: a fifth of their time was that of
 the kernel for new pages of arriving deltas, which reuse memory now, and what is written
-was not in the plan. (The disk's rate was measured an hour after the rest.) In a profile
+was not in the plan. (The disk's rate was measured soon after the rest.) In a profile
 of one (0.25 B parameters, 32 islands) the kernel had 31 %, the interpreter 21, OpenSSL
 16, merges 13, copies 7 and XXH3 4. What limits here is the CPU of both ends of the
 wire.
