@@ -182,6 +182,13 @@ class Service:
         if cycle in kept:
             return {"cycle": cycle, "files": self._kept.files(cycle)}
         if not (state.keeping and state.kept_cycle == cycle):
+            if not cycles.can_begin(state):
+                raise Refused(
+                    "cycle",
+                    f"the run is {state.phase}: no cycle begins to be kept any more; "
+                    f"kept are {describe(kept)}. Export its last version when it has "
+                    f"ended",
+                )
             raise Refused(
                 "cycle",
                 f"cycle {cycle} is not kept, and no other than the run's present one, "

@@ -5,7 +5,8 @@ The cycle's version of a fragment is that of its last merge with a tick up to it
 whenever that merge ended. So all fragments of one cycle are of one moment of the
 schedule, and nothing waits for them: each is kept once its version is sure, before its
 next merge can replace it. One cycle is kept at a time, which bounds what is held. The
-flush's ticks come out of turn, so that most of its merges are of no cycle.
+flush's ticks come out of turn: most of its merges are of no cycle, and no cycle begins
+to be kept once the run has stopped. A run that is extended goes on with a new cycle.
 """
 
 from __future__ import annotations
@@ -30,9 +31,15 @@ def present(config: PolicyConfig, state: State) -> int:
     return max(1, cycle_of(config, state.tick))
 
 
+def can_begin(state: State) -> bool:
+    """Tell whether ticks come in turn, so that a cycle is of one moment."""
+    return state.phase == "running"
+
+
 def ask(config: PolicyConfig, state: State) -> State:
-    """Begin to keep the present cycle, unless another one is being kept."""
-    return state if state.keeping else _begin(config, state)
+    """Begin to keep the present cycle, unless another one is being kept or the run has
+    stopped."""
+    return state if state.keeping or not can_begin(state) else _begin(config, state)
 
 
 def kept(state: State, event: CycleKept) -> State:
@@ -46,7 +53,8 @@ def advance(config: PolicyConfig, before: State, state: State) -> Step:
     """Begin to keep a cycle when it is due, and keep the fragments that have reached
     it. before: the state before this event."""
     every = config.export_every
-    if every and not state.keeping and state.tick != before.tick:
+    ticked = state.tick != before.tick and can_begin(state)
+    if every and ticked and not state.keeping:
         now, last = cycle_of(config, state.tick), state.kept_cycle
         if now // every > last // every:
             state = _begin(config, state)

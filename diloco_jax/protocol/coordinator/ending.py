@@ -147,10 +147,11 @@ def extend(config: PolicyConfig, state: State) -> Step:
 
 
 def extended(state: State) -> State:
-    """Return the state of a run that is over as it goes on."""
+    """Return the state of a run that is over as it goes on, with a whole cycle."""
+    tick = state.tick - state.tick % -len(state.fragments)
     for fragment in state.fragments:
         phase = fragment.phase
         if phase == "done":
             phase = FRAGMENT.move(phase, "extend")
         state = with_fragment(state, replace(fragment, phase=phase, final=False))
-    return replace(state, phase=RUN.move(state.phase, "extend"))
+    return replace(state, phase=RUN.move(state.phase, "extend"), tick=tick)

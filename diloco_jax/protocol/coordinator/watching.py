@@ -23,7 +23,8 @@ def advance(config: PolicyConfig, before: State, state: State) -> Step:
     """Give a turn when a cycle is due, and name to that island the versions that are
     sure. before: the state before this event."""
     every = config.watch_every
-    if every and state.tick != before.tick and not _at_it(state):
+    ticked = state.tick != before.tick and cycles.can_begin(state)
+    if every and ticked and not _at_it(state):
         now = cycles.cycle_of(config, state.tick)
         if now % every == 0 and now > state.watched_cycle:
             state = _give_turn(config, state, now)

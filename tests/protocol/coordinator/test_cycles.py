@@ -14,10 +14,12 @@ from diloco_jax.protocol.coordinator.events import (
     Effect,
     KeepAsked,
     Persist,
+    RunExtended,
     WorkerAway,
     WorkerBack,
 )
 from diloco_jax.protocol.coordinator.recovery import recover
+from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import Commit, CycleKept, KeepFragment, Merge
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Version
@@ -173,21 +175,48 @@ def test_the_end_of_a_run_ends_the_cycle() -> None:
     assert d.fragment(0).version == Version(1, 2)
 
 
-def test_a_cycle_that_is_asked_for_in_the_flush_is_that_of_before() -> None:
+def test_no_cycle_begins_once_the_run_has_stopped() -> None:
+    """The flush gives a fragment a tick after its turn of the cycle that is present."""
+    d = training(total_tokens=30, export_every=1)
+    d.report("a", 2)
+    d.merge(0, a=2)
+    d.feed(CycleKept(cycle=1))
+    d.report("a", 3)
+    d.report("a", 3, phase="stopped")
+    assert [f.phase for f in d.state.fragments] == ["open", "open"]
+    before = len(d.effects)
+    d.state = replace(d.state, keeping=False, unkept=())
+    d.feed(KeepAsked())
+    again = recover(d.config, initial(d.config), d.log, d.now)
+    assert not cycles.ask(d.config, again).keeping
+    for fragment in (0, 1):
+        d.take("a", fragment, 3)
+        d.computed(fragment)
+    assert d.state.phase == "done"
+    d.feed(KeepAsked())
+    assert kept(d.effects[before:]) == {}
+    assert not d.state.keeping
+
+
+def test_a_run_that_is_extended_goes_on_with_a_whole_cycle() -> None:
+    """So that no fragment was merged after its turn of the present cycle."""
     d = training(total_tokens=30)
     d.report("a", 2)
     d.merge(0, a=2)
     d.report("a", 3)
     d.report("a", 3, phase="stopped")
-    assert [f.phase for f in d.state.fragments] == ["open", "open"]
-    assert kept(d.feed(KeepAsked())).keys() <= {0, 1}
-    for fragment in (0, 1):
+    for fragment in (1, 0):
         d.take("a", fragment, 3)
         d.computed(fragment)
-    found = kept(d.effects)
-    assert found.keys() == {0, 1}
-    for fragment, (cycle, version) in found.items():
+    assert d.state.tick == 3
+    d.config = replace(d.config, total_tokens=90)
+    d.feed(RunExtended())
+    assert d.state.tick == 4
+    d.feed(KeepAsked())
+    for fragment, (cycle, version) in kept(d.effects).items():
         assert version == version_at(d, fragment, cycle)
+    again = recover(d.config, initial(d.config), d.log, d.now)
+    assert again.tick % d.config.fragments == 0
 
 
 def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:
