@@ -9,6 +9,7 @@ from typing import Any
 from diloco_jax.coordinator.standby.machine_thread import timing_of
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
+from diloco_jax.simulation.faults import kinds
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
@@ -31,7 +32,8 @@ def merges_within_s(schedule: Schedule) -> float:
     retry and a join; two cycles, since ticks go on from where they were and counters
     restart; a step of the slowest island, a transfer and a merge; and the time in which
     the hosts of an island agree on a take and an adoption; and if a worker has lost its
-    disk, the time to gather its fragments; and the time until a standby leads.
+    disk, the time to gather its fragments; and the time until an island is out of
+    quarantine, if a quorum needs it; and the time until a standby leads.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
@@ -39,7 +41,7 @@ def merges_within_s(schedule: Schedule) -> float:
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
     lost = any(getattr(fault, "disk_lost", False) for fault in schedule.faults)
     lost_s = gathered_within_s(schedule) if lost else 0.0
-    lost_s += taken_over_within_s(schedule)
+    lost_s += taken_over_within_s(schedule) + released_within_s(schedule)
     return back_s + lost_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
@@ -67,6 +69,21 @@ def taken_over_within_s(schedule: Schedule) -> float:
     anchor_s = schedule.slowest_s + schedule.transfer_s
     gathers_s = 2 * LEASES_AWAITED * LEASE_S + len(schedule.fragment_sizes) * anchor_s
     return waits_s + gathers_s + 2 * (LEASE_S + RETRY_S)
+
+
+def released_within_s(schedule: Schedule) -> float:
+    """Bound the time in which an island leaves quarantine; 0 if a merge needs none.
+
+    Its first delta of a fragment may come before those of others by which it is judged,
+    and each refusal takes the fragment's next turn: it is adopted after the delta's
+    way. So two deltas are sent and answered in four cycles.
+    """
+    unfit = (kinds.LongDeltas, kinds.Unfit)
+    liars = {fault.island for fault in schedule.faults if isinstance(fault, unfit)}
+    if schedule.quorum <= len(schedule.islands) - len(liars):
+        return 0.0
+    cycles_s = 4 * schedule.steps_per_cycle * schedule.pacing_s
+    return cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
 def takes_within_s(schedule: Schedule) -> float:

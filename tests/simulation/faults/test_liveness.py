@@ -29,3 +29,15 @@ def test_a_run_that_never_has_its_tokens_is_a_violation() -> None:
     assert wrong is not None
     assert wrong.invariant == liveness.NAME
     assert "is not over after" in wrong.what
+
+
+def test_a_quorum_that_needs_an_island_in_quarantine_waits_for_its_release() -> None:
+    """Seed 83049: a liar is released in the fourth cycle, and merged in the fifth."""
+    schedule = draw(83049)
+    assert play(schedule).wrong is None
+    assert liveness.released_within_s(schedule) > 0
+    assert liveness.released_within_s(replace(schedule, quorum=1)) == 0
+    with mock.patch.object(liveness, "released_within_s", return_value=0.0):
+        wrong = play(schedule).wrong
+    assert wrong is not None
+    assert wrong.invariant == liveness.NAME
