@@ -48,6 +48,8 @@ LIAR_SHARE = 0.3
 STANDBY_SHARE = 0.3
 """Share of the schedules without faults of workers in which the coordinator has a
 standby."""
+BESIDE_WORKERS_SHARE = 0.15
+"""Share of the others in which it has one."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -147,8 +149,8 @@ def draw(seed: int) -> Schedule:
     if schedule.workers > 1:
         faults = [_perhaps_outlived(outlived, fault) for fault in faults]
     standby = random.Random(f"standby {seed}")
-    alone = not any(isinstance(fault, WorkerCrash) for fault in faults)
-    if alone and standby.random() < STANDBY_SHARE:
+    beside = any(isinstance(fault, WorkerCrash) for fault in faults)
+    if standby.random() < (BESIDE_WORKERS_SHARE if beside else STANDBY_SHARE):
         schedule, faults = with_standby(standby, schedule, faults, storm_s)
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(

@@ -12,6 +12,7 @@ from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnStandby, Schedule
 from diloco_jax.simulation.faults.standby_faults import (
+    DiskDamage,
     LoadCrash,
     MandateAway,
     MandateLate,
@@ -35,6 +36,8 @@ FULL_SHARE = 0.3
 """Share in which the standby's disk is full for a while."""
 LATE_SHARE = 0.3
 """Share in which requests reach the object late."""
+DAMAGED_SHARE = 0.2
+"""Share in which the primary finds its disk damaged as it starts again."""
 LOADING_SHARE = 0.3
 """Share in which a coordinator takes a while to load its state, and dies in it."""
 LATE_S = (0.3, 2.0, 30.0)
@@ -76,6 +79,9 @@ def with_standby(
     if rng.random() < LOADING_SHARE:
         standby = replace(standby, load_s=rng.choice([0.3, 2.0, LEASE_S]))
         kept.append(_death_while_loading(rng, _time(rng, storm_s), standby.load_s))
+    if rng.random() < DAMAGED_SHARE:
+        restart = replace(_restart(rng), down_s=_seconds(rng))
+        kept.append(DiskDamage(at_s=_time(rng, storm_s), restart=restart))
     return replace(schedule, standby=standby), kept
 
 

@@ -109,6 +109,15 @@ class FaultyCoordinator(VirtualCoordinator):
         """True while a record waits for space."""
         return bool(self._effects)
 
+    @property
+    def holds_back(self) -> bool:
+        """True while effects wait that are decided and may not be seen yet."""
+        return False
+
+    def when_awake(self, act: Callable[[], None]) -> None:
+        """Do something now, or once its process is no longer stopped."""
+        act()
+
     def go_on(self) -> None:
         """Go on after a wait, now that there is space."""
         self._act()
@@ -291,7 +300,7 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        self._world.worker_crashes.strike_if_due()
+        self._world.worker_crashes.strike_if_due(self)
         if not self._world.survives(self):
             return
         self.monitor.carrying_out(effect)

@@ -57,8 +57,8 @@ class _Committed(Invariant):
 
 
 class ChainsKept(_Committed):
-    """From every snapshot of a fragment that is kept, publishes on the disk lead to its
-    last committed version: any snapshot but one may turn out not to read.
+    """From every snapshot of a fragment in its term that is kept, publishes on the disk
+    lead to its last committed version: any snapshot but one may turn out not to read.
     """
 
     name = "chains"
@@ -69,7 +69,8 @@ class ChainsKept(_Committed):
         saved: Sequence[Version],
         published: Mapping[Version, bytes],
     ) -> None:
-        committed, version = self._versions[fragment], saved[0]
+        committed = self._versions[fragment]
+        version = min(v for v in saved if v.term == committed.term)
         while version < committed:
             version = version.next()
             self.hold(

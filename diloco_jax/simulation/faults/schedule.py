@@ -65,9 +65,8 @@ STANDBY_KINDS = frozenset(
     kind.__struct_config__.tag for kind in get_args(AnyStandbyFault)
 )
 """Faults that need a standby."""
-NOT_BESIDE_A_STANDBY = frozenset(
-    {"worker_crash", "worker_partition", "disk_gone", "disk_lost"}
-)
+NOT_BESIDE_A_STANDBY = frozenset({"disk_gone", "disk_lost"})
+"""Losses of the only disk; with a standby it is a node that loses one."""
 FAULT_SECONDS = Bound(0, PATIENCE_S)
 """Bounds of all other fields."""
 
@@ -123,7 +122,7 @@ class Schedule(
     workers: int = 1
     """Holders of fragments."""
     standby: DrawnStandby | None = None
-    """None: there is one coordinator. It has a standby only without workers."""
+    """None: there is one coordinator."""
     steps_per_cycle: int = 4
     overlap_steps: int = 2
     quorum: int = 1
@@ -250,10 +249,10 @@ def _check_standby(schedule: Schedule) -> None:
                 f"standby.rates has {rate}; choose from {RATE.low} to {RATE.high}, "
                 f"which the mandate allows for"
             )
-    if kinds & NOT_BESIDE_A_STANDBY or schedule.workers > 1:
+    if beside := kinds & NOT_BESIDE_A_STANDBY:
         raise ConfigError(
-            f"--schedule has a standby, {schedule.workers} workers and the faults "
-            f"{sorted(kinds & NOT_BESIDE_A_STANDBY)}; leave out one of them"
+            f"--schedule has a standby and the faults {sorted(beside)}; leave out one "
+            f"of them, or let a node lose its disk (node_loss)"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.coordinator.engine import AnyEffect
@@ -18,11 +19,11 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.messages import AnchorRequest, Hello
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.simulation.faults.arrays import Anchors
-from diloco_jax.simulation.faults.observing import Invariant
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.standby_disk import FollowedDisk
 from diloco_jax.simulation.virtual.connection import Connection
@@ -138,6 +139,15 @@ class SeatedCoordinator(FaultyCoordinator):
 
     # ---- what comes while it is stopped ---------------------------------------------
 
+    @property
+    def holds_back(self) -> bool:
+        """See FaultyCoordinator."""
+        return not self._gate.empty
+
+    def when_awake(self, act: Callable[[], None]) -> None:
+        """See FaultyCoordinator."""
+        self.node.act(act)
+
     def hello(self, hello: Hello, peer: Connection) -> None:
         """See VirtualCoordinator."""
         if self.node.paused:
@@ -158,6 +168,17 @@ class SeatedCoordinator(FaultyCoordinator):
             self.node.act(functools.partial(self.arrived, key, encoded))
         else:
             super().arrived(key, encoded)
+
+    def anchor(
+        self,
+        who: Incarnation,
+        asked: AnchorRequest,
+        anchor: Anchor,
+        wanted: Callable[[], bool],
+    ) -> None:
+        """See FaultyCoordinator."""
+        take_in = functools.partial(super().anchor, who, asked, anchor, wanted)
+        self.when_awake(take_in)
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""

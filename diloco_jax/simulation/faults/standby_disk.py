@@ -30,6 +30,8 @@ class FollowedDisk(Disk):
         """Number of the run's record up to which it has all, in log and tape."""
         self.lost = False
         """True from a loss to the next copy or term."""
+        self.damaged = False
+        """True for one that is not as it was written: no coordinator loads it."""
         self.send: Callable[[Change], None] | None = None
         self.send_later: Callable[[Change], None] | None = None
         self._removed: Change | None = None
@@ -39,11 +41,12 @@ class FollowedDisk(Disk):
         """Return what makes another disk the same as this one is now."""
         kept = copy.deepcopy((self._segments, self._states, self._anchors))
         publishes, last = copy.deepcopy(self._publishes), self.last
+        copies = copy.deepcopy(self._copies)
 
         def put(other: FollowedDisk) -> None:
             other._segments, other._states, other._anchors = kept
-            other._publishes, other.last = publishes, last
-            other.empty = other.lost = False
+            other._publishes, other.last, other._copies = publishes, last, copies
+            other.empty = other.lost = other.damaged = False
 
         return put
 
@@ -51,7 +54,7 @@ class FollowedDisk(Disk):
         """Remove all that a run has left."""
         if not self.empty:
             self._removed = self.copy()
-        self.empty, self.last = True, -1
+        self.empty, self.damaged, self.last = True, False, -1
 
     def lose_all(self) -> None:
         """Lose everything."""
@@ -66,7 +69,7 @@ class FollowedDisk(Disk):
     def begin(self, state: State, anchors: tuple[Anchor, ...]) -> None:
         """See Disk."""
         super().begin(state, anchors)
-        self.lost = False
+        self.lost = self.damaged = False
 
     def append(self, record: Mapping[str, Any]) -> None:
         """See Disk."""
@@ -119,6 +122,17 @@ class FollowedDisk(Disk):
         if saved:
             self._tell_later(lambda other: Disk.save_fragment(other, fragment, anchor))
         return saved
+
+    def begin_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """See Disk. At the standby it replaces nothing: until the record of that term
+        is there, the term before counts."""
+        begun = super().begin_fragment(fragment, anchor)
+        if begun:
+            self._tell(lambda other: other._add(fragment, anchor))
+        return begun
+
+    def _add(self, fragment: int, anchor: Anchor) -> None:
+        self._anchors[fragment][anchor.version] = anchor
 
     def _put(self, fragment: int, version: Version, publish: bytes) -> None:
         self._publishes[fragment][version] = publish

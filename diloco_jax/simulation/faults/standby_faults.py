@@ -88,6 +88,21 @@ class NodeLoss(StandbyFault, frozen=True):
         return world.begun(self, max(self.restart.down_s, self.restart.noticed_s))
 
 
+class DiskDamage(StandbyFault, frozen=True):
+    """The primary dies, and finds its disk damaged as it starts again."""
+
+    restart: Restart
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("StandbyWorld", world)
+        node = _node(world, "primary")
+        if node is None or node.coordinator is None:
+            return False
+        node.disk.damaged = True
+        world.crash(node, self.restart)
+        return world.begun(self, max(self.restart.down_s, self.restart.noticed_s))
+
+
 class StandbyFull(StandbyFault, frozen=True):
     """The standby's disk has no room for anything, for a while."""
 
@@ -180,6 +195,7 @@ class MandateLate(StandbyFault, frozen=True):
 
 AnyStandbyFault = (
     StandbyCrash
+    | DiskDamage
     | StandbyFull
     | StandbyPartition
     | LoadCrash

@@ -19,6 +19,7 @@ from diloco_jax.protocol.standby.events import (
     Accept,
     AnswerPrimary,
     Dial,
+    DiskUnreadable,
     Dismiss,
     FromStore,
     HangUp,
@@ -110,6 +111,7 @@ class Node:
         self.retired = False
         self.role, self._by, self._clock_s = role, "", clock_s
         if role == "standby":
+            self._world.worker_crashes.end_those_of(self.disk)
             self.machine = following.begin(
                 self.timing, self.name, empty=self.disk.empty
             )
@@ -127,6 +129,21 @@ class Node:
             self.timing.valid_s, lambda: self.act(lambda: self._wait_no_longer(life))
         )
         self.give(Timer())
+
+    def cede(self) -> bool:
+        """Leave the run to the standby in step, since the disk is damaged, and end.
+        Without one return False: a person mends the disk."""
+        self.give(DiskUnreadable())
+        machine, life = self.machine, self.life
+        self.disk.damaged = isinstance(machine, Primary) and machine.cedes
+
+        def end() -> None:
+            if self.life == life:
+                self._end_soon()
+
+        if self.disk.damaged:
+            self._world.clock.after(self.timing.valid_s, lambda: self.act(end))
+        return self.disk.damaged
 
     def _wait_no_longer(self, life: int) -> None:
         if self.life == life and self.phase == "seeking":

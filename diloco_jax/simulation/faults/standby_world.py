@@ -186,6 +186,8 @@ class StandbyWorld(FaultyWorld):
 
     def _loaded(self, node: Node, clock_s: float) -> None:
         mandate = self.object.mandate
+        if node.disk.damaged and node.cede():
+            return
         if mandate is None or mandate.holder != node.name:
             # Nothing that it begins may ever be seen: it ends once it reads that.
             self.ended(node, "standby", RESTART_S)

@@ -13,6 +13,7 @@ from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import FaultyLine
 
 if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.disk import Disk
     from diloco_jax.simulation.faults.processes import FaultyCoordinator
     from diloco_jax.simulation.faults.world import FaultyWorld
 
@@ -82,9 +83,16 @@ class WorkerCrashes:
         deltas those have that outlived the lead before."""
         self._tell_lost(coordinator)
         before, self._outlived = self._outlived, None
+        if before is None or before.disk is not coordinator.disk:
+            return  # They are on the machine of another one.
         # With another term its disk was lost, and theirs with it.
-        if before is not None and before.state.term == coordinator.state.term:
+        if before.state.term == coordinator.state.term:
             before.leave_deltas_to(coordinator)
+
+    def end_those_of(self, disk: Disk) -> None:
+        """End the workers that have outlived a lead on the machine of this disk."""
+        if self._outlived is not None and self._outlived.disk is disk:
+            self._outlived = None
 
     def arm(self, fault: WorkerCrash) -> bool:
         """Arm a crash after `fault.effects` more effects of the lead."""
@@ -93,22 +101,20 @@ class WorkerCrashes:
         self._armed, self._effects_left = fault, fault.effects
         return True
 
-    def strike_if_due(self) -> None:
+    def strike_if_due(self, coordinator: FaultyCoordinator) -> None:
         """Count an effect of the lead; let the armed crash happen if it is due."""
-        fault = self._armed
-        if fault is None:
+        world, fault = self._world, self._armed
+        if fault is None or coordinator is not world.coordinator:
             return
         self._effects_left -= 1
         if self._effects_left >= 0:
             return
         self._armed = None
-        world, coordinator = self._world, self._world.coordinator
-        assert coordinator is not None
         fragments = self.fragments_of(fault.worker)
         lasts_s = fault.noticed_s + fault.down_s
         if not coordinator.dead_fragments.issuperset(fragments):
             if fault.disk_lost:
-                world.disk.lose(fragments)
+                coordinator.disk.lose(fragments)
                 lasts_s += self._gathered_within_s
             self._crash(coordinator, fault.worker, fault.noticed_s, fault.down_s)
         world.begun(fault, lasts_s)
@@ -153,8 +159,8 @@ class WorkerCrashes:
         for worker in range(world.config.workers):
             lost = coordinator.lost_fragments & set(self.fragments_of(worker))
             if lost:
-                world.monitor.worker_died(sorted(lost))
-                world.monitor.worker_away(sorted(lost))
+                coordinator.monitor.worker_died(sorted(lost))
+                coordinator.monitor.worker_away(sorted(lost))
                 coordinator.hear(WorkerBack(worker=worker, lost=tuple(sorted(lost))))
         self._look(coordinator)
 
@@ -170,40 +176,41 @@ class WorkerCrashes:
         worker %= world.config.workers
         world.crashes += 1
         coordinator.lose(fragments)
-        world.monitor.worker_died(fragments)
+        coordinator.monitor.worker_died(fragments)
 
         def notice() -> None:
             if not coordinator.dead:
                 coordinator.forget_line(fragments)
-                world.monitor.worker_away(fragments)
+                coordinator.monitor.worker_away(fragments)
                 coordinator.hear(WorkerAway(worker=worker))
 
         def restore() -> None:
             if coordinator.dead:
                 return
-            if coordinator.waits:  # The lead hears nothing of it meanwhile.
+            # The lead hears nothing of it meanwhile, or lets nothing of it be seen.
+            if coordinator.waits or coordinator.holds_back:
                 world.clock.after(AGAIN_S, restore)
                 return
             self._restore(coordinator, worker)
 
-        world.clock.after(noticed_s, notice)
+        world.clock.after(noticed_s, lambda: coordinator.when_awake(notice))
         world.clock.after(noticed_s + down_s, restore)
 
     def _restore(self, coordinator: FaultyCoordinator, worker: int) -> None:
         """Let a worker come back with what is on its disk."""
-        world, fragments = self._world, self.fragments_of(worker)
+        fragments, monitor = self.fragments_of(worker), coordinator.monitor
         anchors, lost = coordinator.anchors, []
         for fragment in fragments:
             committed = coordinator.state.fragments[fragment].version
-            if not world.disk.restore_fragment(anchors, fragment, committed):
+            if not coordinator.disk.restore_fragment(anchors, fragment, committed):
                 lost.append(fragment)
                 continue
-            world.monitor.restored(fragment, anchors.anchors[fragment])
-            world.monitor.published(fragment, anchors.anchors[fragment])
+            monitor.restored(fragment, anchors.anchors[fragment])
+            monitor.published(fragment, anchors.anchors[fragment])
         coordinator.dead_fragments -= set(fragments)
         coordinator.lost_fragments -= set(fragments)
         coordinator.lost_fragments |= set(lost)
-        world.monitor.worker_back([f for f in fragments if f not in lost])
+        monitor.worker_back([f for f in fragments if f not in lost])
         coordinator.hear(WorkerBack(worker=worker, lost=tuple(lost)))
         self._look(coordinator)
 
@@ -223,7 +230,7 @@ class WorkerCrashes:
                 for island in world.islands.values()
             ):
                 continue
-            world.disk.bring_back(fragment, state.version)
+            coordinator.disk.bring_back(fragment, state.version)
             worker = next(
                 w
                 for w in range(world.config.workers)

@@ -28,11 +28,9 @@ def test_json_brings_a_schedule_back(seed: int) -> None:
         ),
         ({"standby": {"rates": [1, 1.5]}}, "rates has 1.5"),
         ({"standby": {"copy_s": -1}}, "copy_s = -1"),
-        ({"standby": {}, "workers": 2}, "a standby, 2 workers"),
         (
             {
                 "standby": {},
-                "workers": 1,
                 "faults": [{"kind": "disk_lost", "at_s": 1, "restart": {"down_s": 1}}],
             },
             r"\['disk_lost'\]",
