@@ -13,6 +13,7 @@ import math
 import operator
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Fetched, Transfers
 
 logger = logging.getLogger(__name__)
+
+ASKED_AT_ONCE = 16
+"""Hosts of an island that are asked at once what they have."""
 
 
 class PeerAnchors:
@@ -121,9 +125,10 @@ class PeerAnchors:
         request = HoldingsRequest(
             run_id=self._identity.run_id, island=self._own, fragment=fetch.fragment
         )
-        boxes, wanted = layout.boxes(part), []
-        for host in self._hosts[name]:
-            found = host.holdings(request)
+        hosts, boxes, wanted = self._hosts[name], layout.boxes(part), []
+        with ThreadPoolExecutor(min(len(hosts), ASKED_AT_ONCE)) as pool:
+            holdings = list(pool.map(lambda host: host.holdings(request), hosts))
+        for found in holdings:
             if found.version != fetch.want:
                 return None
             pairs = itertools.product(boxes, found.part)
