@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from diloco_jax.errors import ConfigError, suggest
 
 COORDINATOR = "coordinator"
+_WORKER = "worker-"
 
 _FORMS = (
     "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:hang', "
@@ -124,8 +125,14 @@ def _seconds(text: str | None) -> float | None:
 
 
 def worker_name(number: int) -> str:
-    """Return the name of a worker of the coordinator in faults."""
-    return f"worker-{number}"
+    """Return the name of a worker of the coordinator in faults and strikes."""
+    return f"{_WORKER}{number}"
+
+
+def worker_number(name: str) -> int | None:
+    """Return the number in the name of a worker; None: it is no worker's."""
+    number = name.removeprefix(_WORKER)
+    return int(number) if number != name and number.isdecimal() else None
 
 
 def parse_faults(

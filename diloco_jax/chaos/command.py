@@ -15,6 +15,7 @@ from diloco_jax.chaos import measure
 from diloco_jax.chaos.options import ChaosOptions
 from diloco_jax.chaos.schedule import (
     Strike,
+    beside_islands,
     divided,
     parse_strikes,
     random_strikes,
@@ -22,6 +23,7 @@ from diloco_jax.chaos.schedule import (
     write_schedule,
 )
 from diloco_jax.chaos.striker import LOOK_S, Moment, Striker
+from diloco_jax.cluster import pair
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
@@ -64,7 +66,12 @@ def run(
         )
         try:
             ran = run_locally(
-                config, config_path, console, baseline=False, route=striker.route
+                config,
+                config_path,
+                console,
+                baseline=False,
+                route=striker.route,
+                standby=options.with_standby,
             )
         finally:
             striker.close()
@@ -90,12 +97,16 @@ def scheduled(
 ) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
     """Return the strikes of the options, and faults at a step; ConfigError if they
     cannot be carried out."""
-    islands = tuple(config.islands)
+    islands, placement = tuple(config.islands), config.placement
     texts = options.strikes
     if options.schedule:
         texts += read_schedule(Path(options.schedule))
     timed, faults = divided(texts)
-    strikes = parse_strikes(timed, islands)
+    beside = beside_islands(
+        0 if placement.worker_addresses else placement.workers,
+        standby=options.with_standby or pair.is_local(placement),
+    )
+    strikes = parse_strikes(timed, islands, beside)
     if not texts:
         strikes = random_strikes(
             options.schedule_seed,
@@ -103,8 +114,9 @@ def scheduled(
             every_s=options.every_s,
             for_s=options.for_s,
             kinds=options.kinds,
+            beside=beside,
         )
-    workers = config.placement.workers
+    workers = placement.workers
     network = next((str(s) for s in strikes if s.of_network), "")
     if options.link_bytes_per_s:
         network = f"link_bytes_per_s = {options.link_bytes_per_s:g}"
@@ -113,11 +125,11 @@ def scheduled(
             f"{network} strikes a link, but placement.workers = {workers} have links "
             f"of their own, which are not struck; set placement.workers = 1"
         )
-    if config.placement.mandate and network:
+    if (options.with_standby or placement.mandate) and network:
         raise ConfigError(
-            f"{network} strikes a link, but islands have another one to the standby of "
-            f"placement.mandate = {config.placement.mandate!r}, which is not struck; "
-            f"leave mandate and standby out"
+            f"{network} strikes a link, but islands have another one to the standby "
+            f"(--with-standby, placement.mandate = {placement.mandate!r}), which is "
+            f"not struck; leave mandate and standby out"
         )
     return strikes, faults
 

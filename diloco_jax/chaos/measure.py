@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.chaos.schedule import OF_NETWORK
-from diloco_jax.faults import COORDINATOR
+from diloco_jax.chaos.schedule import OF_NETWORK, STANDBY
+from diloco_jax.faults import COORDINATOR, worker_number
 from diloco_jax.observability.tape import read_lines, read_tape
 
 Line = Mapping[str, Any]
@@ -74,8 +74,13 @@ def measured(
             default=math.inf,
         )
         window = [r for r in tape if strike["time"] < r["time"] < until]
+        worker = worker_number(name)
         if name == COORDINATOR:
             found.append(_of_coordinator(strike, window))
+        elif worker is not None and name not in islands:
+            found.append(_of_worker(strike, name, worker, window))
+        elif name == STANDBY and name not in islands:
+            found.append(_of_standby(strike, window))
         else:
             found.append(_of_island(strike, name, window))
     return found
@@ -205,6 +210,58 @@ def _of_coordinator(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
         seconds=strike["seconds"],
         detected_s=None,
         back_s=_since(strike, back),
+        merged_s=_since(strike, again),
+        tokens_lost=0,
+    )
+
+
+def _of_worker(
+    strike: Line, name: str, worker: int, window: Sequence[Line]
+) -> StrikeOutcome:
+    """One that is stopped for less than a lease is not missed, as none of its deltas
+    is: then the next merge is all that is known."""
+    over = strike["time"] + strike["seconds"]
+    back = next(
+        (
+            r
+            for r in window
+            if r["kind"] == "worker_recovered" and r["worker"] == worker
+        ),
+        None,
+    )
+    away = back and back["away_seconds"]
+    again = next(
+        (
+            r
+            for r in window
+            if r["kind"] == "merged"
+            and r["time"] > (back["time"] if back else over)
+            and (back is None or r["fragment"] in back["fragments"])
+        ),
+        None,
+    )
+    return StrikeOutcome(
+        who=name,
+        kind=strike["kind"],
+        time=strike["time"],
+        seconds=strike["seconds"],
+        detected_s=_since(strike, back) - away if away is not None else None,
+        back_s=_since(strike, back),
+        merged_s=_since(strike, again),
+        tokens_lost=0,
+    )
+
+
+def _of_standby(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
+    """Merges go on without it, once the mandate says that it is not in step."""
+    again = next((r for r in window if r["kind"] == "merged"), None)
+    return StrikeOutcome(
+        who=STANDBY,
+        kind=strike["kind"],
+        time=strike["time"],
+        seconds=strike["seconds"],
+        detected_s=None,
+        back_s=None,
         merged_s=_since(strike, again),
         tokens_lost=0,
     )

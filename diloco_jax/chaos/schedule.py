@@ -1,8 +1,9 @@
 """A schedule of strikes on a local run, written as `WHO@TIMEs:KIND[SECONDS][=VALUE]`.
 
-WHO is an island, `coordinator`, or several joined with `+` (all of a site). TIME counts
-from the run's first merge. A schedule may also have faults at an exact step, in the
-form of `placement.faults`. A file of it has one strike or fault a line.
+WHO is an island, `coordinator` (whoever leads), `standby` (the other one), a worker
+(`worker-1`), or several joined with `+` (all of a site). TIME counts from the run's
+first merge. A schedule may also have faults at an exact step, in the form of
+`placement.faults`. A file of it has one strike or fault a line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.faults import COORDINATOR, is_fault
+from diloco_jax.faults import COORDINATOR, is_fault, worker_name
 from diloco_jax.files import write_text
 
 KINDS = {
@@ -30,6 +31,7 @@ KINDS = {
     "corrupt": "a bit of each larger piece of bulk is wrong, in both directions",
 }
 """Meaning of each kind of strike."""
+STANDBY = "standby"
 OF_PROCESSES = ("kill", "stop", "slow")
 OF_DISK = ("full",)
 OF_NETWORK = tuple(kind for kind in KINDS if kind not in OF_PROCESSES + OF_DISK)
@@ -113,10 +115,19 @@ def divided(texts: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(text for text in texts if text not in faults), faults
 
 
-def parse_strikes(texts: Iterable[str], islands: Sequence[str]) -> tuple[Strike, ...]:
+def beside_islands(workers: int, *, standby: bool) -> tuple[str, ...]:
+    """Return the names of the processes beside islands and coordinator."""
+    numbers = range(workers if workers > 1 else 0)
+    names = tuple(map(worker_name, numbers))
+    return (*names, STANDBY) if standby else names
+
+
+def parse_strikes(
+    texts: Iterable[str], islands: Sequence[str], beside: Sequence[str] = ()
+) -> tuple[Strike, ...]:
     """Parse and sort by time; ConfigError on an unknown form or name, and on strikes
-    that last and overlap on one island or the coordinator."""
-    strikes = sorted((_parse(t, islands) for t in texts), key=lambda s: s.at_s)
+    that last and overlap on one process or link. beside: see `beside_islands`."""
+    strikes = sorted((_parse(t, islands, beside) for t in texts), key=lambda s: s.at_s)
     until: dict[tuple[str, bool], Strike] = {}
     for strike in strikes:
         names = strike.links(islands) if strike.of_network else strike.who
@@ -139,11 +150,12 @@ def random_strikes(
     every_s: float,
     for_s: float,
     kinds: Sequence[str],
+    beside: Sequence[str] = (),
 ) -> tuple[Strike, ...]:
     """Draw one strike each `every_s` seconds, for `for_s` seconds.
 
-    Processes of islands and of the coordinator are struck alike; of links, those of
-    islands.
+    Processes are struck alike: of islands, the coordinator, and `beside` them; of
+    links, those of islands.
     Strikes last up to 6 s, and end before the next one. Raises ConfigError.
     """
     for kind in kinds:
@@ -165,6 +177,8 @@ def random_strikes(
         known = [] if kind in OF_DISK else [*islands]
         if kind in OF_PROCESSES + OF_DISK:
             known.append(COORDINATOR)
+        if kind in OF_PROCESSES:
+            known += beside
         longest = round(min(high, every_s * 0.9), 3)
         seconds = round(numbers.uniform(low, max(low, longest)), 1)
         strikes.append(
@@ -183,7 +197,7 @@ def _number(value: float) -> str:
     return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
-def _parse(text: str, islands: Sequence[str]) -> Strike:
+def _parse(text: str, islands: Sequence[str], beside: Sequence[str]) -> Strike:
     match = _PATTERN.fullmatch(text)
     kind = match["kind"] if match else ""
     if (
@@ -200,7 +214,7 @@ def _parse(text: str, islands: Sequence[str]) -> Strike:
             f"slow is between 0 and 1, {', '.join(DRAWN_VALUES)} alone have a VALUE; "
             f"kinds are {', '.join(KINDS)}"
         )
-    known = [*islands, COORDINATOR]
+    known = [*islands, COORDINATOR, *beside]
     who = tuple(dict.fromkeys(match["who"].split("+")))
     for name in who:
         if name not in known:
@@ -208,6 +222,11 @@ def _parse(text: str, islands: Sequence[str]) -> Strike:
                 f"strikes has {text!r}, but there is no {name!r}"
                 f"{suggest(name, known)}; known are {', '.join(known)}"
             )
+    if kind not in OF_PROCESSES and (others := set(who).intersection(beside)):
+        raise ConfigError(
+            f"strikes has {text!r}, but of {', '.join(sorted(others))} only the "
+            f"process is struck; kinds for that are {', '.join(OF_PROCESSES)}"
+        )
     if kind in OF_DISK and who != (COORDINATOR,):
         raise ConfigError(
             f"strikes has {text!r}, but the disk of the workdir is the coordinator's; "

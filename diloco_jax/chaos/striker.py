@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import signal
 import threading
 import time
@@ -19,6 +17,7 @@ from diloco_jax.chaos.live import LiveReport
 from diloco_jax.chaos.relay import Relay
 from diloco_jax.chaos.schedule import OF_DISK, Strike
 from diloco_jax.chaos.tail import Tail
+from diloco_jax.chaos.targets import Target, found
 from diloco_jax.observability.tape import JsonLines
 
 LOOK_S = 0.5
@@ -71,7 +70,7 @@ class Striker:
         if link_bytes_per_s < math.inf:
             self._relayed = set(islands)
         self._relays: dict[str, Relay] = {}
-        self._stopped: dict[Strike, list[int]] = {}
+        self._stopped: dict[Strike, list[Target]] = {}
         self._unwritten: list[dict[str, Any]] = []
         """Notes that wait for space on the disk."""
         self.done, self.closed = threading.Event(), threading.Event()
@@ -183,10 +182,11 @@ class Striker:
         if strike.kind in OF_DISK:
             assert self.workdir is not None
             return [] if disk.fill(self.workdir) else [*strike.who]
-        missed, struck = [], []
+        assert self.workdir is not None
+        missed, struck = [], list[Target]()
         number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
         for name in strike.who:
-            hit = [pid for pid in self._pids(name) if _signal(pid, number)]
+            hit = [to for to in found(self.workdir, name) if to(number)]
             struck += hit
             missed += [] if hit else [name]
         if strike.kind != "kill":
@@ -203,25 +203,8 @@ class Striker:
         self._stopped.pop(strike, None)
 
     def _signal_stopped(self, strike: Strike, number: signal.Signals) -> None:
-        for pid in self._stopped.get(strike, ()):
-            _signal(pid, number)
-
-    def _pids(self, name: str) -> list[int]:
-        assert self.workdir is not None
-        try:
-            found = json.loads((self.workdir / run_files.PROCESSES).read_bytes())
-        except OSError:
-            return []
-        return list(found.get(name, ()))
-
-
-def _signal(pid: int, number: signal.Signals) -> bool:
-    """Signal a child and its group, if it still leads one."""
-    with contextlib.suppress(ProcessLookupError):
-        if os.getpgid(pid) == pid:
-            os.killpg(pid, number)
-            return True
-    return False
+        for to in self._stopped.get(strike, ()):
+            to(number)
 
 
 def _acts(strikes: Sequence[Strike]) -> list[tuple[float, str, Strike]]:

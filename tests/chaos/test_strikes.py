@@ -6,6 +6,7 @@ from diloco_jax.chaos.schedule import (
     KINDS,
     OF_PROCESSES,
     Strike,
+    beside_islands,
     divided,
     parse_strikes,
     random_strikes,
@@ -51,6 +52,17 @@ def test_another_form_is_refused_with_the_forms(text):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match=r"there is no 'c'; known are a, b, coord"):
         parse_strikes(["a+c@5s:kill"], ISLANDS)
+
+
+def test_only_processes_are_struck_beside_islands():
+    beside = beside_islands(2, standby=True)
+    assert beside == ("worker-0", "worker-1", "standby")
+    assert beside_islands(1, standby=False) == ()
+    texts = ["standby@5s:stop3", "a+worker-1@9s:kill"]
+    assert len(parse_strikes(texts, ISLANDS, beside)) == 2
+    for kind in ("delay3=1", "full3"):
+        with pytest.raises(ConfigError, match="of worker-1 only the process is struck"):
+            parse_strikes([f"worker-1@5s:{kind}"], ISLANDS, beside)
 
 
 def test_a_full_disk_is_the_coordinators():

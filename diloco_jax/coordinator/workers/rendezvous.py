@@ -58,8 +58,15 @@ class Survivor:
 
     def kill(self) -> None:
         """End it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signal it; return False if it has ended."""
+        try:
+            signal.pidfd_send_signal(self._descriptor, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
@@ -126,6 +133,14 @@ def reach(workdir: Path, worker: int) -> Reached | None:
         logger.debug("worker %d of an earlier lead is gone: %s", worker, error)
         end.close()
         return None
+
+
+def process_of(workdir: Path, worker: int) -> Survivor | None:
+    """Return the process of a worker of this machine; None if there is none."""
+    if (reached := reach(workdir, worker)) is None:
+        return None
+    reached.end.close()
+    return reached.process
 
 
 def end_others(workdir: Path, count: int) -> None:
