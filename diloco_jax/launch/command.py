@@ -16,6 +16,7 @@ from diloco_jax.launch import gke, orphans, sky, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
+from diloco_jax.launch.planned import require_planned
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
@@ -74,6 +75,10 @@ class LaunchOptions:
         False, help="Write the files and print the command lines; run nothing."
     )
     yes: bool = setting(False, help="Do not ask.")
+    unplanned: bool = setting(
+        False,
+        help="Create it even if the coordinator's machine is too small by the plan.",
+    )
     disk: bool = setting(
         False, help="With delete: the coordinator's disk too, and with it the run."
     )
@@ -101,6 +106,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             "--dry-run to see them"
         )
     order = make_order(config, path, options.on, options.init)
+    if options.action == "create" and not options.unplanned:
+        require_planned(config)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
     record = LaunchRecord(workdir / "launch.json", options.on)

@@ -1,0 +1,40 @@
+"""Ask the plan before anything is paid for: would the coordinator's machine do?
+
+Steps are not known without a compiler, so only what does not depend on them is asked:
+memory, and places at the bulk port. `diloco plan` knows the rest.
+"""
+
+from __future__ import annotations
+
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.launch.placing import slice_of
+from diloco_jax.planning.checks import Terms, refusals
+from diloco_jax.planning.options import Assumptions
+
+OF_NO_STEP = frozenset({"memory", "merge buffer", "places"})
+"""Checks of the plan that do not depend on the islands' speed."""
+SLOW_STEP_S = 3600.0
+"""Step so long that no other check refuses."""
+
+
+def require_planned(config: Config) -> None:
+    """Raise ConfigError if the coordinator's machine is too small for the run."""
+    import jax
+
+    # The laptop's devices play no part.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    from diloco_jax.planning.report import fragments_of
+
+    terms = Terms(
+        config=resolve_outer(config),
+        fragments=fragments_of(config),
+        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
+        step_seconds=dict.fromkeys(config.islands, SLOW_STEP_S),
+        link_gbit_per_s=Assumptions().link_gbit_per_s,
+    )
+    wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
+    if wrong:
+        raise ConfigError(
+            f"{'; '.join(wrong)}; or give --unplanned to launch it all the same"
+        )

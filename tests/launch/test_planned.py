@@ -1,0 +1,57 @@
+"""A launch whose coordinator cannot carry the run is refused before it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cloud
+
+from diloco_jax.config import Config, ConfigError
+from diloco_jax.config.loading import load_config
+from diloco_jax.launch.command import LaunchOptions, run
+from diloco_jax.launch.planned import require_planned
+
+MANY = 32
+MIXED = Path(__file__).parents[2] / "configs/mixed_12b.py"
+
+
+def mixed(config: Config, **launch: Any) -> Config:
+    """The config of 12 B parameters on a launch of this project."""
+    found = load_config(MIXED)
+    settings = dataclasses.replace(
+        found.launch,
+        project="my-project",
+        image=config.launch.image,
+        zones=dict.fromkeys(found.islands, "us-east5-a"),
+        coordinator_zone="us-east5-a",
+        **launch,
+    )
+    placement = dataclasses.replace(found.placement, workdir=config.placement.workdir)
+    return dataclasses.replace(found, launch=settings, placement=placement)
+
+
+def test_a_machine_that_is_too_small_is_refused_and_named(
+    config: Config, cloud: Cloud
+) -> None:
+    small = mixed(config, coordinator_machine="n2-highmem-2")
+    with pytest.raises(ConfigError, match=r"190 GB of memory.*n2-highmem-2.*--unplan"):
+        run(small, "configs/two.py", LaunchOptions(on="tpu_vm", yes=True))
+    assert cloud.calls == []
+
+
+def test_islands_may_be_many(config: Config) -> None:
+    (island, *_) = config.islands.values()
+    crowd = {f"i{number}": island for number in range(MANY)}
+    require_planned(dataclasses.replace(config, islands=crowd))
+
+
+def test_it_is_launched_all_the_same_if_somebody_says_so(
+    config: Config, cloud: Cloud
+) -> None:
+    small = mixed(config, coordinator_machine="n2-highmem-2")
+    options = LaunchOptions(on="tpu_vm", yes=True, unplanned=True)
+    assert run(small, "configs/two.py", options) == 0
+    assert cloud.calls
