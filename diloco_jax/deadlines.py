@@ -6,6 +6,9 @@ import dataclasses
 
 SLOWEST_LINK_BITS_PER_S = 1e8
 """Rate below which a link counts as broken."""
+FIRST_RETRY_S = 0.5
+"""Longest first pause: an island that starts beside its coordinator is often the first
+of the two, whatever the budget is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Deadlines:
     @property
     def retry_min_s(self) -> float:
         """First pause before an attempt is repeated (`Backoff`)."""
-        return self.budget_s / 100
+        return min(FIRST_RETRY_S, self.budget_s / 100)
 
     @property
     def retry_max_s(self) -> float:

@@ -7,13 +7,18 @@ DEADLINES = Deadlines(100.0)
 
 def test_pauses_double_up_to_the_longest():
     backoff = Backoff(DEADLINES)
-    assert [backoff.next_s() for _ in range(6)] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [backoff.next_s() for _ in range(7)] == [0.5, 1, 2, 4, 8, 10, 10]
     backoff.reset()
-    assert backoff.next_s() == 1.0
+    assert backoff.next_s() == 0.5
+
+
+def test_who_starts_first_does_not_wait_for_long_whatever_the_budget():
+    assert Deadlines(10.0).retry_min_s == 0.1
+    assert Deadlines(600.0).retry_min_s == 0.5
 
 
 def test_earlier_failures_count():
-    assert Backoff(DEADLINES, failures=2).next_s() == 4.0
+    assert Backoff(DEADLINES, failures=2).next_s() == 2.0
     assert Backoff(DEADLINES, failures=1000).next_s() == 10.0
 
 
