@@ -135,7 +135,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "chaos": (
         config_commands.chaos_command,
-        "CONFIG or WORKDIR [--strikes WHO@TIMEs:KIND...] [--schedule-seed N] [options]",
+        "CONFIG, WORKDIR or HOST:PORT [--strikes WHO@TIMEs:KIND...] [options]",
         "a run, begun or going on, whose processes and links are struck; what it cost",
     ),
     "emulate": (

@@ -57,8 +57,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def chaos_command(arguments: Sequence[str]) -> int:
-    """Run `diloco chaos CONFIG or WORKDIR`: a local run whose processes and links are
-    struck; that of a workdir goes on already."""
+    """Run `diloco chaos CONFIG, WORKDIR or HOST:PORT`: a local run whose processes and
+    links are struck; that of a workdir goes on already, as does one elsewhere."""
     from rich.console import Console
 
     from diloco_jax.chaos.options import ChaosOptions
@@ -74,6 +74,15 @@ def chaos_command(arguments: Sequence[str]) -> int:
             [ChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
         )
         code, findings = strike_running(workdir, console, options)
+    elif arguments and _is_address(arguments[0]):
+        from diloco_jax.chaos.remote import strike_remote
+        from diloco_jax.options import parse
+
+        about = "Strike a run that goes on and whose placement.chaos is on."
+        (options,) = parse(
+            [ChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
+        )
+        code, findings = strike_remote(arguments[0], console, options)
     else:
         path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
         from diloco_jax.chaos.command import run
@@ -82,6 +91,12 @@ def chaos_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(findings))
     return code
+
+
+def _is_address(text: str) -> bool:
+    """Tell HOST:PORT from the path of a config."""
+    _, colon, port = text.rpartition(":")
+    return bool(colon) and port.isdecimal()
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:

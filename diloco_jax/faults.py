@@ -15,6 +15,7 @@ told; by `kill-prepared`, once it is prepared and not committed.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import re
@@ -26,8 +27,13 @@ from collections.abc import Iterable
 
 from diloco_jax.errors import ConfigError, suggest
 
+logger = logging.getLogger(__name__)
+
 COORDINATOR = "coordinator"
 _WORKER = "worker-"
+
+ANSWERED_S = 0.2
+"""Seconds in which an answer is sent, before an ordered strike."""
 
 _FORMS = (
     "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:hang', "
@@ -80,6 +86,17 @@ class Fault:
             start_new_session=True,
         )
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def strike_soon(kind: str, seconds: float) -> None:
+    """Kill this process, or stop it for some seconds, once whoever ordered it has been
+    answered."""
+    logger.warning("an operator strikes: %s %g s", kind, seconds)
+    pause_s = None if kind == "kill" else seconds
+    fault = Fault(who="", incarnation=1, step=0, pause_s=pause_s)
+    timer = threading.Timer(ANSWERED_S, fault.strike)
+    timer.daemon = True
+    timer.start()
 
 
 @dataclasses.dataclass(frozen=True)

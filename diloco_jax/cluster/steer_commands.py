@@ -91,18 +91,25 @@ def _steer(options: OneIslandOptions, order: Steer) -> dict[str, list[str]]:
 @contextlib.contextmanager
 def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
     """Yield a connection with an operator's key, and the longest wait for an answer."""
+    check_name(options.name)
+    if not options.coordinator:
+        raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
+    with operator_at(
+        options.coordinator,
+        Placement(certificates=options.certificates, insecure=options.insecure),
+    ) as operator:
+        yield operator
+
+
+@contextlib.contextmanager
+def operator_at(target: str, given: Placement) -> Iterator[tuple[Client, float]]:
+    """Do so for a coordinator at HOST:PORT, or that of a workdir."""
     from diloco_jax.cluster.status import reached
     from diloco_jax.wire.client import Client
     from diloco_jax.wire.principal import OPERATOR
     from diloco_jax.wire.tls import TlsFiles
 
-    check_name(options.name)
-    if not options.coordinator:
-        raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
-    address, placement = reached(
-        options.coordinator,
-        Placement(certificates=options.certificates, insecure=options.insecure),
-    )
+    address, placement = reached(target, given)
     client = Client(
         address,
         tls=TlsFiles.load_given(placement.certificates, OPERATOR),

@@ -264,7 +264,7 @@ class LeadingHost(Generic[L]):
         for fragment, ticket in enumerate(welcome.tickets):
             receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
-        targets = Targets(want=receiver.want, resend=self._resend, profile=host.profile)
+        targets = Targets(want=receiver.want, resend=self._resend, order=host.order)
         self._link.start(targets)
         host.compile()
         if host.gives:

@@ -169,6 +169,7 @@ class Server:
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
+            "Strike": grpc.unary_unary_rpc_method_handler(self._strike),
             "Profile": grpc.unary_unary_rpc_method_handler(self._profile),
             "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
             "Follow": grpc.stream_stream_rpc_method_handler(self._follow),
@@ -218,6 +219,12 @@ class Server:
             require_operator(self._identify(context))
             order = decoded(encoding.steer, request, context.peer())
             return json.dumps(self._handlers.steer(order)).encode()
+
+    def _strike(self, request: bytes, context: Any) -> bytes:
+        with self._answering(context):
+            require_operator(self._identify(context))
+            order = decoded(encoding.strike_order, request, context.peer())
+            return json.dumps(self._handlers.strike(order)).encode()
 
     def _profile(self, request: bytes, context: Any) -> bytes:
         with self._answering(context):

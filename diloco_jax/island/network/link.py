@@ -19,7 +19,7 @@ from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.conversation import Errand, Wanted
+from diloco_jax.protocol.island.conversation import Errand, Order, Wanted
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -27,6 +27,7 @@ from diloco_jax.protocol.messages import (
     Hello,
     ProfileRequest,
     ResendRequest,
+    StrikeRequest,
     Welcome,
 )
 from diloco_jax.protocol.values import Version
@@ -64,11 +65,11 @@ def ending_of(refused: Refused) -> Ending:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Destination of bulk work: methods of the receiver and the sender."""
+    """Destination of errands: methods of the receiver, the sender and others."""
 
     want: Callable[[int, Version, bytes], None]
     resend: Callable[[ResendRequest], None]
-    profile: Callable[[ProfileRequest], None]
+    order: Callable[[Order], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,8 +265,8 @@ class Link:
                     self._targets.want(*errand)
                 case ResendRequest():
                     self._targets.resend(errand)
-                case ProfileRequest():
-                    self._targets.profile(errand)
+                case ProfileRequest() | StrikeRequest():
+                    self._targets.order(errand)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))

@@ -30,7 +30,6 @@ FIRST_LEASE_STEPS = 64
 GRANTS_AT_ONCE = 4.0
 """Largest grants that an island may be given in a moment."""
 
-
 MISSED_MERGES = 10
 """Consecutive merges of one fragment without a live island, after which no merge
 counts on its next delta."""
@@ -38,7 +37,6 @@ MERGES_KNOWN = 8
 """Merges of a fragment whose tokens are known, should its worker lose it."""
 AVERAGE_KEPT = 0.8
 """Weight of the old value when a running average takes in a new one."""
-
 
 SHORTEST_STEP_S = 1e-4
 """Shortest step time that is believed, in seconds: an island that reports a shorter one
@@ -86,6 +84,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Memory for deltas that wait for their merge."""
     room_each: int = 0
     """Bytes of it that each admitted island needs; 0 = nobody counts them."""
+    chaos: bool = False
+    """Operators may strike the run's processes."""
 
     @property
     def fragments(self) -> int:

@@ -25,6 +25,7 @@ from diloco_jax.protocol.messages import (
     Published,
     ResendRequest,
     Stop,
+    StrikeRequest,
     TakeRequest,
     TakeVerdict,
     Watch,
@@ -45,7 +46,9 @@ class Wanted(NamedTuple):
     """For a worker; see `protocol/tickets.py`."""
 
 
-Errand = Wanted | ResendRequest | ProfileRequest
+Order = ProfileRequest | StrikeRequest
+"""What an operator wants of this process."""
+Errand = Wanted | ResendRequest | Order
 """Bulk work that a message asks the shell to do."""
 
 
@@ -95,7 +98,7 @@ class Conversation:
                 return self._welcome(message)
             case TakeRequest():
                 self._request(message)
-            case ResendRequest() | ProfileRequest():
+            case ResendRequest() | ProfileRequest() | StrikeRequest():
                 return (message,)
             case Published(fragment=fragment, version=version):
                 # The verdict comes first: a refusal resets the base before an adoption.
