@@ -96,7 +96,8 @@ def main() -> int:
     for case, phase in chosen[: 1 if options.quick else None]:
         with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
             cell = run_cell(case, phase, Path(folder))
-        cells[cell_name(case, phase)] = dataclasses.asdict(cell)
+        name = cell_name(case, phase)
+        cells[name] = with_earlier(cells.get(name, {}), dataclasses.asdict(cell))
         told = "; ".join(cell.problems) or "holds"
         print(f"{time.strftime('%H:%M:%S')} {case.name}, {phase}: {told}", flush=True)
         failed = reliability.deliver(
@@ -108,6 +109,12 @@ def main() -> int:
             {"cells": cells},
         )
     return failed
+
+
+def with_earlier(before: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
+    """Return a cell with its date, and the problems that it had in runs before."""
+    earlier = [*before.get("earlier", ()), *before.get("problems", ())]
+    return {**cell, "date": time.strftime("%Y-%m-%d"), "earlier": earlier}
 
 
 def succeeded(cell: dict[str, Any] | None) -> bool:
@@ -364,6 +371,7 @@ def rows(cells: dict[str, Any]) -> Iterator[dict[str, str]]:
             "back, s": seconds("back_s"),
             "merged, s": seconds("merged_s"),
             "problems": "; ".join(cell["problems"]) or "none",
+            "of earlier runs": "; ".join(cell.get("earlier", ())) or "none",
         }
 
 
