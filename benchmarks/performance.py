@@ -46,7 +46,8 @@ ROWS = (
         "inner_step",
         "the bundled model's step over a minimal one",
         ("inner_step",),
-        "On a GPU, and against a compiled PyTorch step: not measured.",
+        "On a GPU, and against a compiled PyTorch step: not measured; `gpu_step.py` "
+        "and `gpu_islands.py` do that on a machine that has one.",
     ),
     Row(
         "merge",
@@ -56,7 +57,12 @@ ROWS = (
     Row(
         "wire",
         "uploads and fetches beside raw TLS",
-        ("wire",),
+        ("wire", "checksums"),
+    ),
+    Row(
+        "written",
+        "tape, metrics and logs, of the time of the steps",
+        ("written",),
     ),
     Row(
         "wan",
