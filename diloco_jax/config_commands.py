@@ -75,14 +75,15 @@ def chaos_command(arguments: Sequence[str]) -> int:
         )
         code, findings = strike_running(workdir, console, options)
     elif arguments and _is_address(arguments[0]):
+        from diloco_jax.chaos.options import RemoteChaosOptions
         from diloco_jax.chaos.remote import strike_remote
         from diloco_jax.options import parse
 
         about = "Strike a run that goes on and whose placement.chaos is on."
-        (options,) = parse(
-            [ChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
+        (remote,) = parse(
+            [RemoteChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
         )
-        code, findings = strike_remote(arguments[0], console, options)
+        options, (code, findings) = remote, strike_remote(arguments[0], console, remote)
     else:
         path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
         from diloco_jax.chaos.command import run

@@ -28,7 +28,12 @@ PAGES = [
 ]
 CONFIG = "configs/quickstart.py"
 OF_CLOUDS = ("tpu.md", "gke.md", "sky.md")
-STANDS_FOR = {"CONFIG": CONFIG, "WORKDIR": "runs/a", "run.py": CONFIG}
+STANDS_FOR = {
+    "CONFIG": CONFIG,
+    "WORKDIR": "runs/a",
+    "run.py": CONFIG,
+    "HOST:PORT": "localhost:7000",
+}
 
 
 def text_of(page: Path) -> str:

@@ -229,7 +229,8 @@ def _of_worker(
         ),
         None,
     )
-    away = back and back["away_seconds"]
+    away = None if back is None else back["away_seconds"]
+    back_s = _since(strike, back)
     again = next(
         (
             r
@@ -245,8 +246,8 @@ def _of_worker(
         kind=strike["kind"],
         time=strike["time"],
         seconds=strike["seconds"],
-        detected_s=_since(strike, back) - away if away is not None else None,
-        back_s=_since(strike, back),
+        detected_s=None if away is None or back_s is None else back_s - away,
+        back_s=back_s,
         merged_s=_since(strike, again),
         tokens_lost=0,
     )

@@ -59,13 +59,18 @@ class ChaosOptions:
         help="Afterwards run the same config without strikes and faults, and report "
         "its goodput too.",
     )
-    certificates: str = setting(
-        "",
-        help="With HOST:PORT: folder made by diloco certs, with the operator's files.",
-    )
-    insecure: bool = setting(
-        False, help="With HOST:PORT: ask it without TLS though it is not loopback."
-    )
     json: bool = setting(
         False, help="Print the report to standard output as one JSON object."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteChaosOptions(ChaosOptions):
+    """Those of `diloco chaos HOST:PORT`."""
+
+    certificates: str = setting(
+        "", help="Folder made by diloco certs, with the operator's files."
+    )
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
     )

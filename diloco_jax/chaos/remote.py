@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.chaos import measure
-from diloco_jax.chaos.options import ChaosOptions
+from diloco_jax.chaos.options import ChaosOptions, RemoteChaosOptions
 from diloco_jax.chaos.schedule import (
     Strike,
     divided,
@@ -37,7 +37,7 @@ LOOK_S, SETTLE_S = 0.5, 60.0
 TRAINING = "training"
 
 
-class Operator(Protocol):
+class StruckRun(Protocol):
     """Calls of `wire.Client`."""
 
     def status(self, timeout_s: float) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Operator(Protocol):
 
 
 def strike_remote(
-    target: str, console: Console, options: ChaosOptions
+    target: str, console: Console, options: RemoteChaosOptions
 ) -> tuple[int, dict[str, Any]]:
     """Strike the run at HOST:PORT, from now on; return the exit code and the report.
 
@@ -65,7 +65,7 @@ def strike_remote(
         def say(text: str) -> None:
             console.print(f"strike: {text}", highlight=False)
 
-        watch = Watch(client, patience_s)
+        watch = CostWatch(client, patience_s)
         carry_out(strikes, client, patience_s, watch, say)
     found = watch.outcomes()
     head, *rows = measure.rows(found)
@@ -83,9 +83,9 @@ def strike_remote(
 
 def carry_out(
     strikes: Sequence[Strike],
-    client: Operator,
+    client: StruckRun,
     patience_s: float,
-    watch: Watch,
+    watch: CostWatch,
     say: Callable[[str], None],
     *,
     settle_s: float = SETTLE_S,
@@ -122,10 +122,10 @@ def carry_out(
         wait(min(clock() + look_s, settled))
 
 
-class Watch:
+class CostWatch:
     """Learns from the run's status what strikes cost, to within a look's interval."""
 
-    def __init__(self, client: Operator, patience_s: float) -> None:
+    def __init__(self, client: StruckRun, patience_s: float) -> None:
         self._client, self._patience_s = client, patience_s
         self.last: Mapping[str, Any] = client.status(patience_s)
         """The last status."""

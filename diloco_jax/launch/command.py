@@ -16,7 +16,6 @@ from diloco_jax.launch import gke, orphans, sky, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
-from diloco_jax.launch.planned import require_planned
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
@@ -107,6 +106,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         )
     order = make_order(config, path, options.on, options.init)
     if options.action == "create" and not options.unplanned:
+        from diloco_jax.launch.planned import require_planned
+
         require_planned(config)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))

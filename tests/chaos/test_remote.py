@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.chaos.options import ChaosOptions
-from diloco_jax.chaos.remote import Watch, _scheduled, carry_out
+from diloco_jax.chaos.remote import CostWatch, _scheduled, carry_out
 from diloco_jax.chaos.schedule import parse_strikes
 from diloco_jax.config import ConfigError
 from diloco_jax.protocol.messages import StrikeOrder
@@ -65,9 +65,9 @@ class Run:
             raise ConnectionLost("it is away")
 
 
-def struck(*texts: str) -> tuple[Run, Watch, list[str]]:
+def struck(*texts: str) -> tuple[Run, CostWatch, list[str]]:
     run, said = Run(), list[str]()
-    watch = Watch(run, 1.0)
+    watch = CostWatch(run, 1.0)
     carry_out(
         parse_strikes(texts, ISLANDS),
         run,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cloud
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import load_config
@@ -34,7 +33,7 @@ def mixed(config: Config, **launch: Any) -> Config:
 
 
 def test_a_machine_that_is_too_small_is_refused_and_named(
-    config: Config, cloud: Cloud
+    config: Config, cloud: Any
 ) -> None:
     small = mixed(config, coordinator_machine="n2-highmem-2")
     with pytest.raises(ConfigError, match=r"190 GB of memory.*n2-highmem-2.*--unplan"):
@@ -49,7 +48,7 @@ def test_islands_may_be_many(config: Config) -> None:
 
 
 def test_it_is_launched_all_the_same_if_somebody_says_so(
-    config: Config, cloud: Cloud
+    config: Config, cloud: Any
 ) -> None:
     small = mixed(config, coordinator_machine="n2-highmem-2")
     options = LaunchOptions(on="tpu_vm", yes=True, unplanned=True)
