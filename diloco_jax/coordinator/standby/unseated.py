@@ -3,8 +3,7 @@ nothing waits."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
@@ -22,11 +21,9 @@ class Unseated:
     followable: Followable | None = None
     """Source of a standby's stream, if there may be a standby."""
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read the disk in this block. If that fails, a standby that has everything may
-        lead at once."""
-        yield
+    def judge(self, error: BaseException) -> None:
+        """Judge the disk by the error that ends this coordinator. If the disk is
+        broken, a standby that has everything may lead at once."""
 
     def serve(self, nudge: Callable[[], None]) -> None:
         """Go on beside a lead, which has its state, and calls `turn`. nudge: has it do
