@@ -228,9 +228,11 @@ class Seat(Unseated):
         publishes.written = self.outflow.published
         snapshots.written = lambda path: self.outflow.snapshot(Path(path))
 
-    def heard(self, message: Heard, then: Callable[[], None]) -> None:
+    def heard(
+        self, message: Heard, then: Callable[[], None], waits: Callable[[], None]
+    ) -> None:
         """See `Unseated`."""
-        self.outflow.heard(message, then)
+        self.outflow.heard(message, then, waits)
 
     def turn(
         self, alert: Callable[[str], None], end_sessions: Callable[[str], None]

@@ -37,10 +37,12 @@ class Unseated:
     ) -> None:
         """Have a standby sent what these write from now on."""
 
-    def heard(self, message: Heard, then: Callable[[], None]) -> None:
+    def heard(
+        self, message: Heard, then: Callable[[], None], waits: Callable[[], None]
+    ) -> None:
         """Have a standby sent the file of which a worker's message tells; on any
         thread. then: lets the lead hear of it; called, on some thread, once the file is
-        ahead of whatever the lead writes."""
+        ahead of whatever the lead writes. waits: called first if that takes a while."""
         then()
 
     def turn(
