@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,12 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator.snapshots import state_path
+from diloco_jax.coordinator.snapshots import fragment_path, state_path
+from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluation
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.protocol.values import Version
 
 
 @pytest.mark.parametrize(
@@ -55,13 +59,48 @@ def test_parameters_of_another_model_are_refused(tmp_path) -> None:
         evaluation.load_params(tmp_path)
 
 
-def test_a_fragment_that_was_lost_with_a_disk_is_named(tmp_path) -> None:
+def a_run(workdir: Path, **facts: Any) -> Config:
+    """A workdir with a snapshot of the state of these facts."""
     outer = OuterConfig(optimizer="nesterov", learning_rate=0.5, momentum=0.5)
     config = Config(run=RunConfig(outer=outer), islands={"a": IslandConfig()})
-    write_config_json(config, tmp_path / run_files.CONFIG)
-    folder = checkpoint.snapshots_folder(config.placement, tmp_path)
+    write_config_json(config, workdir / run_files.CONFIG)
+    folder = checkpoint.snapshots_folder(config.placement, workdir)
     folder.mkdir(parents=True)
     plan = build_plan(config.run, build(config.run))
-    sealed.write(state_path(folder, 2), {"plan": plan.digest()}, [])
+    sealed.write(state_path(folder, 2), {"plan": plan.digest(), **facts}, [])
+    return config
+
+
+def test_a_fragment_that_was_lost_with_a_disk_is_named(tmp_path) -> None:
+    a_run(tmp_path)
     with pytest.raises(ConfigError, match=r"no snapshot of fragments \[0, .*lost its"):
+        evaluation.load_params(tmp_path)
+
+
+def test_who_ended_a_run_without_a_fragment_is_not_to_be_started_again(
+    tmp_path,
+) -> None:
+    """Each start said that the run was finished, and each eval to start again."""
+    fragments = RunConfig().sync.fragments
+    last = [[1, 3]] * fragments
+    state = {"phase": "done", "fragments": [{"version": v} for v in last]}
+    config = a_run(tmp_path, state=state)
+    folder = checkpoint.snapshots_folder(config.placement, tmp_path)
+    for fragment in range(fragments):
+        version = Version(1, 3 if fragment else 2)
+        path = fragment_path(folder, fragment, version)
+        path.parent.mkdir()
+        sealed.write(path, {}, [])
+    behind = r"has version \(1, 2\) of fragment 0, and the run ended with \(1, 3\)"
+    start = f"{behind}.*start the coordinator again, which does that"
+    with pytest.raises(ConfigError, match=start):
+        evaluation.load_params(tmp_path)
+    summary = {"phase": "done", "versions": [[1, 2], *last[1:]]}
+    write_json(summary, tmp_path / run_files.SUMMARY)
+    with pytest.raises(ConfigError, match=start):  # It was extended since.
+        evaluation.load_params(tmp_path)
+    write_json({**summary, "versions": last}, tmp_path / run_files.SUMMARY)
+    (tmp_path / run_files.KEPT / "cycle-000002").mkdir(parents=True)
+    lost = f"{behind}.*another start brings nothing; give a kept cycle \(there are: 2\)"
+    with pytest.raises(ConfigError, match=lost):
         evaluation.load_params(tmp_path)

@@ -27,6 +27,7 @@ from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide, workers
 from diloco_jax.protocol.coordinator.events import (
+    AnchorWaits,
     Disconnected,
     Event,
     Said,
@@ -267,10 +268,10 @@ class Lead(EngineThread[State, Event]):
         housekeeping(self)
         self._gate.flush()
 
-    def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
+    def hear(self, message: FromHolder | AnchorWaits | WorkerAway | WorkerBack) -> None:
         """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | AnchorKept():
+            case DeltaArrived() | MergePrepared() | AnchorWaits() | AnchorKept():
                 self.post(message)
             case CycleKept():
                 self.post(message)

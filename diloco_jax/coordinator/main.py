@@ -32,6 +32,7 @@ from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
+from diloco_jax.coordinator.serving import serve
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     faults_of,
@@ -43,6 +44,7 @@ from diloco_jax.coordinator.settings import (
     server_of,
 )
 from diloco_jax.coordinator.standby.seat import taken
+from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
@@ -82,15 +84,6 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
     return serve(Coordinator(config, workdir, init=init, resume=resume))
 
 
-def serve(coordinator: Coordinator) -> int:
-    """Serve by this coordinator, as `run` does."""
-    try:
-        coordinator.start()
-        return coordinator.run() or coordinator.conclude()
-    finally:
-        coordinator.close()
-
-
 class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
@@ -122,12 +115,13 @@ class Coordinator:
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
         self._interrupted, self._all_here = False, True
+        self.seat = Unseated()
 
     def start(self) -> None:
         """Make or load the state, or gather it from islands, and serve."""
         config, workdir = self._config, self._workdir
         run, placement = config.run, config.placement
-        self._seat = taken(config, workdir, self._facts, self.gathers, self._open)
+        self.seat = taken(config, workdir, self._facts, self.gathers, self._open)
         gathered = None if self._facts.run_id else self._gather()
         lock = workdirs.held(workdir / run_files.LOCK, "a coordinator")
         self._open.enter_context(lock)
@@ -160,10 +154,9 @@ class Coordinator:
         self._kept = KeptCycles(workdir, placement.exports_kept, whose, sizes)
         self._open.callback(self._kept.close, self._deadlines.stop_s)
         self._holders = Holders(
-            config, self._plan, self._kept, workdir, run_id, self._open, self._seat
+            config, self._plan, self._kept, workdir, run_id, self._open, self.seat
         )
-        with self._seat.reading():
-            state = self._make_state(gathered, found, given)
+        state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
         self._metrics = Metrics.of_run(config, workdir, run_id)
         self._open.callback(self._metrics.close)
@@ -181,12 +174,12 @@ class Coordinator:
             tape=self._tape,
             metrics=self._metrics,
             sessions=sessions,
-            faults=faults_of(config, COORDINATOR, self._seat.reign),
+            faults=faults_of(config, COORDINATOR, self.seat.reign),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
-            seat=self._seat,
+            seat=self.seat,
         )
-        self._seat.watch(self._log, self._tape, self._states)
+        self.seat.watch(self._log, self._tape, self._states)
         # Both before any hello, and the extension before the run counts as over.
         if extends is not None:
             self.lead.post(extends)
@@ -204,7 +197,7 @@ class Coordinator:
             disk=self._disk,
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
-            seat=self._seat,
+            seat=self.seat,
         )
         self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
         self._announcer.begin(self.lead)
@@ -246,7 +239,7 @@ class Coordinator:
         write = self._disk.until_written if finished else self._disk.once
         write("islands' measures", self._roster.save)
         if finished:
-            self._seat.ended()
+            self.seat.ended()
         else:
             # The sender of a signal may not wait for a snapshot.
             write("the summary", self._sum_up)
@@ -270,7 +263,7 @@ class Coordinator:
             # The summary says that the run is over: nothing is left to do.
             write("the summary", self._sum_up)
             too_late.wait(linger_s, lambda: self._interrupted)
-        told = not finished or self._seat.finish(self._patience_s)
+        told = not finished or self.seat.finish(self._patience_s)
         return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
 
     def _save(self) -> None:
@@ -298,7 +291,7 @@ class Coordinator:
     def _serve(self, handlers: Handlers) -> None:
         placement = self._config.placement
         self._server = server_of(self._config, handlers, self._tls)
-        self._server.primary = self._seat.followable
+        self._server.primary = self.seat.followable
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
         self.address = placement.advertise or bound
@@ -358,7 +351,7 @@ class Coordinator:
             # run.json comes last: before it, the workdir holds no run.
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
-            self._seat.begun()
+            self.seat.begun()
         return state
 
     def _open_log(self, after: int) -> durable.RecordLog:
@@ -369,7 +362,7 @@ class Coordinator:
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
-        self._seat.turn(lead.journal.alert, self._sessions.end_all)
+        self.seat.turn(lead.journal.alert, self._sessions.end_all)
         if self._announcer.due(now):
             self._announcer.refresh(lead)
             with self._disk.put_off("islands' measures"):

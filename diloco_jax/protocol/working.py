@@ -129,6 +129,8 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     """Last message of a worker that cannot go on."""
 
     text: str
+    errno: int = 0
+    """Number of the system's error, if it is one."""
 
 
 class WorkerRefused(Message, frozen=True, kw_only=True):

@@ -25,12 +25,12 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import fragment_path, named
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers import holder as workers_module
-from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.coordinator.workers.holder import OnDisk, WorkersHolder
 from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.protocol.coordinator.events import WorkerAway
+from diloco_jax.protocol.coordinator.events import AnchorWaits, WorkerAway
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.holding import (
     AnchorKept,
@@ -69,7 +69,7 @@ class Worker:
 def held(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
-    on_disk: Callable[[Heard, Callable[[], None]], None],
+    on_disk: OnDisk,
 ) -> tuple[WorkersHolder, list[Worker]]:
     monkeypatch.setattr(workers_module, "Supervised", Worker)
     placement = Placement(workers=2, mandate=str(folder / "mandate"))
@@ -214,6 +214,8 @@ def test_a_large_anchor_holds_up_no_record_but_its_own(site: Site) -> None:
     """All records waited for several GB: the standby was parted from its primary."""
     site.following()
     site.gather(Version(2, 2), 3 * CHUNK_BYTES)
+    waits = site.decided.get(timeout=LATE_S)
+    assert waits == AnchorWaits(fragment=0, island="a", incarnation=1)
     anchor = snapshot(Version(2, 2))
     assert site.take(2) == [anchor] * 2
     site.merge(Version(1, 3))
@@ -242,6 +244,9 @@ def test_an_anchor_waits_for_no_standby_that_is_lost_or_too_slow(site: Site) -> 
     site.gather(Version(2, 2))
     site.out.end(site.outgoing)
     site.decides(AnchorKept)
+    site.gather(Version(2, 2))
+    nobody_follows = site.decided.get(timeout=LATE_S)
+    assert isinstance(nobody_follows, AnchorKept)
     assert site.lost == []
     site.outgoing.close()
     site.outgoing = site.out.prepare("r", {})
@@ -263,6 +268,7 @@ def test_the_anchor_of_a_worker_that_has_died_since_is_not_told(site: Site) -> N
         if thread.name == "diloco-beside":
             thread.join(LATE_S)
             assert not thread.is_alive()
+    assert isinstance(site.decided.get(timeout=LATE_S), AnchorWaits)
     assert isinstance(site.decided.get(timeout=LATE_S), WorkerAway)
     assert site.decided.empty()
 

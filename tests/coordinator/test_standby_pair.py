@@ -245,15 +245,31 @@ def test_a_primary_with_a_damaged_disk_leaves_the_run_to_its_standby(
     until(lambda: in_step(lead))
     lead.die()
     again = seated(placed(tmp_path, lead.address), lead.workdir)
-    with pytest.raises(durable.DurableError), again.reading():
-        raise durable.DurableError("its log is damaged")
-    with pytest.raises(Refused, match="could not read its disk, and has ceded"):
+    again.judge(durable.DurableError("its log is damaged"))
+    with pytest.raises(Refused, match="has a broken disk, and has ceded"):
         again.turn(list[str]().append, list[str]().append)
     again.close()
     standby.join()
     assert standby.outcome == StandbyOutcome("log", "r")
     with pytest.raises(Refused):
         seated(placed(tmp_path, lead.address), lead.workdir)
+
+
+def test_a_primary_whose_disk_breaks_leaves_the_run_to_its_standby(
+    tmp_path: Path, lead: Lead
+) -> None:
+    standby = Standby(tmp_path, lead.address)
+    until(lambda: in_step(lead) and lead.shown > 10)
+    for passing in (OSError(errno.EMFILE, "too many open files"), MemoryError()):
+        lead.seat.judge(passing)
+        assert in_step(lead)
+        assert not lead.seat._machine.state.cedes
+    lead.seat.judge(OSError(errno.EROFS, "read-only file system"))
+    standby.join()
+    assert standby.outcome == StandbyOutcome("log", "r")
+    until(lambda: lead.failure is not None)
+    assert "has a broken disk, and has ceded" in str(lead.failure)
+    assert lead.shown <= len(numbers(standby.workdir))
 
 
 def test_a_holder_whose_disk_is_lost_does_not_lead_from_it(

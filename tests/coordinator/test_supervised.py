@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.config import Config, Placement
+from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.coordinator.standby.broken_disk import is_of_broken_disk
 from diloco_jax.coordinator.workers import places, supervised
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.places import OpenLine
@@ -61,6 +62,15 @@ while not isinstance(message := to_worker(read_frame(end)), EndWorker):
     if isinstance(message, Forget):
         text = f"{message.island} before {message.before}"
         write_frame(end, HolderTroubled(text=text))
+"""
+FAILS = """
+import errno, socket, sys
+from diloco_jax.coordinator.workers.line import read_frame, write_frame
+from diloco_jax.protocol.working import WorkerFailed
+
+end = socket.socket(fileno=int(sys.argv[1]))
+read_frame(end), read_frame(end)
+write_frame(end, WorkerFailed(text="its disk is read-only", errno=errno.EROFS))
 """
 NOTHING = RestoreFragments(fragments=())
 
@@ -156,6 +166,27 @@ def test_a_worker_that_ends_again_and_again_is_given_up(ending):
     assert heard.get(timeout=PATIENCE_S) == WorkerBack(worker=0)
     failure = heard.get(timeout=PATIENCE_S)
     assert "worker 0 failed 2 times in a row, placement.restarts = 1" in str(failure)
+
+
+def test_a_worker_that_fails_with_its_disk_says_so(ending, monkeypatch):
+    worker, heard = ending
+    worker.begin(NOTHING)
+    worker.restored(PATIENCE_S)
+    assert heard.get(timeout=PATIENCE_S) == WorkerAway(worker=0)
+    monkeypatch.setattr(places, "COMMAND", (sys.executable, "-c", FAILS))
+    worker.begin(NOTHING)
+    failure = heard.get(timeout=PATIENCE_S)
+    assert "its disk is read-only" in str(failure)
+    assert is_of_broken_disk(failure)
+
+
+def test_one_that_does_not_come_up_with_its_disk_says_so(begun, monkeypatch):
+    monkeypatch.setattr(places, "COMMAND", (sys.executable, "-c", FAILS))
+    worker, _ = begun()
+    worker.begin(NOTHING)
+    with pytest.raises(ConfigError, match="its disk is read-only") as failed:
+        worker.restored(PATIENCE_S)
+    assert is_of_broken_disk(failed.value)
 
 
 def test_islands_dial_a_worker_where_the_coordinator_s_ports_are_forwarded(ending):

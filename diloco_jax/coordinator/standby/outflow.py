@@ -43,7 +43,7 @@ class Outflow:
         """lost: called, on any thread, if the standby cannot be sent what is
         written."""
         self._workdir, self._alive_s, self._lost = workdir, alive_s, lost
-        # An island is asked for its anchor for twice as long.
+        # The lead waits for twice as long, from when it hears that an anchor is here.
         self._beside_s = placement.outage_budget_s / 2
         self._snapshots = checkpoint.snapshots_folder(placement, workdir)
         self._lock = threading.Lock()
@@ -99,21 +99,27 @@ class Outflow:
             if self._outgoing is not None:
                 self._outgoing.snapshot(path)
 
-    def heard(self, message: Heard, then: Callable[[], None]) -> None:
+    def heard(
+        self, message: Heard, then: Callable[[], None], waits: Callable[[], None]
+    ) -> None:
         """Take note of what a worker says that it has on its disk. then: called, on
-        some thread, once records of it may be written."""
+        some thread, once records of it may be written. waits: called first if that
+        takes a while."""
         match message:
             case MergePrepared(fragment=fragment, version=version):
                 folder = self._workdir / run_files.PUBLISHES
                 self.published(publishes.path_of(folder, fragment, version))
             case AnchorKept(fragment=fragment, version=version):
-                self._send_beside(self._snapshot_path(fragment, version), then)
+                path = self._snapshot_path(fragment, version)
+                self._send_beside(path, then, waits)
                 return
             case FragmentSaved(fragment=fragment, version=version):
                 self.snapshot(self._snapshot_path(fragment, version))
         then()
 
-    def _send_beside(self, path: Path, then: Callable[[], None]) -> None:
+    def _send_beside(
+        self, path: Path, then: Callable[[], None], waits: Callable[[], None]
+    ) -> None:
         """Send a file beside what is appended, then call the function. Without a
         standby call it at once: the next copy has the file."""
         outgoing = self._following()
@@ -121,6 +127,7 @@ class Outflow:
         if outgoing is None or gone is None:
             then()
             return
+        waits()
 
         def wait() -> None:
             if not gone.wait(self._beside_s):

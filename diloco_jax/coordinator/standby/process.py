@@ -9,6 +9,7 @@ import jax
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.coordinator import main
+from diloco_jax.coordinator.serving import serve
 from diloco_jax.coordinator.settings import own_tls
 from diloco_jax.coordinator.standby.node import StandbyNode
 from diloco_jax.exit_codes import EXIT_DONE
@@ -33,4 +34,4 @@ def run_standby(config: Config, workdir: Path, primary: str) -> int:
         return EXIT_DONE
     coordinator = main.Coordinator(config, workdir, init=False)
     coordinator.gathers = outcome.run_id if outcome.by == "gathering" else ""
-    return main.serve(coordinator)
+    return serve(coordinator)

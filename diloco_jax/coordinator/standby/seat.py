@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import functools
 import logging
 import threading
@@ -18,9 +17,10 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.log import DurableError, RecordLog
+from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
+from diloco_jax.coordinator.standby.broken_disk import is_of_broken_disk
 from diloco_jax.coordinator.standby.feed import StandbyFeed
 from diloco_jax.coordinator.standby.machine_thread import (
     MachineThread,
@@ -37,7 +37,7 @@ from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.standby import primary
 from diloco_jax.protocol.standby.events import (
     Accept,
-    DiskUnreadable,
+    DiskBroken,
     Dismiss,
     Lapse,
     PrimaryEffect,
@@ -54,7 +54,6 @@ from diloco_jax.protocol.standby.events import (
 )
 from diloco_jax.protocol.standby.machines import FOLLOWED
 from diloco_jax.protocol.standby.primary_state import Primary
-from diloco_jax.sealed import SealedError
 from diloco_jax.wire import follow
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.workdir import RunFacts, make_workdir
@@ -66,8 +65,6 @@ LAPSED = (
     "the mandate ran out: its object did not answer (see the log), so the standby may "
     "lead, and islands look for it"
 )
-BROKEN_DISK = (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.EBADMSG, errno.ESTALE)
-"""Errors of a disk that does not mend itself."""
 POLL_S = 0.2
 """Pause between two looks at how long to wait: a handler of signals notifies nobody."""
 MANDATE = "mandate"
@@ -180,26 +177,19 @@ class Seat(Unseated):
             )
         try:
             adopt(self._workdir, self.node)
-        except OSError as error:  # Whether the disk is broken is seen once it is read.
+        except OSError as error:  # If the disk is broken, the next write says so.
             logger.warning("the workdir's place is not noted: %s", error)
         logger.info("node %s leads, reign %d", self.node, self._machine.state.reign)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def judge(self, error: BaseException) -> None:
         """See `Unseated`."""
-        try:
-            yield
-        except (DurableError, SealedError, OSError) as error:
-            # What may pass, as when a machine has no memory, is no reason: a node does
-            # not lead again from the disk with which it ceded.
-            if isinstance(error, OSError) and error.errno not in BROKEN_DISK:
-                raise
-            self._machine.give(DiskUnreadable())
-            if self._machine.state.cedes:
-                logger.error("the mandate is ceded to the standby: %s", error)
-                over = self._timing.valid_s
-                self._machine.wait_for(lambda s: s.phase == "over", over)
-            raise
+        if not is_of_broken_disk(error):
+            return
+        self._machine.give(DiskBroken())
+        if self._machine.state.cedes:
+            logger.error("the mandate is ceded to the standby: %s", error)
+            over = self._timing.valid_s
+            self._machine.wait_for(lambda s: s.phase == "over", over)
 
     def _copied(self) -> str:
         """Explain that the workdir is a copy; empty if it is not."""
@@ -238,9 +228,11 @@ class Seat(Unseated):
         publishes.written = self.outflow.published
         snapshots.written = lambda path: self.outflow.snapshot(Path(path))
 
-    def heard(self, message: Heard, then: Callable[[], None]) -> None:
+    def heard(
+        self, message: Heard, then: Callable[[], None], waits: Callable[[], None]
+    ) -> None:
         """See `Unseated`."""
-        self.outflow.heard(message, then)
+        self.outflow.heard(message, then, waits)
 
     def turn(
         self, alert: Callable[[str], None], end_sessions: Callable[[str], None]

@@ -3,8 +3,7 @@ nothing waits."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
@@ -22,11 +21,9 @@ class Unseated:
     followable: Followable | None = None
     """Source of a standby's stream, if there may be a standby."""
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read the disk in this block. If that fails, a standby that has everything may
-        lead at once."""
-        yield
+    def judge(self, error: BaseException) -> None:
+        """Judge the disk by the error that ends this coordinator. If the disk is
+        broken, a standby that has everything may lead at once."""
 
     def serve(self, nudge: Callable[[], None]) -> None:
         """Go on beside a lead, which has its state, and calls `turn`. nudge: has it do
@@ -40,10 +37,12 @@ class Unseated:
     ) -> None:
         """Have a standby sent what these write from now on."""
 
-    def heard(self, message: Heard, then: Callable[[], None]) -> None:
+    def heard(
+        self, message: Heard, then: Callable[[], None], waits: Callable[[], None]
+    ) -> None:
         """Have a standby sent the file of which a worker's message tells; on any
         thread. then: lets the lead hear of it; called, on some thread, once the file is
-        ahead of whatever the lead writes."""
+        ahead of whatever the lead writes. waits: called first if that takes a while."""
         then()
 
     def turn(

@@ -28,7 +28,11 @@ from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.supervised import Heard, Shown, Supervised
 from diloco_jax.core.fragments import digest_all
 from diloco_jax.protocol import tickets
-from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
+from diloco_jax.protocol.coordinator.events import (
+    AnchorWaits,
+    WorkerAway,
+    WorkerBack,
+)
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
     AnchorKept,
@@ -57,7 +61,8 @@ from diloco_jax.wire.sources import FetchSource
 logger = logging.getLogger(__name__)
 
 
-Tell = Callable[[FromHolder | WorkerAway | WorkerBack], None]
+Tell = Callable[[FromHolder | AnchorWaits | WorkerAway | WorkerBack], None]
+OnDisk = Callable[[Heard, Callable[[], None], Callable[[], None]], None]
 
 
 class WorkersHolder:
@@ -70,12 +75,12 @@ class WorkersHolder:
         run_id: str,
         sizes: tuple[int, ...],
         kept: KeptCycles,
-        on_disk: Callable[[Heard, Callable[[], None]], None],
+        on_disk: OnDisk,
     ) -> None:
         """sizes: parameters by fragment. kept: makes cycles of what workers write.
-        on_disk: called with a worker's message and what tells the lead of it; it has a
-        standby sent the file of which that speaks. No process is started before
-        `restore`."""
+        on_disk: called with a worker's message, what tells the lead of it, and what
+        tells the lead first that it takes a while; it has a standby sent the file of
+        which the message speaks. No process is started before `restore`."""
         self._kept, self._on_disk = kept, on_disk
         count = config.placement.workers
         self._lives = [0] * count
@@ -320,13 +325,26 @@ class WorkersHolder:
             self._lives[message.worker] += 1
         life = self._life_of(message)
         # First: the file has to go ahead of the record that the lead writes of it.
-        self._on_disk(message, lambda: self._pass_on(message, life))
+        self._on_disk(
+            message,
+            lambda: self._pass_on(message, life),
+            lambda: self._tell_waits(message),
+        )
 
     def _life_of(self, message: Heard) -> int:
         """Return the life of the worker that says this, if it may be told late."""
         if not isinstance(message, AnchorKept):
             return 0
         return self._lives[self._dealt[message.fragment]]
+
+    def _tell_waits(self, message: Heard) -> None:
+        assert isinstance(message, AnchorKept)
+        waits = AnchorWaits(
+            fragment=message.fragment,
+            island=message.island,
+            incarnation=message.incarnation,
+        )
+        self._tell(waits)
 
     def _pass_on(self, message: Heard, life: int) -> None:
         """Tell the lead, unless the worker that had this has gone away since."""

@@ -318,7 +318,9 @@ def _own_tls(folder: str, number: int) -> TlsFiles | None:
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:
     """Send the lead the error, and end this process as a crash would."""
     logger.error("the worker failed", exc_info=error)
-    line.send(WorkerFailed(text=f"{type(error).__name__}: {error}"))
+    number = error.errno if isinstance(error, OSError) else None
+    text = f"{type(error).__name__}: {error}"
+    line.send(WorkerFailed(text=text, errno=number or 0))
     line.close()
     os._exit(1)
 

@@ -96,6 +96,8 @@ class Supervised:
         self._crashes = Crashes(ends_with_line=self._place.ends_with_line)
         self._memory_bytes, self._resident_bytes = 0, 0
         self._serves, self._failure, self._refusal = False, "", ""
+        self._cause: OSError | None = None
+        """The system's error with which it failed, if it was one."""
         self._thread = threading.Thread(
             target=self._supervise, name=self.name, daemon=True
         )
@@ -126,7 +128,7 @@ class Supervised:
                     continue  # Files are on their way to it.
                 found = f"it has not restored its fragments within {patience_s:g} s"
         if isinstance(found, str):
-            raise ConfigError(f"{self.name} did not come up: {found}")
+            raise ConfigError(f"{self.name} did not come up: {found}") from self._cause
         return found
 
     @property
@@ -234,12 +236,14 @@ class Supervised:
         if first:
             self._restored.put(why)
         elif not self._ending.is_set():
-            self._failed(RuntimeError(why))
+            failure = RuntimeError(why)
+            failure.__cause__ = self._cause
+            self._failed(failure)
 
     def _live(self, asked: RestoreFragments, first: bool, *, new: bool) -> bool:
         """Go through one life of a process, or what is left of it; tell whether it may
         have been that of an earlier lead. Raises Unreachable."""
-        self._failure = ""
+        self._failure, self._cause = "", None
         opened = self._place.open(self._begin, asked, new)
         self._begin = opened.begin
         with contextlib.suppress(OSError):  # It has died already, as is heard next.
@@ -301,8 +305,9 @@ class Supervised:
                         line.part()
                 case AllSaved():
                     self._saved.put(message)
-                case WorkerFailed(text=text):
+                case WorkerFailed(text=text, errno=number):
                     self._failure = text
+                    self._cause = OSError(number, text) if number else None
                 case WorkerRefused(text=text):
                     self._refusal = text
                 case _:

@@ -36,6 +36,7 @@ from diloco_jax.protocol.coordinator import (
     workers,
 )
 from diloco_jax.protocol.coordinator.events import (
+    AnchorWaits,
     Disconnected,
     Effect,
     Event,
@@ -111,6 +112,9 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
             state, effects = committing.prepared(config, state, event, now)
+        case AnchorWaits():
+            state, effects = lost_fragments.waits(config, state, event, now), []
+            state = _waits_longer(config, state, now)
         case AnchorKept():
             state, effects = _anchor_kept(config, state, event, now)
         case WorkerAway():

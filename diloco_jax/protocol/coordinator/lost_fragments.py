@@ -8,6 +8,9 @@ begins the term. Tokens that were merged into versions above the anchor's are lo
 (reason `worker`), so the anchor must be of a version after which every merge is known:
 one of `Fragment.newest`. Takes against the term before are refused as stale; islands
 keep their steps, and the next take has them.
+
+Where a standby is to have the anchor too, that has a time of its own: the island has
+done its part by then, and is needed no more.
 """
 
 from __future__ import annotations
@@ -18,7 +21,12 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import committing, fragments
-from diloco_jax.protocol.coordinator.events import Alert, Effect, Tell
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    AnchorWaits,
+    Effect,
+    Tell,
+)
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ignored
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
@@ -66,13 +74,23 @@ def deadline(lost: Lost) -> float:
     return lost.until if lost.island else lost.hopes_until
 
 
+def waits(config: PolicyConfig, state: State, event: AnchorWaits, now: float) -> State:
+    """Note that an anchor is at its worker, and wait for the standby from now on."""
+    fragment = state.fragments[event.fragment]
+    lost = fragment.lost
+    if lost is None or not _is_awaited(lost, event):
+        return state
+    lost = replace(lost, here=True, until=now + config.outage_budget_s)
+    return with_fragment(state, replace(fragment, lost=lost))
+
+
 def kept(config: PolicyConfig, state: State, event: AnchorKept) -> Step:
     """Begin the new term of a fragment with the anchor that its worker has kept."""
     fragment = state.fragments[event.fragment]
     lost = fragment.lost
     if (
         lost is None
-        or (lost.island, lost.incarnation) != (event.island, event.incarnation)
+        or not _is_awaited(lost, event)
         or event.version != _in_next_term(fragment, event.replaced)
     ):
         return state, [ignored("fragment", "found", "anchor")]
@@ -141,7 +159,8 @@ def _search(
     failed = lost.failed
     if lost.island:
         asked = islands[lost.island]
-        if asked.answers and asked.incarnation == lost.incarnation:
+        sends = asked.answers and asked.incarnation == lost.incarnation
+        if lost.here or sends:
             if now < lost.until:
                 return fragment, []
             failed = (*failed, lost.island)
@@ -167,6 +186,7 @@ def _search(
         island=name,
         incarnation=island.incarnation,
         until=now + config.outage_budget_s,
+        here=False,
         failed=failed,
     )
     fragment = replace(fragment, lost=lost)
@@ -183,11 +203,16 @@ def ask_again(fragment: Fragment, island: Island) -> list[Effect]:
     """Ask an island for the anchor that is awaited from it, if any is: the request may
     be lost with an old connection."""
     lost = fragment.lost
-    if lost is None or lost.island != island.name:
+    if lost is None or lost.here or lost.island != island.name:
         return []
     term = fragment.version.term + 1
     request = AnchorRequest(fragment=fragment.index, term=term)
     return [Tell(session=island.session, message=request)]
+
+
+def _is_awaited(lost: Lost, event: AnchorWaits | AnchorKept) -> bool:
+    asked = (lost.island, lost.incarnation)
+    return asked == (event.island, event.incarnation)
 
 
 def _in_next_term(fragment: Fragment, version: Version) -> Version:

@@ -122,9 +122,7 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The last final verdict on an island's takes. It is sent again if it may be
-    lost.
-    """
+    """The last final verdict on an island's takes, sent again if it may be lost."""
 
     tick: int
     verdict: Verdict
@@ -188,6 +186,8 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     until: float = 0.0
     """Time until which its anchor is awaited."""
+    here: bool = False
+    """The worker has it on disk: a standby is to have it, too."""
     failed: tuple[str, ...] = ()
     """Islands whose anchors did not come, or had a version that does not count."""
 

@@ -70,8 +70,9 @@ class StateLoaded(msgspec.Struct, frozen=True, kw_only=True):
     """The primary has read its disk, and is about to let things be seen."""
 
 
-class DiskUnreadable(msgspec.Struct, frozen=True, kw_only=True):
-    """The primary cannot go on from its disk, and has let nothing be seen."""
+class DiskBroken(msgspec.Struct, frozen=True, kw_only=True):
+    """The primary cannot go on with its disk: it ends, and lets nothing more be
+    seen."""
 
 
 class StateGathered(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,7 @@ PrimaryEvent = (
     | StandbyAnswered
     | StandbyLost
     | StateLoaded
-    | DiskUnreadable
+    | DiskBroken
     | StateGathered
     | RunFinished
     | Timer

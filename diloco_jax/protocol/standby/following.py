@@ -10,7 +10,7 @@ writes later can be visible as long as the mandate calls this standby in step.
 
 What the mandate says of a node is about its disk. If a node comes back without a run on
 its disk, it has no right to its log, neither as the holder nor as the standby in step.
-A holder that could not read its disk has ceded the mandate, and has none either.
+A holder whose disk is broken has ceded the mandate, and has none either.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Mandate(msgspec.Struct, frozen=True, kw_only=True):
     over: bool = False
     """The run is over."""
     ceded: bool = False
-    """The holder cannot read its disk, and leads no more: the node in step may take the
+    """The holder's disk is broken, and it leads no more: the node in step may take the
     mandate at once."""
     life: str = ""
     """The holder's process that leads; empty until it has said so."""

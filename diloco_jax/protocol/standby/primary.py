@@ -12,8 +12,11 @@ whose mandate has run out shows nothing, and goes on once it has renewed it; isl
 look elsewhere meanwhile. It steps down once it reads that another node holds it.
 
 A primary that starts again lets the mandate name its standby until its state is loaded:
-it has shown nothing, so if it dies meanwhile the standby still has everything. If it
-cannot read its disk, it cedes the mandate to that standby.
+it has shown nothing, so if it dies meanwhile the standby still has everything.
+
+A primary whose disk breaks cedes the mandate to the standby that has everything, if
+there is one. From then on it shows nothing, so that stays true of the standby, whether
+it is heard or not.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator.events import Alert, Timer
 from diloco_jax.protocol.standby.events import (
     Accept,
-    DiskUnreadable,
+    DiskBroken,
     Dismiss,
     FromStore,
     Lapse,
@@ -65,6 +68,9 @@ NEAR = 64
 NAMES = ("seeking", "loading", "naming", "in_step")
 """States in which the mandate is to name the standby, if there is one."""
 
+CEDING = ("loading", "naming", "in_step")
+"""States in which a standby has all that is visible, and is to be named."""
+
 
 Step = tuple[Primary, list[PrimaryEffect]]
 
@@ -93,7 +99,7 @@ def step(state: Primary, event: PrimaryEvent, now: float) -> Step:
             state = _answered(state, number, now)
         case StandbyLost():
             state, effects = _lost(state, "its stream ended")
-        case DiskUnreadable() if state.phase == "loading":
+        case DiskBroken() if state.phase in CEDING and not state.finished:
             state = replace(state, cedes=True, next_at=-math.inf)
         case StateLoaded() if state.phase == "loading" and not state.cedes:
             phase = PRIMARY.move("loading", "show")
@@ -110,7 +116,8 @@ def step(state: Primary, event: PrimaryEvent, now: float) -> Step:
 
 def may_show(state: Primary, number: int, now: float) -> bool:
     """Tell if what the records up to this one tell may be seen now."""
-    return number <= state.visible and now < state.valid_until
+    shows = now < state.valid_until and not state.cedes
+    return shows and number <= state.visible
 
 
 def next_deadline(state: Primary, now: float) -> float:
@@ -121,7 +128,7 @@ def next_deadline(state: Primary, now: float) -> float:
         return math.inf
     if state.request is None:
         times.append(state.next_at)
-    if state.phase in FOLLOWED:
+    if _is_followed(state):
         times.append(_patience_ends(state))
     if _leads(state) and not state.lapsed:
         times.append(state.valid_until)
@@ -211,7 +218,7 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
 
 def _ceded(mandate: Mandate) -> str:
     return (
-        f"node {mandate.holder} could not read its disk, and has ceded the mandate to "
+        f"node {mandate.holder} has a broken disk, and has ceded the mandate to "
         f"node {mandate.in_step}, which has everything; start this coordinator as the "
         f"standby of that one"
     )
@@ -265,7 +272,7 @@ def _answered(state: Primary, number: int, now: float) -> Primary:
 
 
 def _lost(state: Primary, why: str) -> Step:
-    if state.phase not in FOLLOWED:
+    if not _is_followed(state):
         return state, []
     phase = PRIMARY.move(state.phase, "lose")
     standby = state.standby if phase == "parting" else ""
@@ -286,6 +293,11 @@ def _step_down(state: Primary, reason: str) -> Step:
     return state, [StepDown(reason=reason)]
 
 
+def _is_followed(state: Primary) -> bool:
+    """Tell if a standby that is lost has to be parted from."""
+    return state.phase in FOLLOWED and not state.cedes
+
+
 def _patience_ends(state: Primary) -> float:
     """Return the time at which the standby counts as lost unless it is heard."""
     waits = state.behind_since if state.phase in GATED else math.inf
@@ -299,7 +311,7 @@ def _advance(state: Primary, now: float) -> Step:
     effects: list[PrimaryEffect] = []
     if state.phase == "over":
         return state, effects
-    if state.phase in FOLLOWED and now >= _patience_ends(state):
+    if _is_followed(state) and now >= _patience_ends(state):
         state, effects = _lost(state, "it was silent, or too slow, for too long")
     near = state.answered >= 0 and state.written - state.answered <= NEAR
     if state.phase == "copying" and near:
@@ -349,7 +361,7 @@ def _mandate(state: Primary) -> Mandate:
 
 def _show(state: Primary, now: float) -> Step:
     """Let be seen what may be seen."""
-    if state.phase == "seeking" or now >= state.valid_until:
+    if state.phase == "seeking" or state.cedes or now >= state.valid_until:
         return state, []
     through = state.written
     if state.phase in GATED:

@@ -19,7 +19,7 @@ from diloco_jax.protocol.standby.events import (
     Accept,
     AnswerPrimary,
     Dial,
-    DiskUnreadable,
+    DiskBroken,
     Dismiss,
     FromStore,
     HangUp,
@@ -133,7 +133,7 @@ class Node:
     def cede(self) -> bool:
         """Leave the run to the standby in step, since the disk is damaged, and end.
         Without one return False: a person mends the disk."""
-        self.give(DiskUnreadable())
+        self.give(DiskBroken())
         machine, life = self.machine, self.life
         self.disk.damaged = isinstance(machine, Primary) and machine.cedes
 

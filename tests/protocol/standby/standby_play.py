@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from standby_parts import Plant
+from standby_parts import TIMING, Plant
 from standby_world import World
 
 from diloco_jax.protocol.standby import primary
-from diloco_jax.protocol.standby.events import DiskUnreadable
+from diloco_jax.protocol.standby.events import DiskBroken
 
 STRIKES = (
     ["crash", "loss", "full", "pause", "line", "line", "store"] + ["start"] * 2
@@ -47,7 +47,16 @@ def strike(world: World, strikes: list[str]) -> None:
             world.crash(name)
             world.start(name, "primary")
             node = world.nodes[name]
-            world.at(draw.uniform(0.5, 8), lambda: world._give(node, DiskUnreadable()))
+            world.at(draw.uniform(0.5, 8), lambda: world._give(node, DiskBroken()))
+        case "dying":
+            # The process ends, once it has ceded or after that time.
+            node = world.nodes[name]
+            life = node.life
+            world._give(node, DiskBroken())
+            end_s = TIMING.valid_s
+            world.at(end_s, lambda: node.life == life and world.crash(name))
+            role = draw.choice(["primary", "standby"])
+            world.at(end_s + draw.uniform(0, 20), lambda: world.start(name, role))
         case "start":
             world.start(name, draw.choice(["primary", "standby"]))
     world.at(draw.expovariate(1 / 6), lambda: strike(world, strikes))

@@ -1,0 +1,24 @@
+"""One life of a coordinator, from its start to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco_jax.coordinator.main import Coordinator
+
+
+def serve(coordinator: Coordinator) -> int:
+    """Serve by this coordinator until its end; return the exit code.
+
+    Whatever ends it, on its own thread or at a holder, comes through here, where the
+    disk is judged by it.
+    """
+    try:
+        coordinator.start()
+        return coordinator.run() or coordinator.conclude()
+    except Exception as error:
+        coordinator.seat.judge(error)
+        raise
+    finally:
+        coordinator.close()
