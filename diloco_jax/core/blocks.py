@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.tiles import ArrayLike
+from diloco_jax.core.tiles import MOST_ELEMENTS, ArrayLike
 
 Empty = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 """(shape, dtype) -> an array whose bytes are not set."""
@@ -82,9 +82,17 @@ class CutTree:
 @jax.jit
 def _halved_squares(tiles: jax.Array) -> jax.Array:
     """Return f64[n, an odd number]: the squares, one half added to the other again and
-    again. So the order of the sum is given, and vectors add it."""
+    again. So the order of the sum is given, and vectors add it.
+
+    A tile of more than `MOST_ELEMENTS` is cut into runs of so many, with zeros at the
+    end, and the result is f64[n, runs].
+    """
     squares = jnp.square(tiles.astype(jnp.float64))
+    count, elements = squares.shape
+    if elements > MOST_ELEMENTS:
+        squares = jnp.pad(squares, ((0, 0), (0, -elements % MOST_ELEMENTS)))
+        squares = squares.reshape(-1, MOST_ELEMENTS)
     while squares.shape[1] % 2 == 0:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]
-    return squares
+    return squares.reshape(count, -1)

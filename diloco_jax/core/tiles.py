@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 ArrayLike = jax.Array | npt.NDArray[Any]
 """An array of jax or numpy, as the functions of this package take it."""
+MOST_ELEMENTS = 16384
+"""Elements of a tile, unless odd extents keep it larger."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TileGrid:
 
         Starting from the whole array, even extents are halved, the one halved least
         so far first (ties: the largest, then the lowest axis), until a tile has at
-        most clip(size / 256, 1024, 16384) elements or no extent is even.
+        most clip(size / 256, 1024, MOST_ELEMENTS) elements or no extent is even.
 
         Raises:
           ValueError: the array has no elements.
@@ -42,7 +44,7 @@ class TileGrid:
         size = math.prod(shape)
         if size < 1:
             raise ValueError(f"shape {shape} has no elements; leave the piece out")
-        limit = min(max(size / 256, 1024), 16384)
+        limit = min(max(size / 256, 1024), MOST_ELEMENTS)
         tile, halvings = list(shape), [0] * len(shape)
         while math.prod(tile) > limit:
             even = [axis for axis, extent in enumerate(tile) if extent % 2 == 0]

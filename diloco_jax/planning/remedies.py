@@ -9,11 +9,10 @@ from typing import Any
 from diloco_jax.config import IslandConfig, SyncConfig
 from diloco_jax.core.codecs import CODECS
 from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.memory import Hbm
 
-TILE = 1 << 14
-"""Elements of a tile of a large tensor."""
 Remedy = Callable[[IslandConfig, Hbm], dict[str, Any]]
 """Return fields of an island with other values; empty if this remedy has nothing."""
 
@@ -75,7 +74,9 @@ def to_carry(sync: SyncConfig, late: float) -> Iterator[Change]:
 
 def _next_smaller(codec: str) -> str:
     """Return the largest codec of the table that makes fewer bytes, or ""."""
-    sizes = {name: Codec(name).tile_bytes(TILE) for name in (*CODECS.table, codec)}
+    sizes = {
+        name: Codec(name).tile_bytes(MOST_ELEMENTS) for name in (*CODECS.table, codec)
+    }
     smaller = [name for name in sizes if sizes[name] < sizes[codec]]
     return max(smaller, key=lambda name: sizes[name], default="")
 

@@ -1,6 +1,7 @@
 """The functions in C make the bits of those that XLA compiles, whatever the sizes."""
 
 import itertools
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -27,9 +28,9 @@ from diloco_jax.merge_route import passes_of
 
 pytestmark = pytest.mark.optimized
 
-SIZES = (1, 33, 100, 257, 2049, 4102, 16384)
-"""Elements of a tile: odd ones, a power of two, parts of blocks and of chunks. XLA
-compiles everything anew for each."""
+SIZES = (1, 33, 100, 257, 2049, 4102, 16384, 40_001)
+"""Elements of a tile: odd ones, a power of two, parts of blocks, of chunks and of runs.
+XLA compiles everything anew for each."""
 PIECES = (
     Piece(("a",), -1, (64, 96), False),
     Piece(("b",), -1, (33,), False),
@@ -87,6 +88,19 @@ def test_squares(passes, codec, elements, seed) -> None:
     assert passes.squares(codec, delta, elements) == pytest.approx(
         float(np.sum(np.square(np.asarray(decoded), dtype=np.float64))), rel=1e-12
     )
+
+
+def test_squares_of_a_large_tile_need_no_array_of_its_size(passes) -> None:
+    """Pages that are new each time cost more than the arithmetic."""
+    elements = 1001 * 1003
+    encoded = np.zeros((1, tile_bytes("int8", elements)), np.uint8)
+    tracemalloc.start()
+    try:
+        assert passes.kernels.squares("int8", encoded, elements) == [0.0]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < elements / 10
 
 
 @some

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from diloco_jax.core.codecs import CODECS
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.merge.deltas import Encoded, Plain
@@ -15,6 +16,7 @@ from diloco_jax.core.merge.measures import (
     MergeMeasures,
     sample,
     sample_bytes,
+    sampled,
 )
 from diloco_jax.core.merge.merging import merge_piece
 from diloco_jax.core.tiles import TileGrid
@@ -102,11 +104,30 @@ def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:
     assert found.nbytes == sample_bytes(shape) == x.nbytes / SAMPLED
 
 
-def test_sampled_deltas_agree_about_as_all_of_them() -> None:
+@pytest.mark.parametrize("shape", [(513, 257), (1001, 1003), (2049, 3, 5)])
+def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
+    """They leave one tile. Its elements are looked at in even distances."""
+    (delta,), grid = drawn(4, [shape])[0][:1], TileGrid.of(shape)
+    assert grid.tiles == 1
+    found = sample(grid.to_tiles(delta))
+    assert found.nbytes == sample_bytes(shape)
+    assert 16384 <= found.size <= 2 * 16384
+    assert np.std(found) == pytest.approx(np.std(delta), rel=0.05)
+    np.testing.assert_array_equal(sampled(Plain([delta]), 0), found)
+    for name in CODECS.table:
+        codec = get_codec(name)
+        encoded = codec.encode(delta)
+        whole = np.asarray(codec.decode(encoded, shape)).reshape(1, -1)
+        theirs = sampled(Encoded(codec, shape, [encoded]), 0)
+        np.testing.assert_array_equal(theirs, whole[:, :: -(-delta.size // found.size)])
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (513, 1025)])
+def test_sampled_deltas_agree_about_as_all_of_them(shape: tuple[int, int]) -> None:
     """Under a rule that has no sum of directions."""
-    pieces, codec = drawn(2, [(512, 1024)]), get_codec("int8")
+    pieces, codec = drawn(2, [shape]), get_codec("int8")
     exact, _ = measured(pieces, "rda")
-    encoded = Encoded(codec, (512, 1024), [codec.encode(d) for d in pieces[0]])
+    encoded = Encoded(codec, shape, [codec.encode(d) for d in pieces[0]])
     measuring = Measuring(WEIGHTS)
     measuring.add(encoded, merge_piece(RULES.find("mean"), encoded, WEIGHTS))
     found = measuring.finish([], [], [])

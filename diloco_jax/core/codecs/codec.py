@@ -86,9 +86,12 @@ class Codec:
         decoded: jax.Array = _decode(self, encoded, tuple(shape))
         return decoded
 
-    def decode_tiles(self, encoded: ArrayLike, elements: int) -> jax.Array:
-        """Decode some of an array's tiles, uint8[n, tile_bytes] -> f32[n, elements]."""
-        decoded: jax.Array = _decode_tiles(self, encoded, elements)
+    def decode_tiles(
+        self, encoded: ArrayLike, elements: int, every: int = 1
+    ) -> jax.Array:
+        """Decode some of an array's tiles, uint8[n, tile_bytes] -> f32[n, elements]; of
+        each only the elements at multiples of `every`."""
+        decoded: jax.Array = _decode_tiles(self, encoded, elements, every)
         return decoded
 
     def encode_tiles(self, tiles: ArrayLike) -> jax.Array:
@@ -144,9 +147,12 @@ def _decode(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Arr
     return whole
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _decode_tiles(codec: Codec, encoded: jax.Array, elements: int) -> jax.Array:
-    return codec.member.decode(encoded, elements)
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _decode_tiles(
+    codec: Codec, encoded: jax.Array, elements: int, every: int
+) -> jax.Array:
+    decoded = codec.member.decode(encoded, elements)
+    return decoded if every == 1 else lax.slice_in_dim(decoded, 0, None, every, axis=1)
 
 
 def to_octets(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.core.tiles import MOST_ELEMENTS
+
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("merge.c", "codec.h"))
 """The file to compile, and what it includes."""
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -71,7 +73,7 @@ class Kernels:
     def squares(self, codec: str, encoded: Octets, elements: int) -> list[float]:
         """Decode uint8[tiles, tile_bytes]; return the sum of each tile's squares."""
         tiles = len(encoded)
-        halved = np.empty((tiles, _odd(elements)))
+        halved = np.empty((tiles, _parts(elements)))
         self._call(
             self._squares,
             *(CODECS.index(codec), tiles, elements),
@@ -93,7 +95,7 @@ class Kernels:
         Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
         """
         tiles, elements = total.shape
-        halved = np.empty((tiles, _odd(elements)))
+        halved = np.empty((tiles, _parts(elements)))
         shape = tiles, tile_bytes(codec, elements)
         places = [_at(array, np.uint8, shape) for array in encoded]
         self._call(
@@ -166,14 +168,16 @@ def _at(array: npt.NDArray[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -
     return array.ctypes.data
 
 
-def _odd(elements: int) -> int:
-    """Return the largest odd divisor: the number of elements after all halvings of a
-    tile.
+def _parts(elements: int) -> int:
+    """Return how many numbers are left of a tile's squares: its largest odd divisor,
+    since halves are added to each other; or the number of runs of a large tile.
     """
+    if elements > MOST_ELEMENTS:
+        return -(-elements // MOST_ELEMENTS)
     return elements // (elements & -elements)
 
 
 def _summed(halved: npt.NDArray[np.float64]) -> list[float]:
-    """Add up f64[tiles, odd] tile by tile, as `blocks.tile_squares` does."""
+    """Add up f64[tiles, parts] tile by tile, as `blocks.tile_squares` does."""
     found: list[float] = halved.sum(axis=1).tolist()
     return found

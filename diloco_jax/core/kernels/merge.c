@@ -12,6 +12,7 @@ is no memory. Codecs and steps are numbered as in library.py. */
 #include "codec.h"
 
 #define FOLDS 3 /* Halvings of a tile's squares that are done at once. */
+#define RUN 16384 /* MOST_ELEMENTS of tiles.py: larger tiles are squared in runs. */
 
 enum { KEEP, FLUSH, SGD, NESTEROV, GUARDED_NESTEROV };
 
@@ -23,12 +24,20 @@ INLINE int64_t odd_part(int64_t n) {
   return n;
 }
 
+/* Elements whose squares are halved at a time: those of a tile, or of a run of it. */
+INLINE int64_t run_of(int64_t n) { return n < RUN ? n : RUN; }
+
+/* Numbers that are left of the squares of a tile. */
+INLINE int64_t parts_of(int64_t n) {
+  return n > RUN ? (n + RUN - 1) / RUN : odd_part(n);
+}
+
 /* Halve f64[2 * half] in place: one half is added to the other. */
 INLINE void fold(double *restrict sums, int64_t half) {
   for (int64_t i = 0; i < half; i++) sums[i] += sums[i + half];
 }
 
-/* Squares of a tile, one half added to the other again and again, into f64[odd_part].
+/* Squares of a run, one half added to the other again and again, into f64[odd_part].
 work: f64[max(n / 2^FOLDS, odd_part)]. */
 INLINE void halve_squares(const float *restrict x, int64_t n, double *restrict work,
                           double *out) {
@@ -67,13 +76,18 @@ INLINE double *square_work(int64_t n) {
 
 INLINE int squares_of(int codec, int64_t tiles, int64_t n, const uint8_t *encoded,
                       double *out) {
-  int64_t bytes = tile_bytes(codec, n), odd = odd_part(n);
-  float *values = malloc(4 * n);
-  double *work = square_work(n);
+  int64_t bytes = tile_bytes(codec, n), run = run_of(n);
+  float *values = malloc(4 * run);
+  double *work = square_work(run);
   if (values && work) {
-    for (int64_t t = 0; t < tiles; t++) {
-      decode(codec, STORE, encoded + t * bytes, n, 0, n, 1, values);
-      halve_squares(values, n, work, out + t * odd);
+    for (int64_t t = 0; t < tiles; t++, out += parts_of(n)) {
+      double *to = out;
+      for (int64_t start = 0; start < n; start += run, to++) {
+        int64_t count = n - start < run ? n - start : run;
+        decode(codec, STORE, encoded + t * bytes, n, start, count, 1, values);
+        memset(values + count, 0, 4 * (run - count));
+        halve_squares(values, run, work, to);
+      }
     }
   }
   int failed = !values || !work;
@@ -82,7 +96,7 @@ INLINE int squares_of(int codec, int64_t tiles, int64_t n, const uint8_t *encode
   return failed;
 }
 
-/* Squares of each tile of an encoded delta: f64[tiles, odd_part(n)]. */
+/* Squares of each tile of an encoded delta: f64[tiles, parts_of(n)]. */
 int merge_squares(int codec, int64_t tiles, int64_t n, const uint8_t *encoded,
                   double *out) {
   uint64_t before = zero_subnormals();
@@ -109,11 +123,17 @@ INLINE void read_ahead(int codec, const uint8_t *tile, int64_t start) {
 INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
                   const uint8_t *const *encoded, const float *factors, float *total,
                   double *squares) {
-  int64_t bytes = tile_bytes(codec, n), odd = odd_part(n);
-  double *work = square_work(n);
-  if (!work) return 1;
-  for (int64_t t = 0; t < tiles; t++) {
+  int64_t bytes = tile_bytes(codec, n), run = run_of(n);
+  double *work = square_work(run);
+  float *end = malloc(4 * run);
+  if (!work || !end) {
+    free(work);
+    free(end);
+    return 1;
+  }
+  for (int64_t t = 0; t < tiles; t++, squares += parts_of(n)) {
     float *out = total + t * n;
+    double *to = squares;
     for (int64_t start = 0; start < n; start += CHUNK) {
       int64_t count = n - start < CHUNK ? n - start : CHUNK;
       float sum[CHUNK];
@@ -128,14 +148,24 @@ INLINE int sum_of(int codec, int64_t deltas, int64_t tiles, int64_t n,
       }
       memcpy(out + start, sum, 4 * count);
     }
-    halve_squares(out, n, work, squares + t * odd);
+    for (int64_t start = 0; start < n; start += run, to++) {
+      int64_t count = n - start < run ? n - start : run;
+      const float *from = out + start;
+      if (count < run) {
+        memcpy(end, from, 4 * count);
+        memset(end + count, 0, 4 * (run - count));
+        from = end;
+      }
+      halve_squares(from, run, work, to);
+    }
   }
   free(work);
+  free(end);
   return 0;
 }
 
 /* Sum of the deltas, each times its factor, in their order, and the squares of it:
-f32[tiles, n], f64[tiles, odd_part(n)]. */
+f32[tiles, n], f64[tiles, parts_of(n)]. */
 int merge_sum(int codec, int64_t deltas, int64_t tiles, int64_t n,
               const uint8_t *const *encoded, const float *factors, float *total,
               double *squares) {

@@ -37,8 +37,9 @@ class Deltas(Protocol):
     def __getitem__(self, island: int) -> ArrayLike:
         """Return the island's delta, f32[shape]."""
 
-    def tiles(self, island: int, rows: slice) -> ArrayLike:
-        """Return these of its tiles, f32[rows, elements], in the order of the grid."""
+    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
+        """Return these of its tiles, f32[rows, elements], in the order of the grid;
+        of each only the elements at multiples of `every`."""
 
     def weighted_sum(
         self, factors: Sequence[float], out: npt.NDArray[np.float32]
@@ -69,9 +70,10 @@ class Encoded:
     def __getitem__(self, island: int) -> ArrayLike:
         return self.codec.decode(self.encoded[island], self.shape)
 
-    def tiles(self, island: int, rows: slice) -> ArrayLike:
+    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
         """Decode only these tiles."""
-        return self.codec.decode_tiles(self._in_order(island)[rows], self._elements)
+        encoded = self._in_order(island)[rows]
+        return self.codec.decode_tiles(encoded, self._elements, every)
 
     def weighted_sum(
         self, factors: Sequence[float], out: npt.NDArray[np.float32]
@@ -128,10 +130,10 @@ class Plain:
     def __getitem__(self, island: int) -> ArrayLike:
         return self.arrays[island]
 
-    def tiles(self, island: int, rows: slice) -> ArrayLike:
+    def tiles(self, island: int, rows: slice, every: int = 1) -> ArrayLike:
         """Split the whole delta, and return these tiles."""
         tiles: ArrayLike = TileGrid.of(self.shape).to_tiles(self.arrays[island])
-        return tiles[rows]
+        return tiles[rows, ::every]
 
     def weighted_sum(
         self, factors: Sequence[float], out: npt.NDArray[np.float32]

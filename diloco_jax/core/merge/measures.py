@@ -2,7 +2,8 @@
 
 They cost no pass over a fragment and no copy of it. Lengths and, where the rule has
 it, |sum w unit(d)|^2 come from the merge itself. All else is computed from a fixed 1/64
-of the tiles, at least one per piece.
+of the tiles, at least one per piece; where odd extents make tiles that are too large
+for that, from a fixed part of their elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.merge.deltas import Deltas
 from diloco_jax.core.merge.merging import MergedPiece
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import MOST_ELEMENTS, TileGrid
 
 SAMPLED = 64
 """Number of a piece's tiles per sampled tile."""
@@ -25,7 +26,7 @@ FEWEST_DIRECTIONS = 3
 much."""
 
 Sample = npt.NDArray[np.float32]
-"""f32[rows, elements]: the sampled tiles of a piece."""
+"""f32[rows, elements]: what is looked at of a piece, by sampled tile."""
 
 
 class MergeMeasures(NamedTuple):
@@ -133,19 +134,33 @@ class Measuring:
 
 
 def sample(tiles: npt.NDArray[np.float32]) -> Sample:
-    """Copy the sampled tiles of f32[tiles, elements]."""
-    return tiles[::SAMPLED].copy()
+    """Copy what is looked at of f32[tiles, elements]."""
+    return tiles[::SAMPLED, :: _every(*tiles.shape)].copy()
 
 
 def sampled(deltas: Deltas, island: int) -> npt.NDArray[np.float32]:
-    """Return the sampled tiles of a delta, f32[rows, elements]; decode no others."""
-    return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED)))
+    """Return what is looked at of a delta, f32[rows, elements]; decode nothing else."""
+    every = _every(*TileGrid.of(deltas.shape).in_order)
+    return np.asarray(deltas.tiles(island, slice(None, None, SAMPLED), every))
 
 
 def sample_bytes(shape: tuple[int, ...]) -> int:
-    """Return the bytes of the sampled tiles of an f32 array."""
-    grid = TileGrid.of(shape)
-    return 4 * grid.elements * math.ceil(grid.tiles / SAMPLED)
+    """Return the bytes of what is looked at of an f32 array."""
+    tiles, elements = TileGrid.of(shape).in_order
+    return (
+        4 * math.ceil(tiles / SAMPLED) * math.ceil(elements / _every(tiles, elements))
+    )
+
+
+def _every(tiles: int, elements: int) -> int:
+    """Return the distance of the elements that are looked at in a sampled tile.
+
+    It is 1 unless the tile has more than `MOST_ELEMENTS`; then about that many are
+    looked at, or 1/64 of the piece. A power of two shares no factor with odd extents.
+    """
+    share = SAMPLED * math.ceil(tiles / SAMPLED) // tiles
+    most = min(share, elements // MOST_ELEMENTS)
+    return 1 << max(0, most.bit_length() - 1)
 
 
 def _direction_square(deltas: Deltas, weights: npt.NDArray[Any]) -> float:
