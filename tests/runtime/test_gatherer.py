@@ -292,15 +292,35 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-def test_another_config_is_not_the_islands_fault(config, tmp_path):
+def test_an_island_with_another_config_ends_no_gathering(config, tmp_path):
     with (
         starting(config, tmp_path / "run") as made,
+        client(made.address) as at_a,
+        client(made.address) as at_b,
+    ):
+        with pytest.raises(Busy, match=f"is in run {RUN_ID} with another config"):
+            at_b.open_control(offer(config, "b", 9, 9, fingerprint="another"))
+        _, said = at_b.status(PATIENCE_S)["alerts"]
+        assert "'b' is in run" in said
+        assert "another there" in said
+        to_a = at_a.open_control(offer(config, "a", 3, 5))
+        assert to_a.welcome.term == 0
+        to_b = at_b.open_control(offer(config, "b", 2, 4, incarnation=2))
+        assert to_b.welcome.run_id == RUN_ID
+        assert made.alive
+        assert len(at_b.status(PATIENCE_S)["alerts"]) == 1
+
+
+def test_if_no_islands_config_fits_the_coordinators_may_be_wrong(config, tmp_path):
+    quick = placed(config, time_budget_s=1.0)
+    with (
+        starting(quick, tmp_path / "run") as made,
         client(made.address, deadlines=Deadlines(4.0)) as island,
     ):
         other = offer(config, "a", 1, 1, fingerprint="another")
-        while made.alive:  # Nobody answers an offer that ends the coordinator.
+        while made.alive:
             with contextlib.suppress(WireError):
                 island.open_control(other)
-        with pytest.raises(ConfigError, match=f"is in run {RUN_ID} with"):
+        with pytest.raises(ConfigError, match=r"another there.*this coordinator that"):
             made.started()
     assert not (tmp_path / "run").exists()
