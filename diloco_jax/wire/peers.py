@@ -38,6 +38,14 @@ class Peers:
     def identify(self, pem: bytes) -> Principal:
         """Return whose certificate a connection has. Raises SecurityError if it names
         nobody or is revoked."""
+        caller, serial = self.named_in(pem)
+        if self.is_revoked(serial):
+            raise revoked(caller, serial)
+        return caller
+
+    def named_in(self, pem: bytes) -> tuple[Principal, int]:
+        """Return whose certificate it is, and its serial number, though it may be
+        revoked. Raises SecurityError if it names nobody."""
         with self._lock:
             found = self._known.get(pem)
             if found is None:
@@ -45,15 +53,13 @@ class Peers:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
                 self._known[pem] = found
-            caller, serial = found
+            return found
+
+    def is_revoked(self, serial: int) -> bool:
+        """Tell whether the certificate of this serial number is revoked."""
+        with self._lock:
             self._look()
-            revoked = serial in self._revoked
-        if revoked:
-            raise SecurityError(
-                f"the certificate of {caller}, serial number {serial:x}, is revoked; "
-                f"ask for another one (`diloco certs DIR --add`)"
-            )
-        return caller
+            return serial in self._revoked
 
     def _look(self) -> None:
         """Read the serial numbers again, if the file changed."""
@@ -75,6 +81,14 @@ class Peers:
             )
             return
         self._changed = changed
+
+
+def revoked(whose: Principal, serial: int) -> SecurityError:
+    """Return the error for whoever comes with a revoked certificate."""
+    return SecurityError(
+        f"the certificate of {whose}, serial number {serial:x}, is revoked; ask for "
+        f"another one (`diloco certs DIR --add`)"
+    )
 
 
 def serials(text: str) -> list[int]:

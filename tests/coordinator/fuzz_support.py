@@ -287,7 +287,10 @@ class World:
         bulk._watch.close(1.0)
         bulk._watch = self._watch
         if self.scenario.secure:
-            known = SimpleNamespace(identify=lambda pem: principal.island(pem.decode()))
+            known = SimpleNamespace(
+                identify=lambda pem: principal.island(pem.decode()),
+                is_revoked=lambda serial: False,
+            )
             self._server._peers = bulk._peers = known
 
     def _lead(self, state: State) -> None:
