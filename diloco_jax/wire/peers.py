@@ -32,7 +32,7 @@ class Peers:
         self._known: dict[bytes, tuple[Principal, int]] = {}
         """Principal and serial number by certificate."""
         self._revoked: frozenset[int] = frozenset()
-        self._changed: int | None = None
+        self._changed: tuple[int, ...] | None = None
         self._looked = float("-inf")
 
     def identify(self, pem: bytes) -> Principal:
@@ -68,12 +68,14 @@ class Peers:
             return
         self._looked = now
         try:
-            changed = self._path.stat().st_mtime_ns
+            # By more than its time: a copy may keep that.
+            found = self._path.stat()
+            changed = found.st_ino, found.st_mtime_ns, found.st_size
             if changed != self._changed:
                 self._revoked = frozenset(serials(self._path.read_text()))
                 logger.info("%d certificates are revoked", len(self._revoked))
         except FileNotFoundError:
-            changed, self._revoked = 0, frozenset()
+            changed, self._revoked = (), frozenset()
         except (OSError, ValueError) as error:
             # A peer that was shut out stays so.
             logger.error(
