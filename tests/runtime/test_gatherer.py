@@ -311,6 +311,20 @@ def test_an_island_with_another_config_ends_no_gathering(config, tmp_path):
         assert len(at_b.status(PATIENCE_S)["alerts"]) == 1
 
 
+def test_a_standby_knows_which_run_it_gathers(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Coordinator, "gathers", RUN_ID)
+    with (
+        starting(config, tmp_path / "run") as made,
+        client(made.address) as at_a,
+        client(made.address) as at_b,
+    ):
+        with pytest.raises(
+            Busy, match=f"in run another, and .* anchors of run {RUN_ID}"
+        ):
+            at_b.open_control(offer(config, "b", 9, 9, run_id="another"))
+        assert at_a.open_control(offer(config, "a", 3, 5)).welcome.run_id == RUN_ID
+
+
 def test_if_no_islands_config_fits_the_coordinators_may_be_wrong(config, tmp_path):
     quick = placed(config, time_budget_s=1.0)
     with (
