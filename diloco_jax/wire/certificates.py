@@ -170,6 +170,7 @@ def revoke(folder: str | Path, who: Principal) -> Revoked:
         )
     today = datetime.datetime.now(datetime.UTC).date()
     lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
+    issued.write(folder, known, ())
     _replace(path, f"{before}{lines}".encode(), 0o644)
     for suffix in (".key", ".pem"):
         (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
@@ -179,7 +180,8 @@ def revoke(folder: str | Path, who: Principal) -> Revoked:
 def register(folder: str | Path) -> Register:
     """Return the certificates that the folder's authority has signed and that are
     still valid. Raises SecurityError if its list of them cannot be read."""
-    folder, here = Path(folder), {}
+    folder = Path(folder)
+    here: dict[str, x509.Certificate] = {}
     for who in principals(folder):
         # One that is damaged cannot be listed, and gets nobody in.
         with contextlib.suppress(OSError, ValueError):

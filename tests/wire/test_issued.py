@@ -90,6 +90,7 @@ def test_a_folder_of_an_earlier_version_says_what_it_does_not_know(folder, capsy
     assert told.partition(", in ")[0].count(",") == 1, "two are known"
     assert f"warning: {folder / ISSUED} was begun on {today}: certificates of" in told
     assert "make a new authority (--replace)" in told
+    assert certificates.register(folder).since == str(today), "from now on"
     assert not gets_in(folder, second), "overwritten since the list was begun"
     assert gets_in(folder, stolen), "nobody knows its number"
     certificates.make_certificates(folder, [], 90, replace=True)
