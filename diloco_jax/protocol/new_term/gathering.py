@@ -317,14 +317,17 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
         state, found = _fail(state, fragment)
         effects += found
     busy = {asked.island for asked in state.asked.values()}
+    late = {name for name, _ in state.failed}
     for fragment in range(config.fragments):
         if fragment in state.got or fragment in state.asked:
             continue
-        holders = [
+        able = [
             name
             for name, member in sorted(state.members.items())
             if _may_come(member, now) and (name, fragment) not in state.failed
         ]
+        # One that did not send is asked last: a single island could delay each one.
+        holders = [name for name in able if name not in late] or able
         if not holders:
             state, found = _give_up(
                 state, f"fragment {fragment} did not come from any island that had it"
@@ -333,16 +336,13 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
         highest = max(_version(state, name, fragment) for name in holders)
         for name in holders:
             member = state.members[name]
-            if name in busy or not member.connected:
-                continue
-            if _version(state, name, fragment) == highest:
+            free = member.connected and name not in busy
+            if free and _version(state, name, fragment) == highest:
                 busy.add(name)
-                until = now + config.outage_budget_s
-                asked_now = {**state.asked, fragment: AwaitedAnchor(name, until)}
-                state = replace(state, asked=asked_now)
-                session = member.offer.session
+                awaited = AwaitedAnchor(name, now + config.outage_budget_s)
+                state = replace(state, asked={**state.asked, fragment: awaited})
                 request = AnchorRequest(fragment=fragment)
-                effects.append(Tell(session=session, message=request))
+                effects.append(Tell(session=member.offer.session, message=request))
                 break
     if len(state.got) == config.fragments:
         effects.append(_open(config, state))

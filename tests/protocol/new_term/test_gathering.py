@@ -168,6 +168,22 @@ def test_an_anchor_that_does_not_come_is_given_up() -> None:
     assert "fragment 0 did not come from any island" in given_up.message
 
 
+def test_who_did_not_send_one_fragment_is_asked_last_for_the_others() -> None:
+    """Or an island that claims the newest versions would delay each fragment."""
+    g = Gatherer()
+    g.offer("b", 9, 9)
+    assert asked(g.offer("a", 1, 1)) == [("b", 0)]
+    for _ in range(9):
+        g.now += 0.1 * CONFIG.outage_budget_s
+        assert asked([*g.hear("a"), *g.hear("b")]) == []
+    assert asked(g.wait(0.1 * CONFIG.outage_budget_s)) == [("a", 0)]
+    assert asked(g.arrive("a", 0, 1)) == [("a", 1)], "and not b, though it has 9"
+    g.lose("a")
+    g.now += 0.5 * CONFIG.lease_s
+    g.hear("b")
+    assert asked(g.wait(0.5 * CONFIG.lease_s)) == [("b", 1)], "nobody else is left"
+
+
 def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
     g = Gatherer()
     g.offer("a", 1, 1, incarnation=2)
@@ -298,4 +314,5 @@ def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
     assert asked(g.offer("b", 5, 6)) == [("a", 0)]
     effects = g.arrive("a", 0, 2**40)
     assert of(effects, Discard)
-    assert asked(effects) == [("b", 0), ("a", 1)]
+    assert asked(effects) == [("b", 0)]
+    assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
