@@ -70,11 +70,10 @@ def nobody(misfits: Mapping[str, str], seconds: float) -> str:
     """Explain that there is no offer to begin with."""
     if not misfits:
         return f"no island offered its anchors within {seconds:g} s"
-    whose = "config or run" if len(misfits) == 1 else "config or run of all"
     return (
         f"no island offered anchors that fit within {seconds:g} s: "
-        f"{_listed(list(misfits.values()))}. If the {whose} is right, it is this "
-        f"coordinator that is wrong: start it with that run's config.json"
+        f"{_listed(list(misfits.values()))}. If the islands are right, it is this "
+        f"coordinator that is wrong: start it with their run's config.json"
     )
 
 

@@ -61,7 +61,7 @@ def test_if_no_offer_fits_it_ends_at_the_deadline_with_both_values() -> None:
     (given_up,) = of(g.wait(0.01 * PATIENCE_S), GiveUp)
     assert "fit within 200 s: island 'a' is in run run-1 with" in given_up.message
     assert "'b' is in run run-1 with another config: seed: 0 here" in given_up.message
-    assert "this coordinator that is wrong: start it with that" in given_up.message
+    assert "this coordinator that is wrong: start it with their" in given_up.message
     assert not of(g.effects, Tell), "refused, islands would end, and their anchors too"
 
 
