@@ -137,7 +137,12 @@ certificates() {
 # Renewed and revoked certificates reach a process that runs, which reads them again. It
 # ends with this shell's process, which becomes `diloco`. The log is of the last time.
 follow_certificates() {
-  until timeout "$FOLLOW_S" tail --pid=$$ --follow /dev/null; do
+  local code
+  while true; do
+    code=0
+    timeout "$FOLLOW_S" tail --pid=$$ --follow /dev/null || code=$?
+    # Only after that time; anything else would come at once, and again.
+    if [ "$code" != 124 ]; then return; fi
     certificates >"$ROOT/certificates.log" 2>&1 || continue
   done
 }
