@@ -175,10 +175,12 @@ class World:
             module.time = cast(Any, clock)
         try:
             if self.scenario.gathers:
-                # Whatever run id an offer has: this coordinator knows none.
-                config = replace(self._config, run_id="")
-                names = frozenset(ADMITTED) - {"c"}
-                self.gatherer = Gatherer(RUN, config, PLAN, names)
+                # It waits for one more until the deadline, and knows its run, as a
+                # standby does: of two runs with as many islands nobody could tell.
+                config = replace(self._config, outage_budget_s=5.0)
+                # Without certificates any of them may speak for all.
+                names = {*ADMITTED, "late"} if self.scenario.secure else {"a", "b"}
+                self.gatherer = Gatherer(RUN, config, PLAN, frozenset(names))
                 self._serve(self.gatherer)
             else:
                 self._lead(initial(self._config))
@@ -353,7 +355,7 @@ class World:
         for who, stream in list(self.streams.items()):
             self._listen(who, stream)
         if thread._failure is not None:
-            raise Defect("an island ended the gathering") from thread._failure
+            raise Defect(f"an island ended the gathering: {thread._failure}")
         elif self.gatherer._opened is not None:
             opened = self.gatherer._opened
             for name in list(self.streams):
