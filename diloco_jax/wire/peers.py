@@ -70,7 +70,7 @@ class Peers:
         try:
             # By more than its time: a copy may keep that.
             found = self._path.stat()
-            changed = found.st_ino, found.st_mtime_ns, found.st_size
+            changed: tuple[int, ...] = found.st_ino, found.st_mtime_ns, found.st_size
             if changed != self._changed:
                 self._revoked = frozenset(serials(self._path.read_text()))
                 logger.info("%d certificates are revoked", len(self._revoked))
