@@ -83,6 +83,9 @@ class Holder(Protocol):
 class AnchorHolder(Protocol):
     """The anchors of a lost state, as they arrive."""
 
+    def alert(self, text: str) -> None:
+        """Report something that a person should look at. There is no tape yet."""
+
     def discard(self, discard: Discard) -> None:
         """Free the bytes that arrived of an anchor."""
 
@@ -145,7 +148,11 @@ class Engine(Generic[S, E]):
                 self._sender.tell(session, message)
             case Postpone(session=session, message=reason):
                 self._sender.postpone(session, reason)
-            case Persist() | Note() | Ignored() | Alert():
+            case Alert(text=text):
+                told = self._log or self._gatherer
+                assert told is not None
+                told.alert(text)
+            case Persist() | Note() | Ignored():
                 self._write(effect)
             case (
                 Merge() | Commit() | KeepFragment() | Drop() | Forget() | AwaitAnchor()
@@ -155,7 +162,7 @@ class Engine(Generic[S, E]):
             case Discard() | Open() | GiveUp():
                 self._gather(effect)
 
-    def _write(self, effect: Persist | Note | Ignored | Alert) -> None:
+    def _write(self, effect: Persist | Note | Ignored) -> None:
         assert self._log is not None
         match effect:
             case Persist(record=durable):
@@ -164,8 +171,6 @@ class Engine(Generic[S, E]):
                 self._log.note(noted)
             case Ignored():
                 self._log.ignored(effect)
-            case Alert(text=text):
-                self._log.alert(text)
 
     def _gather(self, effect: Discard | Open | GiveUp) -> None:
         assert self._gatherer is not None

@@ -71,8 +71,8 @@ class Gatherer(NoProfiles):
         *,
         new: bool = False,
     ) -> None:
-        """names: the config's islands. config: without a run id. new: the run is new,
-        has its id in the config, and its first parameters from the one island."""
+        """names: the config's islands. config: with a run id if it is known. new: the
+        run is new, and has its first parameters from the one island."""
         self._likeness = Likeness(run, plan)
         self._config, self._plan, self._names = config, plan, names
         self._layouts = layouts_of(plan.fragments)
@@ -199,7 +199,7 @@ class Gatherer(NoProfiles):
             "progress": 0.0,
             "merges": 0,
             "goodput": 0.0,
-            "alerts": [self._waits],
+            "alerts": [self._waits, *gathering.notices(state)],
             "versions": [],
             "islands": {
                 name: {
@@ -232,6 +232,9 @@ class Gatherer(NoProfiles):
         return f"{NO_STATE}: {got}"
 
     # ---- what was decided, on one thread -------------------------------------------
+
+    def alert(self, text: str) -> None:
+        logger.warning("%s", text)
 
     def discard(self, discard: Discard) -> None:
         logger.warning(

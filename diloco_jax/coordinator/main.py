@@ -308,17 +308,17 @@ class Coordinator:
         self._open.callback(file.unlink, missing_ok=True)
 
     def _gather(self) -> Gathered:
-        gathered = term.gather(self._config, self._workdir, self._plan, self._serve)
+        config, workdir, ours = self._config, self._workdir, self.gathers
+        gathered = term.gather(config, workdir, self._plan, self._serve, ours)
         self._facts = RunFacts(run_id=gathered.opened.run_id, begun_unix=time.time())
-        workdirs.make_workdir(self._workdir)
+        workdirs.make_workdir(workdir)
         return gathered
 
     def _make_state(
         self, gathered: Gathered | None, found: int | None, given: Params | None
     ) -> State:
-        """Make the store and its state: of a new term from islands' anchors, of a new
-        run, or of this run as far as it was durable. A new one is durable before any
-        island can ask for it."""
+        """Make the store and its state: of a new term, of a new run, or of this run as
+        far as it was durable. A new one is durable before any island asks for it."""
         config, policy, plan = self._config, self.policy_config, self._plan
         workdir = self._workdir
         if gathered is None and found is not None:

@@ -27,16 +27,18 @@ def gather(
     workdir: Path,
     plan: FragmentPlan,
     serve: Callable[[Handlers], None],
+    run_id: str = "",
 ) -> Gathered:
     """Wait for islands' anchors; write nothing.
 
     Args:
+      run_id: the run that was lost; empty if nobody knows.
       serve: starts to answer islands' calls with the handlers that it is given.
 
     Raises:
       ConfigError: no island has the anchors; says why, and what can be done.
     """
-    numbers = policy_of(config, plan, "")
+    numbers = policy_of(config, plan, run_id)
     gatherer = Gatherer(config.run, numbers, plan, frozenset(config.islands))
     serve(gatherer)
     try:

@@ -185,7 +185,13 @@ class Parts(abc.ABC, Generic[L]):
         """Offer the anchors at these versions, which are in place."""
         host = self._hosts.index if self._hosts is not None else 0
         self._offering = offer(
-            self.config, self._identity, host, self._exchange, versions, self.deadlines
+            self.config,
+            self._identity,
+            host,
+            self._exchange,
+            versions,
+            self.deadlines,
+            self.lanes.is_revoked,
         )
 
     def _send_anchor(self, fragment: int, version: Version, ticket: bytes) -> None:

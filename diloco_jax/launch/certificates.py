@@ -16,8 +16,9 @@ from cryptography import x509
 from diloco_jax.launch.order import COORDINATOR
 from diloco_jax.wire.certificates import add, make_certificates, principals, renew
 from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.peers import REVOKED
 from diloco_jax.wire.principal import COORDINATOR as PRINCIPAL
-from diloco_jax.wire.principal import island, worker
+from diloco_jax.wire.principal import island, of_stem, worker
 
 DAYS = 90
 """Days for which a launch's certificates are valid."""
@@ -29,8 +30,7 @@ def prepare_certificates(
     folder: Path, hosts: tuple[str, ...], islands: tuple[str, ...], workers: int = 0
 ) -> None:
     """Make certificates for the coordinator on `hosts`, for these islands and for so
-    many workers in `folder`, and STEM.tar of each one's three files: `ca.pem`,
-    `STEM.pem`, `STEM.key`.
+    many workers in `folder`, and STEM.tar of each one's files (`files_of`).
 
     Existing files are kept unless they end soon. Raises SecurityError if they cannot be
     completed.
@@ -47,6 +47,16 @@ def prepare_certificates(
         renew(folder, DAYS, RENEWED_DAYS)
     for who in (PRINCIPAL, *map(island, islands), *map(worker, range(workers))):
         _pack(folder, who.stem)
+
+
+def files_of(folder: Path, stem: str) -> list[str]:
+    """Name the files that a machine with the certificates of this stem gets: `ca.pem`,
+    `STEM.pem`, `STEM.key`; and the list of revoked ones if there is one, unless it is
+    an island's, which asks the coordinator."""
+    owner = of_stem(stem)
+    revoked = owner is not None and owner.role != "island"
+    lists = [REVOKED] if revoked and (folder / REVOKED).exists() else []
+    return ["ca.pem", f"{stem}.pem", f"{stem}.key", *lists]
 
 
 def digest(folder: Path, stem: str) -> str:
@@ -76,7 +86,7 @@ def _known_hosts(folder: Path) -> set[str]:
 def _pack(folder: Path, stem: str) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name in ("ca.pem", f"{stem}.pem", f"{stem}.key"):
+        for name in files_of(folder, stem):
             entry = tarfile.TarInfo(name)
             content = (folder / name).read_bytes()
             entry.size, entry.mode = len(content), 0o600

@@ -13,7 +13,7 @@ import hashlib
 from pathlib import Path
 
 from diloco_jax.launch import manifests
-from diloco_jax.launch.certificates import digest
+from diloco_jax.launch.certificates import digest, files_of
 from diloco_jax.launch.order import (
     CERTIFICATES,
     COORDINATOR,
@@ -266,7 +266,7 @@ def _secret(
     order: Order, cluster: GkeCluster, stem: str, certificates: str
 ) -> Resource:
     name = order.secrets[stem]
-    files = ("ca.pem", f"{stem}.pem", f"{stem}.key")
+    files = files_of(Path(certificates), stem)
     create = _kubectl(
         *(order, cluster, "create", "secret", "generic", name),
         *(f"--from-file={certificates}/{file}" for file in files),

@@ -22,6 +22,9 @@ NOTICE_S = 25.0
 """Seconds from the notice to the goodbye. A Spot machine has about 30 s."""
 DISK = "/mnt/disks/diloco"
 """Where the coordinator's disk is mounted."""
+FOLLOW_S, ISLANDS_FOLLOW_S = 60, 600
+"""Seconds after which the coordinator's machine, and each host of an island, looks for
+changed certificates. A revocation reaches islands through the coordinator."""
 
 
 def island_script(
@@ -96,6 +99,7 @@ def _script(
         "RUN": order.name,
         "PART": owner,
         "MAX_RESTARTS": str(MAX_RESTARTS),
+        "FOLLOW_S": str(ISLANDS_FOLLOW_S if role == "island" else FOLLOW_S),
         **settings,
     }
     return "\n".join(

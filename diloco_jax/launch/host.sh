@@ -66,12 +66,7 @@ run() {
   cloud auth print-access-token |
     docker login --username oauth2accesstoken --password-stdin "https://${IMAGE%%/*}"
   docker pull --quiet "$IMAGE"
-  (
-    umask 077
-    cloud secrets versions access latest --secret "$SECRET" --project "$PROJECT" \
-      --out-file "$ROOT/certificates/$ROLE.tar"
-    tar -xf "$ROOT/certificates/$ROLE.tar" -C "$ROOT/certificates"
-  )
+  certificates
   if [ -n "$DATA" ]; then
     cloud storage rsync --recursive "$DATA" "$ROOT/data"
   fi
@@ -117,10 +112,39 @@ run() {
       manifest --missing "$ROOT/data" || true
   fi
   trap - ERR
+  # It holds none of the pipes: who waits for their end waits for the process alone.
+  follow_certificates >/dev/null 2>&1 &
   # In the foreground: signals and the exit code pass through.
   exec "${limit[@]}" docker run --rm --name diloco "${privileged[@]}" --network host \
     "${log[@]}" --volume "$ROOT:$ROOT" --volume "$work:$ROOT/run" "${environment[@]}" \
     "$IMAGE" "${ARGUMENTS[@]}"
+}
+
+# This machine's certificates, as they are now. Each is whole at any moment, since a
+# process may read it; and new to it, whatever times the archive has.
+certificates() {
+  local new="$ROOT/certificates.new"
+  (
+    umask 077
+    mkdir -p "$new" &&
+      cloud secrets versions access latest --secret "$SECRET" --project "$PROJECT" \
+        --out-file "$new/$ROLE.tar" &&
+      tar -xmf "$new/$ROLE.tar" -C "$new" &&
+      mv "$new"/* "$ROOT/certificates/"
+  )
+}
+
+# Renewed and revoked certificates reach a process that runs, which reads them again. It
+# ends with this shell's process, which becomes `diloco`. The log is of the last time.
+follow_certificates() {
+  local code
+  while true; do
+    code=0
+    timeout "$FOLLOW_S" tail --pid=$$ --follow /dev/null || code=$?
+    # Only after that time; anything else would come at once, and again.
+    if [ "$code" != 124 ]; then return; fi
+    certificates >"$ROOT/certificates.log" 2>&1 || continue
+  done
 }
 
 # A crash loop ends with 2, which nobody repeats. What ran for ten minutes has no part

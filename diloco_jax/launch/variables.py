@@ -27,7 +27,7 @@ OF_THE_LAUNCH = frozenset(
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
         *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "DEVICE", "DISK"),
         *("PORTS", "SOURCE", "END", "RUN", "PART", "MAX_RESTARTS", "RELEASE"),
-        *("DNS_ZONE", "ADDRESS"),
+        *("DNS_ZONE", "ADDRESS", "FOLLOW_S"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

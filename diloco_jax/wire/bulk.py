@@ -17,6 +17,8 @@ from diloco_jax.wire.errors import Failure
 
 Ticket = Annotated[bytes, msgspec.Meta(max_length=64)]
 """See `protocol/tickets.py`."""
+Serial = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,40}$")]
+"""Serial number of a certificate, in hex."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,18 @@ class Holdings(Message, frozen=True, kw_only=True, tag=True):
     """Tiles that a `FetchRequest` may ask for."""
 
 
+class RevocationRequest(Message, frozen=True, kw_only=True, tag=True):
+    """Ask the coordinator whether a certificate is revoked."""
+
+    serial: Serial
+
+
+class Revocation(Message, frozen=True, kw_only=True, tag=True):
+    """Answer to it."""
+
+    revoked: bool
+
+
 class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
     """Ask for a cycle to be kept, or for a file of a kept one."""
 
@@ -167,6 +181,9 @@ class KeptStart(Message, frozen=True, kw_only=True, tag=True):
     total: int
 
 
+Question = HoldingsRequest | RevocationRequest
+"""Requests that a message answers, without a payload."""
+
 PROFILE_BLOCK_BYTES = 4 << 20
 """Most bytes of a trace at once: stripes of deltas go between its blocks."""
 
@@ -174,8 +191,9 @@ Request = (
     UploadStart
     | FetchRequest
     | HoldingsRequest
+    | RevocationRequest
     | CycleRequest
     | ProfilePart
     | TraceRequest
 )
-Reply = UploadDone | FetchStart | Holdings | KeptStart | Failure
+Reply = UploadDone | FetchStart | Holdings | Revocation | KeptStart | Failure

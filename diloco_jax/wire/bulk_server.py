@@ -11,6 +11,8 @@ from diloco_jax.wire.bulk import (
     KeptStart,
     ProfilePart,
     Request,
+    Revocation,
+    RevocationRequest,
     TraceRequest,
     UploadDone,
     UploadStart,
@@ -92,6 +94,10 @@ class BulkServer(BulkPort):
                 self.send_fetched(
                     connection, request, self.handlers.fetch(request), guard
                 )
+            case RevocationRequest():
+                peers, serial = self._peers, int(request.serial, 16)
+                revoked = peers is not None and peers.is_revoked(serial)
+                connection.send(Revocation(revoked=revoked))
             case CycleRequest() | TraceRequest():
                 require_operator(who)
                 view = (

@@ -3,11 +3,12 @@
 Folder: `ca.pem`, `ca.key` (needed only to add more; keep it off all other machines),
 and STEM.pem and STEM.key of the coordinator, of its standby, of its workers
 (`worker.NUMBER`), of each island (`island.NAME`), of readers and of operators. EC P-256
-throughout.
+throughout. `issued.txt` lists what was signed, and `revoked.txt` what is shut out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -21,8 +22,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from diloco_jax.wire import issued
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.wire.peers import REVOKED
+from diloco_jax.wire.issued import ISSUED, Issued, Register
+from diloco_jax.wire.peers import REVOKED, serials
 from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
@@ -85,7 +88,7 @@ def make_certificates(
     made = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
     if replace:
         _remove_leaves(folder)
-    _write(folder, {"ca": authority, **made})
+    _write(folder, Register(), made, {"ca": authority})
 
 
 def add(
@@ -112,7 +115,8 @@ def add(
     named = [*map(island, islands), *map(worker, range(workers))]
     named += [STANDBY] * standby
     wanted = list(dict.fromkeys([*serving, *named])) or here
-    _write(folder, {who.stem: _leaf(authority, who, hosts, days) for who in wanted})
+    signed = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
+    _write(folder, register(folder), signed)
 
 
 def renew(folder: str | Path, days: int, within_days: int) -> list[Principal]:
@@ -130,28 +134,59 @@ def renew(folder: str | Path, days: int, within_days: int) -> list[Principal]:
     if ending:
         authority, coordinator = _opened(folder)
         hosts = _names_in(coordinator)
-        _write(folder, {who.stem: _leaf(authority, who, hosts, days) for who in ending})
+        signed = {who.stem: _leaf(authority, who, hosts, days) for who in ending}
+        _write(folder, register(folder), signed)
     return ending
 
 
-def revoke(folder: str | Path, who: Principal) -> int:
-    """Add a certificate to the folder's `revoked.txt`, and delete it; return its serial
-    number. Raises SecurityError if there is none."""
+class Revoked(NamedTuple):
+    """Certificates that were shut out."""
+
+    serials: tuple[int, ...]
+    since: str
+    """Day before which there may be others that nobody knows; empty if there are
+    none."""
+
+
+def revoke(folder: str | Path, who: Principal) -> Revoked:
+    """Add all certificates of a principal that are still valid, renewed ones included,
+    to the folder's `revoked.txt`; delete its files.
+
+    Raises SecurityError if there are none.
+    """
     folder = Path(folder)
-    try:
-        serial = _certificate(folder, who).serial_number
-    except (OSError, ValueError) as error:
-        known = ", ".join(i.stem for i in principals(folder)) or "none"
-        raise SecurityError(
-            f"{folder} has no certificate of {who} ({error}); it has {known}"
-        ) from error
-    path = folder / REVOKED
+    known, path = register(folder), folder / REVOKED
     before = path.read_text() if path.exists() else ""
+    try:
+        out = serials(before)
+    except ValueError as error:
+        raise SecurityError(f"{path} cannot be read ({error}); mend it") from error
+    found = [serial for serial in known.serials(who.stem) if serial not in out]
+    if not found:
+        others = {one.stem for one in known.issued if one.serial not in out}
+        raise SecurityError(
+            f"{folder} has no certificate of {who} that gets in; it has "
+            f"{', '.join(sorted(others)) or 'none'}"
+        )
     today = datetime.datetime.now(datetime.UTC).date()
-    _replace(path, f"{before}{serial:x} # {who}, {today}\n".encode(), 0o644)
+    lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
+    issued.write(folder, known, ())
+    _replace(path, f"{before}{lines}".encode(), 0o644)
     for suffix in (".key", ".pem"):
         (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
-    return serial
+    return Revoked(tuple(found), known.since)
+
+
+def register(folder: str | Path) -> Register:
+    """Return the certificates that the folder's authority has signed and that are
+    still valid. Raises SecurityError if its list of them cannot be read."""
+    folder = Path(folder)
+    here: dict[str, x509.Certificate] = {}
+    for who in principals(folder):
+        # One that is damaged cannot be listed, and gets nobody in.
+        with contextlib.suppress(OSError, ValueError):
+            here[who.stem] = _certificate(folder, who)
+    return issued.read(folder, here)
 
 
 def principals(folder: str | Path) -> list[Principal]:
@@ -308,16 +343,24 @@ def _hosts(names: Iterable[str]) -> list[x509.GeneralName]:
 
 
 def _remove_leaves(folder: Path) -> None:
-    """Delete what another authority signed, and its list of revoked ones."""
+    """Delete what another authority signed, and its lists."""
     for who in principals(folder):
         for suffix in (".key", ".pem"):
             (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
-    (folder / REVOKED).unlink(missing_ok=True)
+    for list_of in (REVOKED, ISSUED):
+        (folder / list_of).unlink(missing_ok=True)
 
 
-def _write(folder: Path, signed: dict[str, _Signed]) -> None:
+def _write(
+    folder: Path,
+    known: Register,
+    signed: dict[str, _Signed],
+    authority: dict[str, _Signed] | None = None,
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for stem, (certificate, key) in signed.items():
+    leaves = [Issued.of(stem, leaf.certificate) for stem, leaf in signed.items()]
+    issued.write(folder, known, leaves)
+    for stem, (certificate, key) in {**(authority or {}), **signed}.items():
         private = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,

@@ -115,10 +115,11 @@ def certs_command(arguments: Sequence[str]) -> int:
 def _revoke(folder: Path, stems: Sequence[str]) -> None:
     """Revoke certificates, all of which must be known."""
     from diloco_jax.wire import certificates
+    from diloco_jax.wire.issued import ISSUED
     from diloco_jax.wire.peers import REVOKED
     from diloco_jax.wire.principal import of_stem
 
-    here = {who.stem for who in certificates.principals(folder)}
+    here = {one.stem for one in certificates.register(folder).issued}
     for stem in stems:
         if stem not in here:
             known = ", ".join(sorted(here)) or "none"
@@ -129,10 +130,19 @@ def _revoke(folder: Path, stems: Sequence[str]) -> None:
     for stem in dict.fromkeys(stems):
         who = of_stem(stem)
         assert who is not None
-        serial = certificates.revoke(folder, who)
+        revoked = certificates.revoke(folder, who)
+        numbers = ", ".join(f"{serial:x}" for serial in revoked.serials)
         print(
-            f"{who}: serial number {serial:x} is in {folder / REVOKED}; a "
-            f"coordinator whose folder that is shuts it out within seconds, others "
+            f"{who}: serial numbers in hex {numbers}, in {folder / REVOKED}; a "
+            f"coordinator whose folder that is shuts them out within seconds, others "
             f"need the file beside their coordinator.pem",
             file=sys.stderr,
         )
+        if revoked.since:
+            print(
+                f"warning: {folder / ISSUED} was begun on {revoked.since}: "
+                f"certificates of {who} that were renewed before are not known, and "
+                f"get in until they end; if one of them may be stolen, make a new "
+                f"authority (--replace)",
+                file=sys.stderr,
+            )

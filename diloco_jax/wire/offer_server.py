@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.deadlines import Deadlines
@@ -10,6 +11,7 @@ from diloco_jax.wire.bulk_port import BulkPort
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import Refused, RemoteProtocolError
 from diloco_jax.wire.principal import Principal, require_island
+from diloco_jax.wire.revocation import Revocations
 from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.threads import Guard
 from diloco_jax.wire.tls import TlsFiles
@@ -39,8 +41,10 @@ class OfferServer(BulkPort):
         deadlines: Deadlines,
         max_hosts: int,
         bulk_channels: int,
+        is_revoked: Callable[[int], bool],
     ) -> None:
-        """Arguments are those of `BulkPort`. max_hosts: of all other islands."""
+        """Arguments are those of `BulkPort`. max_hosts: of all other islands.
+        is_revoked: asks the coordinator; see `Revocations`."""
         super().__init__(
             tls=tls,
             deadlines=deadlines,
@@ -48,6 +52,7 @@ class OfferServer(BulkPort):
             bulk_channels=bulk_channels,
         )
         self._offers, self._run_id = offers, run_id
+        self._revocations = Revocations(is_revoked)
 
     def carry_out(
         self,
@@ -69,6 +74,9 @@ class OfferServer(BulkPort):
                 f"the island that is asked is in run {self._run_id!r}, and the call is "
                 f"of run {request.run_id!r}; check islands.NAME.offers",
             )
+        if self._peers is not None:
+            caller, serial = self._peers.named_in(connection.certificate())
+            self._revocations.require_valid(serial, caller)
         if isinstance(request, HoldingsRequest):
             connection.send(self._offers.holdings(request.fragment))
         else:

@@ -32,12 +32,20 @@ class Peers:
         self._known: dict[bytes, tuple[Principal, int]] = {}
         """Principal and serial number by certificate."""
         self._revoked: frozenset[int] = frozenset()
-        self._changed: int | None = None
+        self._changed: tuple[int, ...] | None = None
         self._looked = float("-inf")
 
     def identify(self, pem: bytes) -> Principal:
         """Return whose certificate a connection has. Raises SecurityError if it names
         nobody or is revoked."""
+        caller, serial = self.named_in(pem)
+        if self.is_revoked(serial):
+            raise revoked(caller, serial)
+        return caller
+
+    def named_in(self, pem: bytes) -> tuple[Principal, int]:
+        """Return whose certificate it is, and its serial number, though it may be
+        revoked. Raises SecurityError if it names nobody."""
         with self._lock:
             found = self._known.get(pem)
             if found is None:
@@ -45,15 +53,13 @@ class Peers:
                 if len(self._known) >= MOST_KNOWN:
                     self._known.clear()
                 self._known[pem] = found
-            caller, serial = found
+            return found
+
+    def is_revoked(self, serial: int) -> bool:
+        """Tell whether the certificate of this serial number is revoked."""
+        with self._lock:
             self._look()
-            revoked = serial in self._revoked
-        if revoked:
-            raise SecurityError(
-                f"the certificate of {caller}, serial number {serial:x}, is revoked; "
-                f"ask for another one (`diloco certs DIR --add`)"
-            )
-        return caller
+            return serial in self._revoked
 
     def _look(self) -> None:
         """Read the serial numbers again, if the file changed."""
@@ -62,12 +68,14 @@ class Peers:
             return
         self._looked = now
         try:
-            changed = self._path.stat().st_mtime_ns
+            # By more than its time: a copy may keep that.
+            found = self._path.stat()
+            changed: tuple[int, ...] = found.st_ino, found.st_mtime_ns, found.st_size
             if changed != self._changed:
                 self._revoked = frozenset(serials(self._path.read_text()))
                 logger.info("%d certificates are revoked", len(self._revoked))
         except FileNotFoundError:
-            changed, self._revoked = 0, frozenset()
+            changed, self._revoked = (), frozenset()
         except (OSError, ValueError) as error:
             # A peer that was shut out stays so.
             logger.error(
@@ -75,6 +83,14 @@ class Peers:
             )
             return
         self._changed = changed
+
+
+def revoked(whose: Principal, serial: int) -> SecurityError:
+    """Return the error for whoever comes with a revoked certificate."""
+    return SecurityError(
+        f"the certificate of {whose}, serial number {serial:x}, is revoked; ask for "
+        f"another one (`diloco certs DIR --add`)"
+    )
 
 
 def serials(text: str) -> list[int]:

@@ -21,15 +21,14 @@ from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
     FetchStart,
-    Holdings,
-    HoldingsRequest,
     KeptStart,
     ProfilePart,
+    Question,
     TraceRequest,
     UploadDone,
     UploadStart,
 )
-from diloco_jax.wire.calls import CallGroup, answer, asked
+from diloco_jax.wire.calls import Answer, CallGroup, answer, asked
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import (
     Busy,
@@ -111,11 +110,11 @@ class Transfers:
             ]
             return sum(calls.results(sending))
 
-    def holdings(self, request: HoldingsRequest) -> Holdings:
-        """Return what a host of another island has of a fragment. Raises Refused,
-        ConnectionLost, or RemoteProtocolError."""
+    def ask(self, request: Question, kind: type[Answer]) -> Answer:
+        """Return the answer, of this kind, to a request without payload. Raises
+        Refused, ConnectionLost, or RemoteProtocolError."""
         with self._group() as calls, calls.call() as (connection, _):
-            found = asked(connection, request, Holdings)
+            found = asked(connection, request, kind)
             connection.between = True
             return found
 

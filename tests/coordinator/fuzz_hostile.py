@@ -96,6 +96,8 @@ class Hostile:
         if choice == "noise":
             junk = chance.randbytes(chance.choice((0, 1, 20, 300)))
             return [Move(chance.choice(("say", "upload", "fetch")), name, (junk,))]
+        if choice == "fetch" and chance.random() < 0.1:
+            return [Move("fetch", name, (raw("RevocationRequest", {"serial": "1f"}),))]
         if choice == "fetch":
             return [Move("fetch", name, (raw("FetchRequest", self._fetch(name)),))]
         if choice == "upload":
@@ -133,9 +135,12 @@ class Hostile:
         batch, steps = self._batch(name), current.steps if current else 0
         version = tuple(self.world.state.fragments[0].version)
         offers = self.world.coordinator is None
+        # Of another config or run, often: no single offer ends a gathering.
+        unfit = offers and self.random.random() < 0.3
+        run_id = "another" if unfit and name == "b" else "r"
         return {
-            "run_id": "r" if offers else "",
-            "fingerprint": RUN.fingerprint(),
+            "run_id": run_id if offers else "",
+            "fingerprint": "x" if unfit and name == "c" else RUN.fingerprint(),
             "run": SHARED,
             "plan": PLAN.digest(),
             "island": name,

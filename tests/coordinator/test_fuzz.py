@@ -72,25 +72,21 @@ def fails(
 
 
 def fuzz(seed: int, moves: int, store: Store, folder: Path) -> tuple[World, Steady]:
-    """Make so many moves in one world, or in several if a gathering comes to
-    nothing."""
-    made = 0
-    while True:
-        done: list[Move] = []
-        with World(scenario(seed), store, folder).open() as world:
-            hostile, steady = Hostile(world, seed + 1000 * made), Steady(world)
-            while made < moves and not world.over:
-                due = made % STEADY_EVERY == 0
-                for move in steady.moves() if due else hostile.moves():
-                    done.append(move)
-                    made += 1
-                    try:
-                        world.do(move)
-                    except Exception as error:
-                        raise told(seed, done, error, store, folder) from error
-                made += due
-        if made >= moves:
-            return world, steady
+    """Make so many moves in one world."""
+    made, done = 0, list[Move]()
+    with World(scenario(seed), store, folder).open() as world:
+        hostile, steady = Hostile(world, seed), Steady(world)
+        while made < moves:
+            due = made % STEADY_EVERY == 0
+            for move in steady.moves() if due else hostile.moves():
+                done.append(move)
+                made += 1
+                try:
+                    world.do(move)
+                except Exception as error:
+                    raise told(seed, done, error, store, folder) from error
+            made += due
+        return world, steady
 
 
 def told(

@@ -124,6 +124,25 @@ def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wa
     assert report.records == records[1:]
 
 
+def test_an_island_that_is_put_off_says_why_once(coordinator, link, mailbox, caplog):
+    why = Busy("island 'a' is in run r with another config")
+    coordinator.refusal = why
+    coordinator.session.fail(Busy("a new term is about to begin"))
+    refused, tries = threading.Event(), iter(range(3))
+
+    def connect(hello, session):
+        if next(tries, None) is None:
+            refused.set()
+        raise why
+
+    coordinator.connect = connect
+    assert refused.wait(WAIT_S), "it comes again"
+    texts = [r.getMessage() for r in caplog.records if "network.link" in r.name]
+    told = [text for text in texts if "another config" in text]
+    assert len(told) == 1
+    assert mailbox.ending is None
+
+
 def test_a_refusal_ends_the_loop_with_its_words(coordinator, link, mailbox):
     coordinator.session.close(Refused("fenced", "incarnation 2 is here"))
     wait_for_news(mailbox)

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from cryptography import x509
 from link_support import DEADLINES, WAIT_S
 
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.core.fragments import get_piece, plan_fragments
-from diloco_jax.core.payload import Box, overlap, tiles_of, within
-from diloco_jax.core.tile_digests import DIGEST_BYTES, tile_digests
+from diloco_jax.core.payload import Box
+from diloco_jax.core.tile_digests import tile_digests
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
@@ -23,10 +24,10 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.network.offering import offer
 from diloco_jax.island.network.offers import Offers
 from diloco_jax.island.network.peer_anchors import PeerAnchors
-from diloco_jax.protocol.island.fetching import PEERS_ASKED, Fetch, order_of_peers
+from diloco_jax.protocol.island.fetching import Fetch
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses
-from diloco_jax.wire.bulk import FetchRequest, HoldingsRequest, Identity
+from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Identity
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import (
@@ -155,9 +156,12 @@ def config(certificates):
 def serve(stack, config):
     """Let an island offer these parameters, at these versions."""
 
-    def start(name, params, versions=(V1, V1), run_id="r"):
+    def start(
+        name, params, versions=(V1, V1), run_id="r", is_revoked=lambda serial: False
+    ):
         exchange = exchange_of(params)
-        server = offer(config, identity(name, run_id), 0, exchange, versions, DEADLINES)
+        who = identity(name, run_id)
+        server = offer(config, who, 0, exchange, versions, DEADLINES, is_revoked)
         assert server is not None
         stack.callback(server.stop, 0.0)
         return exchange
@@ -297,6 +301,28 @@ def test_another_islands_certificate_does_not_offer(stack, serve, config, certif
         connections.take()
 
 
+def test_an_island_with_a_revoked_certificate_gets_no_anchors(
+    serve, peers, config, certificates
+):
+    """The list is in the coordinator's folder, and not in that of the offering one."""
+    tls, asked = TlsFiles.load(certificates, island("joins")), []
+
+    def is_revoked(serial):
+        asked.append(serial)
+        return True
+
+    serve("offers", params_of(1), is_revoked=is_revoked)
+    made = peers(Digests(params_of(1)), only(config, "offers"))
+    assert made.fetch(fetch_of(0), (), exchange_layout(0)) is None
+    (host,) = made._hosts["offers"]
+    with pytest.raises(SecurityError, match=r"of island joins, .* is revoked"):
+        host.ask(holdings(), Holdings)
+    with pytest.raises(SecurityError, match="is revoked"):
+        host.fetch(values(), max_bytes=1 << 20, within_s=WAIT_S)
+    found = x509.load_pem_x509_certificate(tls.certificate_pem)
+    assert asked == [found.serial_number], "asked once in a while"
+
+
 @pytest.mark.parametrize(
     ("request_of", "error", "words"),
     [
@@ -319,7 +345,7 @@ def test_what_it_does_not_offer_is_refused_with_the_reason(
     serve("offers", params_of(1))
     (host,) = peers(Digests(params_of(1)), only(config, "offers"))._hosts["offers"]
     request = request_of()
-    ask = host.holdings
+    ask = functools.partial(host.ask, kind=Holdings)
     if isinstance(request, FetchRequest):
         ask = functools.partial(host.fetch, max_bytes=1 << 20, within_s=WAIT_S)
     with pytest.raises(error, match=words):
@@ -346,7 +372,8 @@ def test_an_address_that_is_taken_costs_the_offer_alone(config, stack, caplog):
     host, port = addresses.parse_address(config.islands["offers"].offers)
     stack.enter_context(socket.create_server((host, port)))
     with caplog.at_level(logging.ERROR):
-        found = offer(config, identity("offers"), 0, EXCHANGE, [V1, V1], DEADLINES)
+        who, versions = identity("offers"), [V1, V1]
+        found = offer(config, who, 0, EXCHANGE, versions, DEADLINES, pytest.fail)
     assert found is None
     assert "offers no anchors" in caplog.text
 
@@ -363,38 +390,3 @@ def test_the_loop_waits_for_no_copy_and_copies_do_not_stay():
     assert offers.holdings(0).version == V2
     offers.show(1, V2, EXCHANGE.held(1))
     assert not offers._copies
-
-
-def test_joins_at_once_spread_over_all_that_offer():
-    offering = [f"i{n}" for n in range(8)]
-    first = [
-        order_of_peers(offering, f"new{join}", fragment)[0]
-        for join in range(10)
-        for fragment in range(24)
-    ]
-    counts = [first.count(name) for name in offering]
-    assert min(counts) > 15
-    assert max(counts) < 50
-    assert len(order_of_peers(offering, "new", 0)) == PEERS_ASKED
-
-
-def test_boxes_overlap_where_both_have_tiles():
-    one, other = Box(1, (0, 2), (4, 6)), Box(1, (2, 0), (9, 3))
-    assert overlap(one, other) == Box(1, (2, 2), (4, 3))
-    assert overlap(one, Box(2, (0, 2), (4, 6))) is None
-    assert overlap(one, Box(1, (4, 2), (5, 6))) is None
-    grid = np.arange(36).reshape(6, 6)
-    both = overlap(one, other)
-    np.testing.assert_array_equal(
-        grid[tiles_of(one)][tiles_of(within(both, one))], grid[tiles_of(both)]
-    )
-
-
-def test_a_digest_is_of_one_tile_and_its_bits():
-    tiles = np.random.default_rng(0).normal(size=(3, 2, 8)).astype("<f4")
-    found = tile_digests(tiles)
-    assert found.shape == (3, 2, DIGEST_BYTES)
-    changed = tiles.copy()
-    changed.view(np.uint32)[2, 1, 3] ^= 1
-    differs = (tile_digests(changed) != found).any(axis=-1)
-    assert differs.tolist() == [[False, False], [False, False], [False, True]]

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 
-from diloco_jax.wire.certificates import add
+from diloco_jax.wire.certificates import add, revoke
+from diloco_jax.wire.principal import island
 
 
 def test_pods_get_the_config_as_it_is_now(cloud, launch, config):
@@ -46,3 +47,29 @@ def test_renewed_certificates_reach_the_cluster(cloud, launch, tmp_path):
         ["delete", "secret", "two-coordinator-certificates", "--ignore-not-found"],
         ["create", "secret", "generic", "two-coordinator-certificates"],
     ]
+
+
+def test_a_revocation_reaches_the_coordinators_pod(cloud, launch, tmp_path):
+    launch("gke", workers=2, workers_apart=True)
+    cloud.changes()
+    folder = tmp_path / "run/certificates"
+    stolen = (folder / "island.v5p.pem").read_bytes()
+    revoke(folder, island("v5p"))
+    apart = {"workers": 2, "workers_apart": True}
+    assert launch("gke", only=("coordinator",), **apart) == 0
+    changed = [call for call in cloud.changes() if call[1] == "create"]
+    names = ("coordinator", "v5p", "worker-0", "worker-1")
+    assert sorted(c[4] for c in changed) == [f"two-{n}-certificates" for n in names]
+    held = {
+        name: sorted(cloud.objects[f"secret/two-{name}-certificates"]["data"])
+        for name in (*names, "v6e-b")
+    }
+    for name, files in held.items():
+        serves = name.startswith(("coordinator", "worker"))
+        assert ("revoked.txt" in files) == serves, "islands ask the coordinator"
+    assert (folder / "island.v5p.pem").read_bytes() != stolen, "it has another key"
+    assert launch("gke", **apart) == 0
+    assert cloud.changes() == []
+    revoke(folder, island("v6e.b"))
+    assert launch("gke", **apart) == 0
+    assert any("two-coordinator-certificates" in c for c in cloud.changes())

@@ -1,6 +1,7 @@
 """The script that every machine boots with, run with tools that tell what they do."""
 
 import dataclasses
+import io
 import os
 import re
 import shutil
@@ -27,10 +28,15 @@ case "$*" in
   *" manifest --missing "*) exit 2 ;;
   *"--name diloco"*)
     printf '%s' "${HF_TOKEN-none}" >"$TOOLS/token"
+    if [ -e "$TOOLS/next.tar" ]; then
+      mv "$TOOLS/next.tar" "$TOOLS/secret.tar"
+      timeout 60 "$TOOLS/await" "$AWAITED" || exit 9
+    fi
     exit "${EXIT:-0}" ;;
 esac
 [ ! -e "$TOOLS/broken" ] || [[ $* != *"$(cat "$TOOLS/broken")"* ]] || exit 2
 """
+AWAIT = '#!/usr/bin/env bash\nuntil grep -s new "$1"; do /bin/sleep 0.05; done\n'
 TOOL = '#!/usr/bin/env bash\necho "${0##*/} $*" >>"$TOOLS/calls"\n'
 
 
@@ -44,22 +50,27 @@ class Machine:
         for folder in ("etc/systemd/system", "sys/kernel/mm/transparent_hugepage"):
             (root / folder).mkdir(parents=True)
         (self.tools / "docker").write_text(DOCKER)
+        (self.tools / "await").write_text(AWAIT)
         for tool in ("sysctl", "systemctl", "iptables", "mount", "mkfs.ext4"):
             (self.tools / tool).write_text(TOOL)
         for tool in ("mountpoint", "blkid"):
             (self.tools / tool).write_text(TOOL + "exit 1\n")
         for tool in self.tools.iterdir():
             tool.chmod(0o755)
-        secret = root / "key"
-        secret.write_text("a key")
-        with tarfile.open(self.tools / "secret.tar", "w") as tar:
-            tar.add(secret, "island.v6e.b.key")
+        self.pack("secret.tar", "island.v6e.b.key", "a key")
         self.render(config, name)
 
     def render(self, config, name, now=NOW, source=""):
         """Puts the rendered script there, with this folder as `/`."""
         order = make_order(config, "two.py", "tpu_vm", source)
         self.put(deployment(order, "certificates", "folder", now).files[name])
+
+    def pack(self, archive, name, text):
+        """Make what the machine gets from Secret Manager, of one file."""
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = len(text), 0o600
+        with tarfile.open(self.tools / archive, "w") as tar:
+            tar.addfile(entry, io.BytesIO(text.encode()))
 
     def put(self, text):
         """Puts a script there, with this folder as `/`."""
@@ -163,6 +174,27 @@ def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
     )
     island.start("run", EXIT="1")
     assert diloco(island).endswith(f"--incarnation {NOW + 1}")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("coordinator.sh", "revoked.txt"), ("two-v6e-b.sh", "island.v6e.b.pem")],
+)
+def test_changed_certificates_reach_a_process_that_runs(tmp_path, config, name, file):
+    machine = Machine(tmp_path / "host", config, name)
+    assert machine.start("boot") == 0, machine.errors
+    every = "FOLLOW_S=60" if name == "coordinator.sh" else "FOLLOW_S=600"
+    script = machine.script.read_text()
+    assert every in script
+    machine.script.write_text(script.replace(f"{every}\n", "FOLLOW_S=0.1\n"))
+    machine.pack("secret.tar", file, "old")
+    machine.pack("next.tar", file, "new")
+    there = machine.root / "var/lib/diloco/certificates" / file
+    # The process ends once it has read the new one.
+    assert machine.start("run", AWAITED=str(there)) == 0, machine.errors
+    assert there.read_text() == "new"
+    assert there.stat().st_mode & 0o077 == 0
+    assert there.stat().st_mtime > 1e9, "or nobody would notice that it changed"
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 137])

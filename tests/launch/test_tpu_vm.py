@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.wire.certificates import revoke
+from diloco_jax.wire.principal import island
+
 SLICE = "gcloud compute tpus queued-resources"
 
 OWNERS = {
@@ -207,6 +210,23 @@ def test_a_certificate_of_another_name_reaches_the_machines(cloud, launch):
     assert "versions" not in secrets["two-v5p-certificates"]
     assert launch("tpu_vm", **zones) == 0
     assert cloud.changes() == []
+
+
+def test_a_revocation_is_in_the_coordinators_secret(cloud, launch, tmp_path):
+    launch("tpu_vm")
+    cloud.changes()
+    folder = tmp_path / "run/certificates"
+    revoke(folder, island("v5p"))
+    assert launch("tpu_vm", only=("coordinator",)) == 0
+    added = [call for call in cloud.changes() if "versions" in call]
+    owners = ("coordinator", "v5p")
+    assert [c[4] for c in added] == [f"two-{owner}-certificates" for owner in owners]
+    for owner, lists in zip(owners, ({"revoked.txt"}, set()), strict=True):
+        with tarfile.open(folder / f"{OWNERS[owner]}.tar") as tar:
+            assert {n for n in tar.getnames() if n.endswith(".txt")} == lists
+            if lists:
+                (text,) = (tar.extractfile(name).read() for name in lists)
+                assert text == (folder / "revoked.txt").read_bytes()
 
 
 @pytest.mark.parametrize("action", ["logs", "stop"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -292,15 +293,56 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-def test_another_config_is_not_the_islands_fault(config, tmp_path):
+@pytest.mark.parametrize(
+    ("other", "why", "knows"),
+    [
+        ({"fingerprint": "x"}, f"is in run {RUN_ID} with another config.*x there", ""),
+        (
+            {"run_id": "x"},
+            f"is in run x, and .* gathers anchors of run {RUN_ID}",
+            RUN_ID,
+        ),
+    ],
+)
+def test_an_island_of_another_config_or_run_ends_no_gathering(
+    config, tmp_path, monkeypatch, other, why, knows
+):
+    """A standby knows which run it is to go on with."""
+    monkeypatch.setattr(Coordinator, "gathers", knows)
     with (
         starting(config, tmp_path / "run") as made,
+        client(made.address) as at_a,
+        client(made.address) as at_b,
+    ):
+        with pytest.raises(Busy, match=why):
+            at_b.open_control(offer(config, "b", 9, 9, **other))
+        _, said = at_b.status(PATIENCE_S)["alerts"]
+        assert re.search(why, said)
+        a = offer(config, "a", 3, 5)
+        to_a = at_a.open_control(a)
+        assert to_a.welcome.term == 0
+        at_b.open_control(offer(config, "b", 2, 4, incarnation=2))
+        assert len(at_b.status(PATIENCE_S)["alerts"]) == 1, "it fits now"
+        for _ in a.versions:
+            asked = await_message(to_a, messages.AnchorRequest).fragment
+            payload = anchor(config, asked, 0.5)
+            start = announced(a, asked, a.versions[asked], len(payload))
+            at_a.transfers.upload(start, payload)
+        made.started()
+    (term,) = read_tape(tmp_path / "run" / "tape.jsonl")
+    assert (term["term"], term["from"]) == (2, ["a", "a"])
+
+
+def test_if_no_islands_config_fits_the_coordinators_may_be_wrong(config, tmp_path):
+    quick = placed(config, time_budget_s=1.0)
+    with (
+        starting(quick, tmp_path / "run") as made,
         client(made.address, deadlines=Deadlines(4.0)) as island,
     ):
         other = offer(config, "a", 1, 1, fingerprint="another")
-        while made.alive:  # Nobody answers an offer that ends the coordinator.
+        while made.alive:
             with contextlib.suppress(WireError):
                 island.open_control(other)
-        with pytest.raises(ConfigError, match=f"is in run {RUN_ID} with"):
+        with pytest.raises(ConfigError, match=r"another there.*this coordinator that"):
             made.started()
     assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shutil
 from pathlib import Path
 
@@ -289,6 +290,17 @@ def test_a_list_that_cannot_be_read_lets_nobody_back(
     with pytest.raises(SecurityError, match="revoked"):
         connect(address, tls=files).status(WAIT_S)
     assert "'no' is no hex number" in caplog.text
+
+
+def test_a_list_that_was_copied_with_its_old_time_is_read_again(copy, at_once):
+    """As an archive's files may be."""
+    known, list_of = peers.Peers(copy), copy / peers.REVOKED
+    list_of.write_text("1\n")
+    os.utime(list_of, (0, 0))
+    assert known.is_revoked(1)
+    list_of.write_text("1\n2\n")
+    os.utime(list_of, (0, 0))
+    assert known.is_revoked(2)
 
 
 def test_serial_numbers_are_read_with_remarks_and_empty_lines():

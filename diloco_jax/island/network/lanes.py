@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.messages import Hello
-from diloco_jax.wire.bulk import FetchRequest, UploadStart
+from diloco_jax.wire.bulk import (
+    FetchRequest,
+    Revocation,
+    RevocationRequest,
+    UploadStart,
+)
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import Busy, ConnectionLost
@@ -109,6 +114,12 @@ class Lanes:
             return self._of(request.fragment).fetch(
                 request, max_bytes=max_bytes, stall_s=self._stall_s
             )
+
+    def is_revoked(self, serial: int) -> bool:
+        """Ask the coordinator whether a certificate is revoked. Raises WireError."""
+        request = RevocationRequest(serial=f"{serial:x}")
+        with self._followed():
+            return self.coordinator.transfers.ask(request, Revocation).revoked
 
     def close(self) -> None:
         """Close all connections."""

@@ -34,6 +34,7 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
     Busy,
+    ConnectionLost,
     ProtocolError,
     Refused,
     SecurityError,
@@ -224,7 +225,7 @@ class Link:
         return True
 
     def _reconnect(self, error: WireError) -> None:
-        began = time.monotonic()
+        began, told = time.monotonic(), ""
         logger.warning("the coordinator is away (%s); training goes on", error)
         backoff = Backoff(self._deadlines, self._misunderstood)
         while not self._closing.wait(backoff.next_s()):
@@ -236,6 +237,11 @@ class Link:
             if isinstance(welcome, Welcome):
                 logger.info("connected again after %.1f s", time.monotonic() - began)
                 return
+            # One that answers says why the island is not let in, as if its config is
+            # another one while the coordinator gathers anchors.
+            if not isinstance(welcome, ConnectionLost) and str(welcome) != told:
+                told = str(welcome)
+                logger.warning("the coordinator does not let it in yet: %s", told)
 
     def _try_to_connect(self) -> Welcome | WireError:
         before = self._mailbox.status()

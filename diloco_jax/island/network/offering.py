@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diloco_jax.config import Config
 from diloco_jax.deadlines import Deadlines
@@ -26,9 +26,10 @@ def offer(
     exchange: Exchange,
     versions: Sequence[Version],
     deadlines: Deadlines,
+    is_revoked: Callable[[int], bool],
 ) -> OfferServer | None:
     """Offer the anchors that the exchange holds, at these versions, and those that it
-    adopts later; return what serves them.
+    adopts later; return what serves them. is_revoked: asks the coordinator.
 
     Returns None if the config has no address for this host, or if it cannot be bound:
     the island trains all the same.
@@ -61,6 +62,7 @@ def offer(
         deadlines=deadlines,
         max_hosts=sum(island.hosts for island in config.islands.values()),
         bulk_channels=placement.bulk_channels,
+        is_revoked=is_revoked,
     )
     server.start(listener)
     logger.info("island %s offers its anchors at %s", name, address)

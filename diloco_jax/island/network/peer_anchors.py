@@ -25,7 +25,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers
 from diloco_jax.wire import principal
-from diloco_jax.wire.bulk import FetchRequest, HoldingsRequest, Identity
+from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Identity
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone, WireError
 from diloco_jax.wire.threads import IdleWatch
@@ -127,7 +127,7 @@ class PeerAnchors:
         )
         hosts, boxes, wanted = self._hosts[name], layout.boxes(part), []
         with ThreadPoolExecutor(min(len(hosts), ASKED_AT_ONCE)) as pool:
-            holdings = list(pool.map(lambda host: host.holdings(request), hosts))
+            holdings = list(pool.map(lambda host: host.ask(request, Holdings), hosts))
         for found in holdings:
             if found.version != fetch.want:
                 return None

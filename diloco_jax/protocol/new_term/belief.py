@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Collection
 from typing import NamedTuple
 
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.coordinator.events import Tell
+from diloco_jax.protocol.messages import Hello, Refused
 from diloco_jax.protocol.values import Version
 
 FEWEST = 3
@@ -78,6 +79,19 @@ def too_high(known: Known, most: Known | None) -> str:
                 f"most islands claim"
             )
     return ""
+
+
+def disbelieved(offer: Hello, wrong: str) -> Tell:
+    """Return the message to an island whose claims are not believed, for this
+    reason."""
+    return Tell(
+        session=offer.session,
+        message=Refused(
+            code="claims",
+            message=f"island {offer.island!r} is not believed as a new term begins: "
+            f"{wrong}; start it again with incarnation {offer.incarnation + 1}",
+        ),
+    )
 
 
 def may_have_become(offered: Version, arrived: Version) -> bool:

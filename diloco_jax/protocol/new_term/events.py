@@ -1,15 +1,21 @@
 """Events and effects of a coordinator that gathers anchors: the interface of
 `gathering.py`, as `coordinator/events.py` is that of the coordinator's usual half.
 
-The events that both halves know (`Said`, `Disconnected`, `Timer`) and the effect `Tell`
-are in `coordinator/events.py`.
+The events that both halves know (`Said`, `Disconnected`, `Timer`) and the effects
+`Alert` and `Tell` are in `coordinator/events.py`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    Disconnected,
+    Said,
+    Tell,
+    Timer,
+)
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.values import Version
 
@@ -73,4 +79,4 @@ class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-Effect = Tell | Postpone | Discard | Open | GiveUp
+Effect = Alert | Tell | Postpone | Discard | Open | GiveUp

@@ -4,7 +4,8 @@ the run, and the highest version of each fragment begins a new term.
 waiting -> fetching -> over. Islands offer their anchors until the deadline, or until
 all have offered. Then each fragment is fetched from an island with its highest version,
 one fragment at a time per island. A holder may be silent for one lease; after that the
-next highest version is fetched. Nothing is initialised: no offer, no term.
+next highest version is fetched. Nothing is initialised: no offer, no term. Offers that
+do not fit (`fitting.py`) are put off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases, schedule
-from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell
+from diloco_jax.protocol.coordinator.events import Alert, Disconnected, Said, Tell
 from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
     PolicyConfig,
@@ -25,8 +26,8 @@ from diloco_jax.protocol.coordinator.state import (
     initial,
     with_fragment,
 )
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Welcome
-from diloco_jax.protocol.new_term import belief
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Welcome
+from diloco_jax.protocol.new_term import belief, fitting
 from diloco_jax.protocol.new_term.belief import Known
 from diloco_jax.protocol.new_term.events import (
     AnchorArrived,
@@ -67,15 +68,28 @@ class Offering(msgspec.Struct, frozen=True, kw_only=True):
     connected: bool = True
 
 
+class Heard(NamedTuple):
+    """The highest values that an island heard of, and in which run."""
+
+    run_id: str
+    known: Known
+
+
 class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     """State of the gathering. names: the islands of the config."""
 
     names: frozenset[str]
     deadline: float
+    decided_by: float = math.inf
+    """The time by which most islands must be of one run."""
     phase: Literal["waiting", "fetching", "over"] = "waiting"
-    heard: Mapping[str, Known] = msgspec.field(default_factory=dict)
-    """The highest values that each island heard of. Islands without anchors count: a
-    joining island may be the only one that heard of a term or got data in it."""
+    run_id: str = ""
+    """The run that goes on, once there is no more waiting."""
+    misfits: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Why the last offer of an island does not fit."""
+    heard: Mapping[str, Heard] = msgspec.field(default_factory=dict)
+    """What each island heard of. Islands without anchors count: a joining island may be
+    the only one that heard of a term or got data in it."""
     limits: Known | None = None
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
@@ -89,13 +103,22 @@ Step = tuple[Gathering, list[Effect]]
 
 
 def begin(config: PolicyConfig, names: frozenset[str], now: float) -> Gathering:
-    """Return the state that waits for the first offer."""
-    return Gathering(names=names, deadline=now + LEASES_AWAITED * config.lease_s)
+    """Return the state that waits for the first offer.
+
+    The config has a run id if the coordinator knows which run is its own.
+    """
+    return _awaiting(config, Gathering(names=names, deadline=now), now)
+
+
+def notices(state: Gathering) -> list[str]:
+    """List what people have to see, such as islands that do not fit."""
+    parted = fitting.parted(member.offer for member in state.members.values())
+    return [*([parted] if parted else []), *state.misfits.values()]
 
 
 def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> Step:
     """Apply one event at time `now` (monotonic seconds)."""
-    effects: list[Effect] = []
+    before, effects = notices(state), list[Effect]()
     match event:
         case Offered():
             state, effects = _offered(config, state, event, now)
@@ -111,6 +134,7 @@ def step(config: PolicyConfig, state: Gathering, event: Event, now: float) -> St
     if state.phase == "fetching":
         state, found = _fetch(config, state, now)
         effects += found
+    effects += [Alert(text=text) for text in notices(state) if text not in before]
     return state, effects
 
 
@@ -120,7 +144,7 @@ def next_deadline(state: Gathering, now: float) -> float:
     times = [asked.until for asked in state.asked.values()]
     times += [member.gone_at for member in state.members.values()]
     if state.phase == "waiting":
-        times = [state.deadline]
+        times = [state.deadline] if now < state.deadline else [*times, state.decided_by]
     return min((at for at in times if at > now), default=math.inf)
 
 
@@ -150,20 +174,20 @@ def is_superseded(state: State, term: int) -> bool:
 def _offered(
     config: PolicyConfig, state: Gathering, event: Offered, now: float
 ) -> Step:
-    offer, differences = event.hello, event.differences
-    if offer.versions and differences:
-        return _give_up(
-            state,
-            f"island {offer.island!r} is in run {offer.run_id} with another config: "
-            f"{'; '.join(differences)} (here: this coordinator's). Start the "
-            f"coordinator with that run's config.json, or that island elsewhere",
-        )
-    if not differences:
+    offer = event.hello
+    unfit = fitting.misfit(config.run_id or state.run_id, event)
+    if unfit and offer.versions:
+        return _put_off(state, offer, unfit)
+    if not unfit:
         claims = belief.of_offer(offer)
         if wrong := belief.too_high(claims, state.limits):
-            return state, [_disbelieve(offer, wrong)]
-        heard = state.heard.get(offer.island, Known()).higher(claims)
-        state = replace(state, heard={**state.heard, offer.island: heard})
+            return state, [belief.disbelieved(offer, wrong)]
+        before = state.heard.get(offer.island, Heard("", Known()))
+        run_id = offer.run_id or before.run_id
+        if before.run_id in ("", run_id):
+            claims = before.known.higher(claims)
+        heard = {**state.heard, offer.island: Heard(run_id, claims)}
+        state = replace(state, heard=heard)
     member = state.members.get(offer.island)
     why = ""
     if len(offer.versions) != config.fragments:
@@ -177,16 +201,9 @@ def _offered(
     if why:
         postpone = Postpone(session=offer.session, message=f"{why}; come again")
         return state, [postpone]
-    other = [m.offer for m in state.members.values() if m.offer.run_id != offer.run_id]
-    if other:
-        return _give_up(
-            state,
-            f"island {other[0].island!r} is in run {other[0].run_id} and "
-            f"{offer.island!r} in run {offer.run_id}, and this coordinator has no "
-            f"state to tell which run is its own; end the islands of the other run",
-        )
     if not state.members:
-        state = replace(state, deadline=now + LEASES_AWAITED * config.lease_s)
+        state = _awaiting(config, state, now)
+    misfits = {n: why for n, why in state.misfits.items() if n != offer.island}
     member = Offering(offer=offer, gone_at=now + config.lease_s)
     members = {**state.members, offer.island: member}
     welcome = Welcome(run_id=offer.run_id, term=0, resumed=True, versions=())
@@ -197,7 +214,22 @@ def _offered(
         for fragment, asked in state.asked.items()
         if asked.island == offer.island
     ]
-    return replace(state, members=members), effects
+    return replace(state, members=members, misfits=misfits), effects
+
+
+def _awaiting(config: PolicyConfig, state: Gathering, now: float) -> Gathering:
+    """Return the state that waits for offers from now on."""
+    deadline = now + LEASES_AWAITED * config.lease_s
+    decided_by = deadline + config.outage_budget_s
+    return replace(state, deadline=deadline, decided_by=decided_by)
+
+
+def _put_off(state: Gathering, offer: Hello, unfit: str) -> Step:
+    """Go on without an island. It is not refused, since that would end it: it may hold
+    the run's anchors, and this coordinator be wrong."""
+    state = replace(state, misfits={**state.misfits, offer.island: unfit})
+    message = f"{unfit}; the others are gathered without it"
+    return state, [Postpone(session=offer.session, message=message)]
 
 
 def alive(
@@ -236,37 +268,44 @@ def _wait(config: PolicyConfig, state: Gathering, now: float) -> Step:
     if not state.names <= here and now < state.deadline:
         return state, []
     if not state.members:
-        return _give_up(
-            state,
-            f"no island offered its anchors within "
-            f"{LEASES_AWAITED * config.lease_s:g} s",
-        )
-    held = [state.heard[name] for name in state.members]
+        patience_s = LEASES_AWAITED * config.lease_s
+        return _give_up(state, fitting.nobody(state.misfits, patience_s))
+    offers = [m.offer for m in state.members.values() if _may_come(m, now)]
+    offers = offers or [member.offer for member in state.members.values()]
+    run_id = fitting.of_most(offer.run_id for offer in offers)
+    if not run_id and now < state.decided_by:
+        return state, []
+    if not run_id:
+        return _give_up(state, fitting.parted(offers))
+    state, effects = _choose(state, run_id)
+    # A member may have said hello again without anchors, and in another run.
+    held = [h.known for name, h in state.heard.items() if name in state.members]
     limits = belief.limits(held, config.total_tokens)
-    wrong = {n: belief.too_high(known, limits) for n, known in state.heard.items()}
-    effects: list[Effect] = [
-        _disbelieve(member.offer, wrong[name])
+    wrong = {n: belief.too_high(h.known, limits) for n, h in state.heard.items()}
+    effects += [
+        belief.disbelieved(member.offer, wrong[name])
         for name, member in state.members.items()
-        if wrong[name]
+        if wrong.get(name)
     ]
     return replace(
         state,
         phase="fetching",
         limits=limits,
-        heard={n: known for n, known in state.heard.items() if not wrong[n]},
-        members={n: member for n, member in state.members.items() if not wrong[n]},
+        heard={n: heard for n, heard in state.heard.items() if not wrong[n]},
+        members={n: m for n, m in state.members.items() if not wrong.get(n)},
     ), effects
 
 
-def _disbelieve(offer: Hello, wrong: str) -> Tell:
-    return Tell(
-        session=offer.session,
-        message=Refused(
-            code="claims",
-            message=f"island {offer.island!r} is not believed as a new term begins: "
-            f"{wrong}; start it again with incarnation {offer.incarnation + 1}",
-        ),
-    )
+def _choose(state: Gathering, run_id: str) -> Step:
+    """Go on with the islands of one run."""
+    effects = list[Effect]()
+    for member in state.members.values():
+        if unfit := fitting.misfit(run_id, Offered(hello=member.offer)):
+            state, put_off = _put_off(state, member.offer, unfit)
+            effects += put_off
+    ours = {n: m for n, m in state.members.items() if m.offer.run_id == run_id}
+    heard = {n: h for n, h in state.heard.items() if h.run_id in ("", run_id)}
+    return replace(state, run_id=run_id, members=ours, heard=heard), effects
 
 
 def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
@@ -278,14 +317,17 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
         state, found = _fail(state, fragment)
         effects += found
     busy = {asked.island for asked in state.asked.values()}
+    late = {name for name, _ in state.failed}
     for fragment in range(config.fragments):
         if fragment in state.got or fragment in state.asked:
             continue
-        holders = [
+        able = [
             name
             for name, member in sorted(state.members.items())
             if _may_come(member, now) and (name, fragment) not in state.failed
         ]
+        # One that did not send is asked last: a single island could delay each one.
+        holders = [name for name in able if name not in late] or able
         if not holders:
             state, found = _give_up(
                 state, f"fragment {fragment} did not come from any island that had it"
@@ -294,16 +336,13 @@ def _fetch(config: PolicyConfig, state: Gathering, now: float) -> Step:
         highest = max(_version(state, name, fragment) for name in holders)
         for name in holders:
             member = state.members[name]
-            if name in busy or not member.connected:
-                continue
-            if _version(state, name, fragment) == highest:
+            free = member.connected and name not in busy
+            if free and _version(state, name, fragment) == highest:
                 busy.add(name)
-                until = now + config.outage_budget_s
-                asked_now = {**state.asked, fragment: AwaitedAnchor(name, until)}
-                state = replace(state, asked=asked_now)
-                session = member.offer.session
+                awaited = AwaitedAnchor(name, now + config.outage_budget_s)
+                state = replace(state, asked={**state.asked, fragment: awaited})
                 request = AnchorRequest(fragment=fragment)
-                effects.append(Tell(session=session, message=request))
+                effects.append(Tell(session=member.offer.session, message=request))
                 break
     if len(state.got) == config.fragments:
         effects.append(_open(config, state))
@@ -325,7 +364,7 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
     got = [state.got[fragment] for fragment in range(config.fragments)]
     known = Known()
     for heard in state.heard.values():
-        known = known.higher(heard)
+        known = known.higher(heard.known)
     term = 1 + known.term
     largest = max(
         leases.largest_grant(config, o.step_seconds, o.sequences_per_step)
@@ -334,7 +373,7 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
     islands = len(state.names | state.members.keys())
     unheard = leases.LARGEST_GRANTS_UNHEARD * islands * largest
     return Open(
-        run_id=offers[0].run_id,
+        run_id=state.run_id,
         term=term,
         versions=tuple(Version(term, version.number) for _, version in got),
         sources=tuple(island for island, _ in got),

@@ -121,6 +121,9 @@ class VirtualGatherer:
 
     # ---- what was decided -------------------------------------------------------
 
+    def alert(self, text: str) -> None:
+        """See engine.Gatherer. Nobody reads it."""
+
     def discard(self, discard: Discard) -> None:
         """See engine.Gatherer. Keeps the anchor, which the next one overwrites."""
 

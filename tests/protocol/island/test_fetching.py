@@ -134,3 +134,16 @@ def test_each_joining_island_asks_other_peers_first():
     assert {order[0] for order in orders} == set(peers)
     assert orders == [order_of_peers(peers, "new", f) for f in range(60)]
     assert orders != [order_of_peers(peers, "newer", f) for f in range(60)]
+
+
+def test_joins_at_once_spread_over_all_that_offer():
+    offering = [f"i{n}" for n in range(8)]
+    first = [
+        order_of_peers(offering, f"new{join}", fragment)[0]
+        for join in range(10)
+        for fragment in range(24)
+    ]
+    counts = [first.count(name) for name in offering]
+    assert min(counts) > 15
+    assert max(counts) < 50
+    assert len(order_of_peers(offering, "new", 0)) == PEERS_ASKED

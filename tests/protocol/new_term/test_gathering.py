@@ -4,100 +4,25 @@ what the new term begins with."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from kit import make_config
+from gatherer_support import CONFIG, PATIENCE_S, Gatherer, asked, of
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
+from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.leases import LARGEST_GRANTS_UNHEARD, largest_grant
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Report, Welcome
+from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.new_term.events import (
     AnchorArrived,
     Discard,
     Effect,
-    Event,
     GiveUp,
-    Offered,
     Open,
     Postpone,
 )
-from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.protocol.values import Version
-
-CONFIG = make_config(run_id="", outage_budget_s=250.0)
-PATIENCE_S = LEASES_AWAITED * CONFIG.lease_s
-E = TypeVar("E", bound=Effect)
-
-
-class Gatherer:
-    """Two islands, a and b, are in the config; it has two fragments."""
-
-    def __init__(self, names: str = "ab") -> None:
-        self.now = 50.0
-        self.state = gathering.begin(CONFIG, frozenset(names), self.now)
-        self.effects: list[Effect] = []
-
-    def feed(self, event: Event) -> list[Effect]:
-        self.state, effects = gathering.step(CONFIG, self.state, event, self.now)
-        self.effects += effects
-        return effects
-
-    def offer(self, name: str, *numbers: int, **fields: Any) -> list[Effect]:
-        """Make an offer of fragments with these version numbers."""
-        defaults: dict[str, Any] = {
-            "incarnation": 1,
-            "run_id": "run-1",
-            "term": 1,
-            "versions": tuple(Version(1, n) for n in numbers),
-            "tokens": 0,
-            "next_position": 0,
-            "step_seconds": 1.0,
-            "sequences_per_step": 2,
-        }
-        fields = {**defaults, **fields}
-        fields.setdefault("session", f"{name}{fields['incarnation']}")
-        differences = fields.pop("differences", ())
-        hello = Hello(island=name, fingerprint="f", tokens_per_step=1, **fields)
-        return self.feed(Offered(hello=hello, differences=differences))
-
-    def arrive(self, name: str, fragment: int, number: int) -> list[Effect]:
-        version = Version(1, number)
-        return self.feed(
-            AnchorArrived(
-                island=name, incarnation=1, fragment=fragment, version=version
-            )
-        )
-
-    def hear(self, name: str) -> list[Effect]:
-        return self.feed(
-            Said(
-                island=name,
-                session=f"{name}1",
-                message=Report(phase="training", steps=1, step_seconds=1.0),
-            )
-        )
-
-    def lose(self, name: str) -> list[Effect]:
-        return self.feed(Disconnected(island=name, session=f"{name}1"))
-
-    def wait(self, seconds: float) -> list[Effect]:
-        self.now += seconds
-        return self.feed(Timer())
-
-
-def of(effects: Sequence[Effect], kind: type[E]) -> list[E]:
-    return [effect for effect in effects if isinstance(effect, kind)]
-
-
-def asked(effects: Sequence[Effect]) -> list[tuple[str, int]]:
-    return [
-        (tell.session.rstrip("0123456789"), tell.message.fragment)
-        for tell in of(effects, Tell)
-        if isinstance(tell.message, AnchorRequest)
-    ]
 
 
 def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
@@ -243,6 +168,22 @@ def test_an_anchor_that_does_not_come_is_given_up() -> None:
     assert "fragment 0 did not come from any island" in given_up.message
 
 
+def test_who_did_not_send_one_fragment_is_asked_last_for_the_others() -> None:
+    """Or an island that claims the newest versions would delay each fragment."""
+    g = Gatherer()
+    g.offer("b", 9, 9)
+    assert asked(g.offer("a", 1, 1)) == [("b", 0)]
+    for _ in range(9):
+        g.now += 0.1 * CONFIG.outage_budget_s
+        assert asked([*g.hear("a"), *g.hear("b")]) == []
+    assert asked(g.wait(0.1 * CONFIG.outage_budget_s)) == [("a", 0)]
+    assert asked(g.arrive("a", 0, 1)) == [("a", 1)], "and not b, though it has 9"
+    g.lose("a")
+    g.now += 0.5 * CONFIG.lease_s
+    g.hear("b")
+    assert asked(g.wait(0.5 * CONFIG.lease_s)) == [("b", 1)], "nobody else is left"
+
+
 def test_a_later_process_of_an_island_offers_instead_of_the_earlier() -> None:
     g = Gatherer()
     g.offer("a", 1, 1, incarnation=2)
@@ -259,22 +200,6 @@ def test_an_anchor_of_an_earlier_process_does_not_count() -> None:
     before = g.state
     assert g.arrive("a", 0, 3) == []
     assert g.state == before
-
-
-def test_islands_of_two_runs_are_an_error_that_names_both() -> None:
-    g = Gatherer()
-    g.offer("a", 1, 1)
-    (given_up,) = g.offer("b", 1, 1, run_id="run-2")
-    assert isinstance(given_up, GiveUp)
-    assert "'a' is in run run-1 and 'b' in run run-2" in given_up.message
-
-
-def test_another_config_is_the_coordinators_fault() -> None:
-    g = Gatherer()
-    (given_up,) = g.offer("a", 1, 1, differences=("seed: 0 here, 1 there",))
-    assert isinstance(given_up, GiveUp)
-    assert "seed: 0 here, 1 there" in given_up.message
-    assert "Start the coordinator with that run's config.json" in given_up.message
 
 
 def test_a_term_is_above_all_that_anybody_was_in() -> None:
@@ -389,4 +314,5 @@ def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
     assert asked(g.offer("b", 5, 6)) == [("a", 0)]
     effects = g.arrive("a", 0, 2**40)
     assert of(effects, Discard)
-    assert asked(effects) == [("b", 0), ("a", 1)]
+    assert asked(effects) == [("b", 0)]
+    assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
