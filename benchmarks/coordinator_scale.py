@@ -6,8 +6,8 @@ core, no network: a store of 24 fragments of like pieces, radial-directional ave
 Nesterov, int8 both ways, the route "native". Every fragment is merged from M deltas,
 each checked on its arrival; of four cycles the last one is measured. With two workers
 each has half of the fragments and a core, and both begin that cycle together. Extents
-are multiples of 128, as those of models are: an array with odd ones is a single tile,
-which costs five times as much to merge.
+are multiples of 128, as those of models are, so that 100 M become 97.5 M: an array with
+odd ones is a single tile, which costs five times as much to merge.
 
 *Per merged byte* divides CPU seconds by the deltas' bytes as f32. *Memory* is what the
 process holds at its peak beyond interpreter, programs and deltas, over the f32
@@ -24,11 +24,13 @@ parameter costs alike at any size: bounds hold the cost per merged byte against 
 the smallest, with a quarter to spare for caches. A cycle of 1 B parameters and 8
 islands has 32 GB of deltas as f32, which at 5 Gbit/s in int8 come in 12.8 s.
 
-Prediction: 3.1 CPU s for that cycle, by docs/results/merging.md; per byte falling with
-M, since the outer step is one for all. Two workers 1.9 times.
+Prediction: 3.1 CPU s for that cycle, by docs/results/merging.md as it was then, on an
+AMD EPYC; per byte falling with M, since the outer step is one for all. Two workers 1.9
+times.
 
-Command: `python -m benchmarks.coordinator_scale`. Cost: about 7 minutes on two cores,
-16 GiB of memory for the largest (it is left out where less is free).
+Command: `python -m benchmarks.coordinator_scale`; with `--again` it makes the page anew
+from its raw numbers. Cost: about 7 minutes on two cores, 16 GiB of memory for the
+largest (it is left out where less is free).
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ COLUMNS, EXTENT = 1024, 128
 ISLANDS = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS = (10_000_000, 100_000_000, 1_000_000_000)
 AT_ONCE = 8
-"""Islands for which all sizes are measured; all numbers of islands at 100 M."""
+"""Islands for which all sizes are measured; all numbers of islands at about 100 M."""
 FREE_OVER_PARAMETERS = 4 * 4.0
 """Bytes that have to be free, per parameter: the state and a publish of each."""
 CYCLE_MAX_S = 12.8
@@ -71,6 +73,7 @@ COPY_BYTES, COPIES = 1 << 28, 12
 READY = "ready\n"
 CYCLES = 4
 """The last one is measured: by then memory is that of older versions."""
+NAME = "coordinator_scale"
 TARGET = "a cycle of 1 B x 8 islands, CPU s"
 
 
@@ -78,30 +81,35 @@ def main() -> int:
     """Run it; return 1 if a bound is broken."""
     parser = support.quick_parser(__doc__)
     parser.add_argument("--cycle", nargs=3, type=int, help="used by itself")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="make the page anew from its raw numbers, and measure nothing",
+    )
     options = parser.parse_args()
     if options.cycle:
         print(json.dumps(cycle_here(*options.cycle)))
         return 0
-    asked = [(PARAMETERS[1], islands) for islands in ISLANDS]
-    asked += [(size, AT_ONCE) for size in PARAMETERS if size != PARAMETERS[1]]
-    if options.quick:
-        asked = [(PARAMETERS[0], islands) for islands in (2, AT_ONCE)]
-    found, left_out = [], []
-    for size, islands in asked:
-        if FREE_OVER_PARAMETERS * size > free_bytes():
-            left_out.append(f"{size:,} parameters: {free_bytes() / 1e9:.1f} GB free")
-            continue
-        print(f"{time.strftime('%H:%M:%S')} {size:,} x {islands}", file=sys.stderr)
-        found += cycles(size, islands, 1)
+    size = PARAMETERS[0 if options.quick else 1]
+    if options.again:
+        path = options.out / "raw" / f"{NAME}.json"
+        raw = json.loads(path.read_bytes())
+        facts = support.measured_before(raw)
+        raw = {key: raw[key] for key in ("cycles", "left_out", "workers")}
+    else:
+        raw, facts = measure(size, quick=options.quick), None
+    found, spread = raw["cycles"], raw["workers"]
     largest = max(
         (row for row in found if row["islands"] == AT_ONCE),
         key=lambda row: row["parameters"],
     )
     scaled = largest["cpu_s"] / largest["parameters"] * PARAMETERS[-1]
     checks = [support.at_most(TARGET, scaled, CYCLE_MAX_S, ".1f")]
-    checks += growth("islands", [r for r in found if r["parameters"] == asked[0][0]])
-    checks += growth("parameters", [r for r in found if r["islands"] == AT_ONCE])
-    spread = speed_up(asked[0][0])
+    alike = [row for row in found if row["parameters"] == elements_of(size)]
+    checks += growth("islands", alike)
+    if not options.quick:
+        at_once = [row for row in found if row["islands"] == AT_ONCE]
+        checks += growth("parameters", at_once)
     checks.append(
         support.at_least(
             f"{WORKERS} workers: speed-up",
@@ -123,12 +131,12 @@ def main() -> int:
         }
         for row in sorted(found, key=lambda r: (r["parameters"], r["islands"]))
     ]
-    rows += [{"parameters": "", "not measured": text} for text in left_out]
+    rows += [{"parameters": "", "not measured": text} for text in raw["left_out"]]
     tables = {
         "A cycle": rows,
         f"{WORKERS} workers": [
             {
-                "parameters": f"{asked[0][0]:,}",
+                "parameters": f"{elements_of(size):,}",
                 "islands": AT_ONCE,
                 "one process, s": f"{spread['one_s']:.2f}",
                 f"{WORKERS} workers, s": f"{spread['several_s']:.2f}",
@@ -137,8 +145,35 @@ def main() -> int:
             }
         ],
     }
-    raw = {"cycles": found, "left_out": left_out, "workers": spread}
-    return support.deliver(options, "coordinator_scale", __doc__, tables, checks, raw)
+    return support.deliver(options, NAME, __doc__, tables, checks, raw, facts)
+
+
+def measure(size: int, *, quick: bool) -> dict[str, Any]:
+    """Return the raw numbers: cycles of every number of islands at this size, and of
+    every size at one number of islands."""
+    asked = [(size, islands) for islands in ((2, AT_ONCE) if quick else ISLANDS)]
+    if not quick:
+        asked += [(other, AT_ONCE) for other in PARAMETERS if other != size]
+    found, left_out = [], []
+    for parameters, islands in asked:
+        if FREE_OVER_PARAMETERS * parameters > (free := free_bytes()):
+            left_out.append(f"{parameters:,} parameters: {free / 1e9:.1f} GB free")
+            continue
+        print(
+            f"{time.strftime('%H:%M:%S')} {parameters:,} x {islands}", file=sys.stderr
+        )
+        found += cycles(parameters, islands, 1)
+    return {"cycles": found, "left_out": left_out, "workers": speed_up(size)}
+
+
+def side_of(parameters: int) -> int:
+    """Return the rows of each fragment's array: a multiple of EXTENT."""
+    return parameters // FRAGMENTS // COLUMNS // EXTENT * EXTENT
+
+
+def elements_of(parameters: int) -> int:
+    """Return the parameters that a cycle has which is asked for so many."""
+    return FRAGMENTS * side_of(parameters) * COLUMNS
 
 
 def speed_up(parameters: int) -> dict[str, float]:
@@ -160,14 +195,17 @@ def speed_up(parameters: int) -> dict[str, float]:
 def growth(what: str, rows: list[dict[str, Any]]) -> list[support.Check]:
     """Check that nothing costs more per merged byte than with the fewest."""
     rows = sorted(rows, key=lambda row: row[what])
-    return [
-        support.at_most(
-            f"{row[what]:,} {what}: per merged byte over {rows[0][what]:,}",
-            row["s_per_byte"] / rows[0]["s_per_byte"],
-            GROWTH_MAX,
-        )
-        for row in rows[1:]
-    ]
+    return support.each(
+        f"{what}: per merged byte over the fewest",
+        (
+            support.at_most(
+                f"{row[what]:,} {what}: per merged byte over {rows[0][what]:,}",
+                row["s_per_byte"] / rows[0]["s_per_byte"],
+                GROWTH_MAX,
+            )
+            for row in rows[1:]
+        ),
+    )
 
 
 def cycles(parameters: int, islands: int, workers: int) -> list[dict[str, Any]]:
@@ -208,8 +246,8 @@ def cycles(parameters: int, islands: int, workers: int) -> list[dict[str, Any]]:
 def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
     """Merge every fragment of one worker, of that many."""
     count, passes = FRAGMENTS // workers, passes_of("native")
-    rows = parameters // FRAGMENTS // COLUMNS // EXTENT * EXTENT
-    shape, elements = (rows, COLUMNS), count * rows * COLUMNS
+    shape = (side_of(parameters), COLUMNS)
+    elements = count * shape[0] * COLUMNS
     small = store_of(RUN, CODEC, {"w": shape}, 1, passes)
     payload = encoded_delta(small, CODEC, 0, 0)
     parts = contributions(islands)

@@ -125,3 +125,5 @@ CASES = (
     Case("the parameters of an island become NaN", ("a@40:nan",)),
     Case("an island sends what is a hundred times too long", ("a@40:scale100",)),
 )
+CELLS = sum(len(case.phases) for case in CASES)
+"""Number of all cells: a case in a phase."""

@@ -1,4 +1,4 @@
-"""Every fault in every phase: what it does to the others, and what it costs.
+"""Faults by phase: what each does to the others, and what it costs.
 
 Question: three islands train, and one of CASES strikes while nothing is asked for
 (idle), while a delta is on its way (transfer), or while the coordinator merges (merge).
@@ -41,7 +41,7 @@ import reliability
 import slow_mean
 import support
 import tape_checks
-from fault_cases import AT_A_STEP, CASES, FRAGMENTS, ISLANDS, LEASE_S, Case
+from fault_cases import AT_A_STEP, CASES, CELLS, FRAGMENTS, ISLANDS, LEASE_S, Case
 from machine import Stall
 from phases import LOOK_S, Phase, Recovery, ending, open_ticks
 from rich.console import Console
@@ -104,7 +104,7 @@ def main() -> int:
             options,
             NAME,
             __doc__,
-            {"Cells": rows(cells)},
+            {f"Cells: {len(cells)} of {CELLS}": rows(cells)},
             checks(cells),
             {"cells": cells},
         )
@@ -378,9 +378,9 @@ def rows(cells: dict[str, Any]) -> Iterator[dict[str, str]]:
 def checks(cells: dict[str, Any]) -> list[support.Check]:
     """Return the bounds over all cells."""
     wrong = [f"{n}: {p}" for n, cell in cells.items() for p in cell["problems"]]
-    gap = max((cell["gap_medians"] for cell in cells.values()), default=0.0)
+    gap = max((cell["gap_medians"] for cell in cells.values()), default=math.nan)
     own = [cell["own_steps"] for cell in cells.values()]
-    steps = math.inf if None in own else max(own, default=0.0)
+    steps = math.inf if None in own else max(own, default=math.nan)
     return [
         support.at_most("longest gap, medians", gap, GAP_MEDIANS_MAX, ".2f"),
         support.at_most(

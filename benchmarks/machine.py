@@ -20,6 +20,8 @@ from diloco_jax import run_files
 
 NOT_COUNTED = (run_files.CACHE, run_files.LOGS)
 """Folders of a workdir whose size is no property of the run."""
+FACTS = ("command", "date", "machine", "load", "versions")
+"""Names of what `machine_facts` returns, in raw results and on pages."""
 CpuSamples = dict[tuple[str, int], list[tuple[float, float]]]
 """(unix time, CPU seconds so far), by process: (island or "coordinator", pid)."""
 

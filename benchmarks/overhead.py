@@ -17,6 +17,12 @@ Prediction: 1.02 for 3 M parameters, 1.01 for 10 M; the step grows with paramete
 tokens, and takes and adoptions with parameters alone, which would favour neither; the
 fixed costs per message favour the larger one. Stalled 0.1 %.
 
+Seen, 2026-11-26: three pairs do not tell whether the bound of 3 M parameters holds. CPU
+of a step was 0.998, 1.106 and 1.058 of the loop alone, and the loop alone took 0.567,
+0.521 and 0.574 s itself: it varied by a tenth from turn to turn, five times what the
+bound leaves. (Two pairs on an AMD EPYC the day before were 1.019 and 1.045.) *Takes per
+step* is above 1 since those of the flush are counted, one more of each fragment.
+
 Command: `python -m benchmarks.overhead`. Cost: about 12 minutes on two cores.
 """
 

@@ -23,7 +23,9 @@ Command: `python -m benchmarks.soak --minutes 60`. Cost: that, and half a minute
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +46,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.models.presets import preset
 from diloco_jax.observability.tape import read_lines
 
@@ -61,6 +64,7 @@ OFTEN = """The same with a fault every {:g} s
 Question and method are the same. Only what is left over the bound has a bound of its
 own, since starts and pauses alone take more than the twentieth that may be lost.
 """
+RETURNS, PART_S = "Returns of killed islands", 600.0
 START_S = 300.0
 LOOKS = 1000
 """Looks at the processes, at most two a second."""
@@ -130,6 +134,7 @@ def main() -> int:
         {
             "The run": [facts],
             "Strikes": [dict(zip(head, row, strict=True)) for row in rows],
+            RETURNS: list(returns(outcomes, costs.began)),
             "From the first third to the last": list(growth_rows(found)),
         },
         checks,
@@ -230,6 +235,27 @@ def first_steps(metrics: Sequence[dict[str, Any]], island: str) -> Iterator[floa
         if line["step"] and (line["step"] < before or not before):
             yield line["time"] - line["step"] * line["median_step_seconds"]
         before = line["step"]
+
+
+def returns(
+    outcomes: Sequence[measure.StrikeOutcome], began: float
+) -> Iterator[dict[str, str]]:
+    """Yield a row for each part of the run: how fast killed islands came back in it.
+    began: unix seconds."""
+    parts: dict[int, list[measure.StrikeOutcome]] = collections.defaultdict(list)
+    for outcome in outcomes:
+        if outcome.kind == "kill" and outcome.who != COORDINATOR:
+            parts[int((outcome.time - began) / PART_S)].append(outcome)
+    for number, found in sorted(parts.items()):
+        row = {
+            "minutes": f"{number * PART_S / 60:g} to {(number + 1) * PART_S / 60:g}",
+            "islands killed": str(len(found)),
+        }
+        for name in ("back_s", "merged_s"):
+            known = [s for one in found if (s := getattr(one, name)) is not None]
+            text = f"{statistics.fmean(known):.1f}" if known else "-"
+            row[f"{name.replace('_', ' ')}, mean"] = text
+        yield row
 
 
 def flat_check(field: str, found: Sequence[Growth]) -> support.Check:

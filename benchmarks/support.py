@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from machine import CpuSamples, machine_facts, sample_cpu
+from machine import FACTS, CpuSamples, machine_facts, sample_cpu
 
 from diloco_jax import run_files
 from diloco_jax.cluster.processes import start_child
@@ -170,6 +170,12 @@ def none_of(what: str, problems: Sequence[str]) -> Check:
     return Check(what, "; ".join(problems) or "none", "none", not problems)
 
 
+def each(what: str, checks: Iterable[Check]) -> list[Check]:
+    """Return the checks of some rows; if there is no row, one check that fails, so that
+    a bound does not vanish with the rows that it is about."""
+    return list(checks) or [Check(what, "no row", "a row at least", False)]
+
+
 def parser(doc: str) -> argparse.ArgumentParser:
     """Command-line parser of a benchmark, `--out` included."""
     made = argparse.ArgumentParser(
@@ -194,14 +200,16 @@ def deliver(
     tables: Mapping[str, Iterable[Mapping[str, Any]]],
     checks: Sequence[Check],
     raw: Mapping[str, Any],
+    facts: Mapping[str, str] | None = None,
 ) -> int:
     """Write the results as `write_results` does, but print those of a quick run;
     return the exit code. options: of `quick_parser`."""
+    checks = each("bounds", checks)
     if options.json:
         told = {"checks": [dataclasses.asdict(check) for check in checks], **raw}
-        print(json.dumps({**machine_facts(), **told}))
+        print(json.dumps({**(facts or machine_facts()), **told}))
     if not options.quick:
-        return write_results(options.out, name, doc, tables, checks, raw)
+        return write_results(options.out, name, doc, tables, checks, raw, facts=facts)
     for head, rows in tables.items():
         print(f"{head}\n\n{markdown_table(rows)}\n", file=sys.stderr)
     print(markdown_table(map(dataclasses.asdict, checks)), file=sys.stderr)
@@ -222,14 +230,16 @@ def write_results(
     checks: Sequence[Check],
     raw: Mapping[str, Any],
     page: str = "",
+    facts: Mapping[str, str] | None = None,
 ) -> int:
     """Writes NAME.md, or PAGE.md, and raw/NAME.json under `out`; returns the exit code.
 
     doc: the script's docstring, which becomes title and introduction. tables: rows by
-    heading; a row is a mapping of column to value.
+    heading; a row is a mapping of column to value. facts: of the measurement, if it was
+    not now (`measured_before`).
     """
     title, _, introduction = doc.partition("\n")
-    facts = machine_facts()
+    facts, checks = facts or machine_facts(), each("bounds", checks)
     bounds = [
         {
             "bound": check.what,
@@ -250,6 +260,11 @@ def write_results(
     write_json({**facts, "checks": checked, **raw}, out / "raw" / f"{name}.json")
     print(markdown_table(bounds), file=sys.stderr)
     return 0 if all(check.holds for check in checks) else 1
+
+
+def measured_before(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the machine facts of raw results."""
+    return {fact: raw[fact] for fact in FACTS}
 
 
 def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:

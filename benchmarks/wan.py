@@ -260,7 +260,7 @@ def bounds(rows: list[dict[str, Any]]) -> list[support.Check]:
         checks.append(
             support.at_most(f"{what}: ring and formula", error, FORMULA_ERROR_MAX)
         )
-    return checks
+    return support.each("islands behind a link", checks)
 
 
 def format_row(row: dict[str, Any]) -> dict[str, str]:

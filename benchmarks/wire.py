@@ -15,17 +15,17 @@ Prediction: OpenSSL takes 0.35 core seconds per GB to send and 0.65 to receive, 
 What it means: at 5 Gbit/s (0.625 GB/s) the link limits, not the wire, as long as both
 ends take less than 1.6 core seconds per GB.
 
-Seen, on a machine that other work loaded at the same time (14 to 16 processes wanted
-two cores: trust ratios and core seconds): 0.41 core seconds per GB to send an upload
-and 0.73 to receive it, 0.44 and 0.73 for a fetch, where raw TLS takes 0.40 and 0.73. So
-XXH3, frames and threads take at most 0.05, the kernel 0.15 (the bare socket), and
-OpenSSL (AES-256-GCM) the rest. Four connections get more of a loaded machine than the
-one of raw TLS does: shares above 1 say no more than that nothing is lost. Blocks of
-256 KiB to 4 MiB cost the same, and so do 1, 2 and 4 connections. New pages for every
-fetched payload took 0.3 with one connection and 0.7 with four, of the kernel's time
-alone; so the memory of the last payload is used again (`wire/spare.py`). Through the
-relay both ends wait for small pieces: raw TLS takes 1.07 to receive there, an upload
-1.27.
+Seen in an earlier run, 2026-11-25 13:12 UTC on two cores of an AMD EPYC, whose figures
+are not those of the tables below (14 to 16 processes of other work wanted these cores:
+trust ratios and core seconds): 0.41 core seconds per GB to send an upload and 0.73 to
+receive it, 0.44 and 0.73 for a fetch, where raw TLS took 0.40 and 0.73. So XXH3, frames
+and threads took at most 0.05, the kernel 0.15 (the bare socket), and OpenSSL
+(AES-256-GCM) the rest. Four connections get more of a loaded machine than the one of
+raw TLS does: shares above 1 say no more than that nothing is lost. Blocks of 256 KiB to
+4 MiB cost the same, and so do 1, 2 and 4 connections. New pages for every fetched
+payload took 0.3 with one connection and 0.7 with four, of the kernel's time alone; so
+the memory of the last payload is used again (`wire/spare.py`). Through the relay both
+ends wait for small pieces: raw TLS took 1.07 to receive there, an upload 1.27.
 
 Alternatives: over gRPC, as it was until then, the same transfers took 1.3 to 1.9 core
 seconds per GB at the island and 1.3 to 1.6 at the coordinator. Arrow Flight was

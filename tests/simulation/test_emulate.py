@@ -245,10 +245,14 @@ def test_a_config_without_step_times_cannot_be_emulated(text) -> None:
         emulate(config)
 
 
-def test_a_coordinators_fault_is_refused(text) -> None:
-    config = with_placement(make_config(text), faults=("coordinator@3:kill",))
-    with pytest.raises(ConfigError, match="an emulated coordinator does not fail"):
+@pytest.mark.parametrize("fault", ["@3:hang", "@3:kill-prepared", "#2@3:kill"])
+def test_a_coordinators_fault_that_is_no_absence_is_refused(fault, text) -> None:
+    config = with_placement(make_config(text), faults=(f"coordinator{fault}",))
+    with pytest.raises(ConfigError, match="merge 3 that is not emulated; give coord"):
         emulate(config)
+
+
+def test_an_islands_lie_is_refused(text) -> None:
     config = with_placement(make_config(text), faults=("a@3:nan",))
     with pytest.raises(ConfigError, match="which no emulated island has"):
         emulate(config)

@@ -60,6 +60,43 @@ def test_crashes_use_up_restarts_and_failures_of_machines_do_not(text) -> None:
         emulate(nobody)
 
 
+def test_a_coordinator_that_is_away_costs_nobody_a_step(text) -> None:
+    config = make_config(text, steps=60)
+    calm = emulate(config)
+    faults = ("coordinator@9:kill", "coordinator@20:pause2.5")
+    struck = with_placement(config, faults=faults)
+    result = emulate(struck, options=EmulationOptions(down_seconds=7.0))
+    check_books(result)
+    merges = result.history.frame("merges")
+    gaps = merges.time.diff().fillna(0)
+    usual = calm.history.frame("merges").time.diff().max()
+    assert (gaps > usual).sum() == 2, "it was away twice"
+    assert gaps[9] > 7.0, "after its ninth merge"
+    assert 2.5 < gaps[20] < 7.0, "after the twentieth"
+    for name, island in result.summary["islands"].items():
+        assert island["joins"] == 1, "islands come back as they were"
+        assert island["tokens_lost"] == {}
+        assert island["stalled_seconds"] == pytest.approx(0, abs=1e-6)
+        assert island["steps"] == calm.summary["islands"][name]["steps"]
+    versions = merges.groupby("fragment").version.apply(list)
+    for of_fragment in versions:
+        assert of_fragment == sorted(set(of_fragment)), "no version twice"
+
+
+def test_an_island_may_die_and_return_while_the_coordinator_is_away(text) -> None:
+    faults = ("coordinator@9:pause8", "b@20:kill")
+    config = with_placement(make_config(text, steps=60), faults=faults)
+    result = emulate(config, options=EmulationOptions(down_seconds=2.0))
+    check_books(result)
+    assert result.summary["islands"]["b"]["joins"] == 2
+    lives = result.history.frame("lives").query("island == 'b'")
+    died, back = lives.iloc[0].ended, lives.iloc[1].first_step
+    merges = result.history.frame("merges").time
+    ninth, tenth = merges[8], merges[9]
+    assert ninth < died < tenth, "the fault struck while it was away"
+    assert back >= ninth + 8.0, "nobody joins while it is away"
+
+
 def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> None:
     monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 20)
 

@@ -19,9 +19,6 @@ from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.protocol.coordinator import recovery
-from diloco_jax.protocol.coordinator.state import initial
-from diloco_jax.protocol.records import Durable, Merged
 from diloco_jax.simulation.calibration.fit import LEAST_S, Calibration
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.diary import Diary
@@ -30,9 +27,7 @@ from diloco_jax.simulation.fleets.checks import in_reach
 from diloco_jax.simulation.progress import Progress, nobody
 from diloco_jax.simulation.virtual.body import NoBody
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import VirtualIsland
-from diloco_jax.simulation.virtual.line import Line, LineSpeed
+from diloco_jax.simulation.virtual.line import LineSpeed
 from diloco_jax.simulation.virtual.merging import NoArrays
 from diloco_jax.simulation.virtual.world import World
 
@@ -98,6 +93,7 @@ class _World(World):
                 f"coordinator is not predicted, nor one that is killed more than "
                 f"placement.restarts = {placement.restarts} times; take faults out"
             )
+        down_s = calibration.outage_s.value + placement.restart_delay_s
         down, full = (_payload_bytes(run, c) for c in (run.sync.codec_down, "f32"))
         super().__init__(
             run,
@@ -107,52 +103,20 @@ class _World(World):
             NoArrays(bytes_down=down, bytes_full=full),
             report_s=placement.deadlines.report_s,
             make_body=lambda name: _Counted(self.clock, self.diaries[name][-1]),
-            persist=self._persist,
+            outages={fault.step: down_s for fault in kills},
         )
         self.diaries: dict[str, list[Diary]] = {}
         """Diaries of the attendance."""
         self._calibration = calibration
-        self._dies_at = {fault.step for fault in kills}
-        self._down_s = calibration.outage_s.value + placement.restart_delay_s
         self._recorded_up = _payload_bytes(
             calibration.config.run, calibration.config.run.sync.codec_up
         )
-        self._log: list[Durable] = []
-        self._merges, self._away = 0, False
 
-    def connect(self, island: VirtualIsland) -> None:
-        """See World. While no coordinator serves, the island waits."""
-        if self._away:
-            return
-        transfer_s = max(self._calibration.of("transfer_s", island.name), LEAST_S)
+    def line_speed(self, name: str) -> LineSpeed:
+        """See World."""
+        transfer_s = max(self._calibration.of("transfer_s", name), LEAST_S)
         rate = statistics.fmean(self._recorded_up) / transfer_s
-        speed = LineSpeed(latency_s=LEAST_S, up_bytes_per_s=rate, down_bytes_per_s=rate)
-        island.connect(self.coordinator, Line(self.clock, speed))
-
-    def _persist(self, record: Durable) -> None:
-        self._log.append(record)
-        if isinstance(record, Merged):
-            self._merges += 1
-            if self._merges in self._dies_at:
-                self._away = True
-                self.coordinator.die()
-                for island in self.islands.values():
-                    island.disconnect()
-                self.clock.after(self._down_s, self._recover)
-
-    def _recover(self) -> None:
-        config, now = self.coordinator.config, self.clock.now
-        self._away = False
-        self.coordinator = VirtualCoordinator(
-            config,
-            self.clock,
-            recovery.recover(config, initial(config), self._log, now),
-            self.coordinator.merging,
-            self._persist,
-        )
-        for island in self.islands.values():
-            if island.ended is None and island.line is None:
-                self.connect(island)
+        return LineSpeed(latency_s=LEAST_S, up_bytes_per_s=rate, down_bytes_per_s=rate)
 
 
 class _Attendance(Attendance):

@@ -1,10 +1,11 @@
 """`diloco emulate`: all islands of a config with real gradients, in virtual time.
 
 The runtime's own parts decide, take steps, take deltas and merge.
-These are missing: wire, threads, failures of the coordinator, disks (an island that
-returns begins with fresh moments), and islands' own validation
-(`placement.evaluate_every_steps`). Equal inputs give equal bits. A pause among the
-faults makes one step longer; the island's reports go on meanwhile.
+These are missing: wire, threads, disks (an island that returns begins with fresh
+moments), and islands' own validation (`placement.evaluate_every_steps`). Equal inputs
+give equal bits. A pause among the faults makes one step longer; the island's reports go
+on meanwhile. A coordinator that is killed or paused is away, and each time comes back
+from its records, with Theta as it was.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import Rows
 from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
-from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.faults import COORDINATOR, Fault, parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.plan import build_plan
@@ -52,6 +53,7 @@ from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
 from diloco_jax.simulation.emulation.diary import collect
 from diloco_jax.simulation.emulation.options import EmulationOptions
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
 from diloco_jax.weights.first import first_pieces, require_repeatable
@@ -148,16 +150,23 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"--islands.{name}.step-seconds 0.5"
             )
     for fault in parse_faults(config.placement.faults, config.islands).faults:
-        if fault.who == COORDINATOR:
+        if fault.who == COORDINATOR and not _can_be_away(fault):
             raise ConfigError(
-                f"placement.faults has {COORDINATOR}@{fault.step}, but an emulated "
-                f"coordinator does not fail; leave it out, or use diloco run"
+                f"placement.faults has a fault of {COORDINATOR} at merge {fault.step} "
+                f"that is not emulated; give {COORDINATOR}@{fault.step}:kill or "
+                f"{COORDINATOR}@{fault.step}:pauseSECONDS, or use diloco run"
             )
         if fault.factor is not None:
             raise ConfigError(
                 f"placement.faults has {fault.who}@{fault.step} with other parameters, "
                 f"which no emulated island has; leave it out, or use diloco run"
             )
+
+
+def _can_be_away(fault: Fault) -> bool:
+    """Whether it makes the coordinator be away for a time, after a merge."""
+    waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
+    return waits and not fault.prepared and fault.incarnation == 1
 
 
 def run(
@@ -248,8 +257,9 @@ class _Emulator:
             make_body=self._make_body,
             alert=self._alerts.append,
             merge_seconds=lambda merge: next(merging),
+            outages=_outages(config, options.down_seconds),
         )
-        self._clock, self._coordinator = self._world.clock, self._world.coordinator
+        self._clock = self._world.clock
         bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
         self._attendance = Attendance(config, options, self._world, bytes_up)
         self._merges: list[tuple[Any, ...]] = []
@@ -298,6 +308,11 @@ class _Emulator:
             },
             params=params,
         )
+
+    @property
+    def _coordinator(self) -> VirtualCoordinator:
+        """The present life of the coordinator."""
+        return self._world.coordinator
 
     def _make_body(self, name: str) -> TrainedBody:
         run, diary = self._config.run, self._attendance.diaries[name][-1]
@@ -353,6 +368,16 @@ class _Emulator:
             alerts=list(self._alerts),
             now=self._clock.now,
         )
+
+
+def _outages(config: Config, down_seconds: float) -> dict[int, float]:
+    """Return the seconds for which the coordinator is away, by its number of merges."""
+    faults = parse_faults(config.placement.faults, config.islands).faults
+    return {
+        fault.step: down_seconds if fault.pause_s is None else fault.pause_s
+        for fault in faults
+        if fault.who == COORDINATOR
+    }
 
 
 def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:
