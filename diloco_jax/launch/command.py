@@ -21,11 +21,11 @@ from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
+from diloco_jax.launch.watch import Watch
 from diloco_jax.paths import absolute
 from diloco_jax.planning import price
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
-WATCHED_EVERY_S = 60.0
 
 
 Action = Literal[
@@ -170,8 +170,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             case "results":
                 submitter.results()
             case "watch":
-                until = order.ends_unix or math.inf
-                submitter.watch(WATCHED_EVERY_S, until, renew)
+                show = print if options.dry_run else _show
+                Watch(submitter, renew, show).run(order.ends_unix or math.inf)
             case "stop":
                 submitter.stop()
             case "delete":

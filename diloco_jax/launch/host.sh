@@ -141,17 +141,21 @@ count_crashes() {
 # After the process: what ended for good gives its machines back. 1 is a crash, or a
 # notice; a coordinator that is asked to end says 0, too.
 over() {
+  local word=done
   case "${EXIT_STATUS-}" in
     0)
-      if [ "$ROLE" = coordinator ] && [ "$(date +%s)" -lt "${END/#0/9999999999}" ] &&
+      if [ "$ROLE" = coordinator ] &&
         ! grep -Eqs '"phase": ?"done"' "$DISK/run/summary.json"; then
-        return
+        word=hours
+        if [ "$(date +%s)" -lt "${END/#0/9999999999}" ]; then return; fi
       fi
       ;;
-    2 | 3) ;;
+    2 | 3) word=failed ;;
     *) return ;;
   esac
   if [ ${#RELEASE[@]} -gt 0 ]; then
+    # A watch reads it once the machine is gone.
+    if [ ${#LAST_WORD[@]} -gt 0 ]; then cloud "${LAST_WORD[@]}$word" || true; fi
     # Another host may have done it already.
     cloud "${RELEASE[@]}" || true
   fi

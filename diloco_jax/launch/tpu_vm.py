@@ -25,6 +25,11 @@ from diloco_jax.launch.resources import (
 SLICE_PORTS = (8471, 8482, 8431)
 """Ports within a slice, of libtpu, JAX and runtime metrics."""
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
+WORD_LABEL = "diloco-ended"
+"""Label of the disk with the coordinator's last word, which `host.sh` puts there."""
+OVER = ("done", "hours")
+"""Words of a coordinator whose run is over, or whose last hour is; `host.sh` has them.
+"""
 
 
 def deployment(
@@ -43,7 +48,9 @@ def deployment(
     project, name = f"--project={order.settings.project}", order.coordinator
     place = f"--zone={order.settings.coordinator_zone}"
     release = ("compute", "instances", "delete", name, place, project)
-    script = coordinator_script(order, address, now_unix, release)
+    word = ("compute", "disks", "add-labels", name, place, project)
+    last_word = (*word, f"--labels={WORD_LABEL}=")
+    script = coordinator_script(order, address, now_unix, release, last_word)
     files = {"coordinator.sh": script}
     made = [
         _firewall(order),
@@ -152,8 +159,14 @@ def _coordinator(order: Order, script: str) -> Resource:
             deadline_s=300,
         ),
         delete=gcloud(order, *instances, "delete", name, zone, deadline_s=600),
-        # It deletes itself after the run.
-        ended=("",),
+        # It deletes itself after the run, and before that tells its disk why.
+        ended=OVER,
+        last_word=gcloud(
+            order,
+            *("compute", "disks", "describe", name, zone),
+            f"--format=value(labels.{WORD_LABEL})",
+        ),
+        revives=True,
     )
 
 

@@ -24,6 +24,17 @@ def released(made):
     return [call for call in made.calls if " delete " in call]
 
 
+def last_words(made):
+    """What the machine has told its disk before it gave itself back."""
+    told = made.root / "tools/calls"
+    lines = told.read_text().splitlines() if told.exists() else []
+    word = "compute disks add-labels two-coordinator --zone=us-east5-a"
+    before = [line for line in lines if " delete " in line or word in line]
+    if before:
+        assert word in before[0], "it is told before the machine is gone"
+    return [line.rpartition("=")[2] for line in before if word in line]
+
+
 @pytest.mark.parametrize(
     ("status", "gives_back"),
     [("0", True), ("2", True), ("3", True), ("1", False), ("137", False), ("", False)],
@@ -59,10 +70,24 @@ def test_a_coordinator_stays_until_the_run_is_done(tmp_path, config, phase, give
         (run / "summary.json").write_text(f'{{\n  "phase": "{phase}"\n}}')
     # It is 0 too where it was asked to end, as before a reboot.
     assert made.start("over", EXIT_STATUS="0") == 0, made.errors
+    assert last_words(made) == (["done"] if gives_back else [])
     calls = released(made)
     assert bool(calls) == gives_back
     if gives_back:
         assert "compute instances delete two-coordinator --zone=us-east5-a" in calls[0]
+
+
+@pytest.mark.parametrize("status", ["2", "3"])
+def test_a_coordinator_that_failed_says_so_to_whoever_watches(tmp_path, config, status):
+    made = machine(tmp_path, config, "coordinator.sh")
+    run = made.root / "mnt/disks/diloco/run"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text('{"phase": "done"}')
+    # Without the right to say it, the machine is given back all the same.
+    (made.tools / "broken").write_text("add-labels")
+    assert made.start("over", EXIT_STATUS=status) == 0, made.errors
+    assert last_words(made) == ["failed"]
+    assert len(released(made)) == 1
 
 
 def test_the_last_hour_ends_both(tmp_path, config):
@@ -72,6 +97,8 @@ def test_the_last_hour_ends_both(tmp_path, config):
         assert made.start("run", EXIT="1") == 0, made.errors
         assert made.calls == []
         assert made.start("over", EXIT_STATUS="0") == 0
+        if name == "coordinator.sh":
+            assert last_words(made) == ["hours"]
         assert len(released(made)) == 1
 
 
