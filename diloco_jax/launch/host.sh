@@ -123,19 +123,33 @@ run() {
     "$IMAGE" "${ARGUMENTS[@]}"
 }
 
-# A crash loop ends with 2, which nobody repeats. What ran for ten minutes has no part
-# in it.
+# A crash loop ends with 2, which nobody repeats. Only progress ends it, not time: a
+# start that fails after an hour's copy of the text would be repeated for ever.
 count_crashes() {
-  local now before=0 crashes=0
-  now=$(date +%s)
-  if [ -e "$ROOT/crashes" ]; then read -r before crashes <"$ROOT/crashes"; fi
-  if [ $((now - before)) -ge 600 ]; then crashes=0; fi
+  local crashes=0
+  if [ -e "$ROOT/crashes" ]; then crashes=$(<"$ROOT/crashes"); fi
+  if lasted; then crashes=0; fi
   if [ "$crashes" -ge "$MAX_RESTARTS" ]; then
-    echo "$crashes starts in a row ended within ten minutes; it is given up"
+    echo "$crashes starts in a row ended without lasting progress; it is given up"
     exit 2
   fi
   mkdir -p "$ROOT"
-  echo "$now $((crashes + 1))" >"$ROOT/crashes"
+  echo "$((crashes + 1))" >"$ROOT/crashes"
+}
+
+# Whether the last start made progress for ten minutes. `crashes` is as old as it is.
+lasted() {
+  local since="$ROOT/crashes" old
+  if [ ! -e "$since" ]; then return 1; fi
+  if [ "$ROLE" = island ]; then
+    # `diloco` touches it after ten minutes of steps.
+    [ "$ROOT/run/lasted" -nt "$since" ]
+  else
+    # After a boot the disk is not mounted yet, and the start counts.
+    old=$(($(date +%s) - $(stat -c %Y "$since")))
+    [ "$old" -ge 600 ] &&
+      [ -n "$(find "$DISK/run/publishes" -newer "$since" -print -quit 2>/dev/null)" ]
+  fi
 }
 
 # After the process: what ended for good gives its machines back. 1 is a crash, or a
