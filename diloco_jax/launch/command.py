@@ -143,7 +143,12 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     if options.action in ("create", "run"):
         if prices:
             price.require_prices(config, prices)
-        notes = (*flag_notes(config), *_image_notes(order), *_data_notes(order))
+        notes = (
+            *flag_notes(config),
+            *_image_notes(order),
+            *_data_notes(order),
+            *(_account_notes(order) if options.on != "sky" else ()),
+        )
         for line in (*notes, *_costs(config, prices)):
             _show(line)
     if options.action in ("create", "run", "results"):
@@ -240,6 +245,25 @@ def _image_notes(order: Order) -> list[str]:
         f"while the run goes on; write its digest, REGISTRY/PATH@sha256:..., which "
         f"`docker push` has shown"
     ]
+
+
+def _account_notes(order: Order) -> list[str]:
+    settings = order.settings
+    islands, coordinator = settings.service_account, settings.coordinator_account
+    notes = []
+    if not islands:
+        notes.append(
+            "note: launch.service_account is empty: machines act as the project's "
+            "default account, which may often change or delete anything in it; make "
+            "accounts of their own (docs/tpu.md, The project)"
+        )
+    if coordinator in ("", islands):
+        notes.append(
+            f"note: islands and the coordinator act as one account "
+            f"(launch.coordinator_account = {coordinator!r}): whoever takes over an "
+            f"island's machine may do what the coordinator's may; set another one"
+        )
+    return notes
 
 
 def _zone_remarks(order: Order) -> list[str]:

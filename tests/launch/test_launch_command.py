@@ -128,6 +128,26 @@ def test_an_unknown_zone_is_remarked_upon(path, capsys):
     assert "note: us-east5-c is not among the zones known to offer v5p" in said
 
 
+@pytest.mark.parametrize(
+    ("islands", "coordinator", "told"),
+    [
+        ("", "", ["service_account is empty", "act as one account"]),
+        ("i@p.iam", "", ["act as one account"]),
+        ("i@p.iam", "i@p.iam", ["act as one account"]),
+        ("i@p.iam", "c@p.iam", []),
+    ],
+)
+def test_accounts_that_may_do_too_much_are_told(
+    cloud, launch, capsys, islands, coordinator, told
+):
+    accounts = {"service_account": islands, "coordinator_account": coordinator}
+    assert launch("tpu_vm", **accounts) == 0
+    lines = capsys.readouterr().err.splitlines()
+    notes = [line for line in lines if line.startswith("note: ") and "account" in line]
+    assert len(notes) == len(told)
+    assert all(text in note for text, note in zip(told, notes, strict=True))
+
+
 def test_a_tool_that_is_missing_is_named(config, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run(config, "two.py", LaunchOptions(on="tpu_vm", yes=True)) == 1
