@@ -21,7 +21,7 @@ from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
-from diloco_jax.launch.watch import Watch
+from diloco_jax.launch.watch import LaunchWatch
 from diloco_jax.paths import absolute
 from diloco_jax.planning import price
 
@@ -176,7 +176,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
                 submitter.results()
             case "watch":
                 show = print if options.dry_run else _show
-                Watch(submitter, renew, show).run(order.ends_unix or math.inf)
+                LaunchWatch(submitter, renew, show).run(order.ends_unix or math.inf)
             case "stop":
                 submitter.stop()
             case "delete":

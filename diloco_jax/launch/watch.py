@@ -23,7 +23,7 @@ LOUD_ROUNDS = 10
 Answer = TypeVar("Answer")
 
 
-class Watch:
+class LaunchWatch:
     """The rounds of `--action watch`.
 
     renew: renders the deployment anew, since a slice that is made anew begins above
