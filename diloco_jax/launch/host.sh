@@ -80,7 +80,8 @@ run() {
     mount_disk
     register
     work=$DISK/run
-    if [ ! -d "$work/log" ] && [ "$(date +%s)" -lt "$INIT_BEFORE" ]; then
+    fetch_permit
+    if [ -e "$PERMIT" ]; then
       ARGUMENTS+=(--init)
       if [ -n "$SOURCE" ]; then ARGUMENTS+=("$SOURCE"); fi
     fi
@@ -183,6 +184,32 @@ register() {
     >/dev/null 2>&1; then verb=update; fi
   cloud dns record-sets "$verb" "$name" "${where[@]}" --project "$PROJECT" --ttl 5 \
     --rrdatas "$(hostname -I | cut -d ' ' -f 1)"
+}
+
+# The run may begin on one disk: version 1 of a secret says that no disk may yet, and
+# is destroyed as the permit comes to the first one. A disk that got lost is then not
+# taken for a new run, however soon or late that is.
+fetch_permit() {
+  if [ -d "$DISK/run/log" ]; then
+    rm -f "$PERMIT" "$PERMIT.new"
+    return
+  fi
+  if [ -e "$PERMIT" ]; then return; fi
+  local version=(1 --secret "$BEGIN" --project "$PROJECT") state
+  state=$(cloud secrets versions describe "${version[@]}" --format 'value(state)')
+  case "$state" in
+    [Ee][Nn][Aa][Bb][Ll][Ee][Dd])
+      # Here first: cut off between the two, this disk still has it.
+      : >"$PERMIT.new"
+      sync "$DISK"
+      cloud secrets versions destroy "${version[@]}"
+      ;;
+  esac
+  if [ -e "$PERMIT.new" ]; then
+    mv "$PERMIT.new" "$PERMIT"
+  else
+    echo "the run has begun on another disk, and there is nothing of it on this one"
+  fi
 }
 
 mount_disk() {

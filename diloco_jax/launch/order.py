@@ -46,9 +46,8 @@ DATA = f"{ROOT}/data"
 WORKDIR = f"{ROOT}/run"
 
 COORDINATOR = "coordinator"
-INIT_WITHIN_S = 3600
-"""Seconds from the making of its machine within which a coordinator may begin a new run
-on an empty disk. Later, an empty disk means that the run's disk got lost."""
+PERMIT = "begin"
+"""File on the coordinator's disk: the run may begin there. It comes there once."""
 
 LOG_LINES = 100
 """Last lines of each process that `--action logs` shows."""
@@ -100,6 +99,12 @@ class Order:
     def coordinator(self) -> str:
         """Name of everything that is made for the coordinator."""
         return f"{self.name}-{COORDINATOR}"
+
+    @property
+    def permit(self) -> str:
+        """Name of what lets the run begin once. It outlives the coordinator's disk: a
+        disk that got lost is not taken for that of a new run."""
+        return f"{self.coordinator}-{PERMIT}"
 
     def coordinator_arguments(self, address: str) -> tuple[str, ...]:
         """Return the coordinator's arguments of `diloco`, less `--init`."""

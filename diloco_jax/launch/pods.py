@@ -12,7 +12,7 @@ from diloco_jax.launch.order import (
     CONFIG_FOLDER,
     COORDINATOR,
     DATA,
-    INIT_WITHIN_S,
+    PERMIT,
     PLATFORMS,
     PORT,
     WORKDIR,
@@ -39,18 +39,39 @@ REQUESTED = 0.8
 PART, ISLAND = "diloco-part", "diloco-island"
 """Taint of the coordinator's pool; label of an island's pools."""
 POOL = "cloud.google.com/gke-nodepool"
+_PERMIT = f"{WORKDIR}/{PERMIT}"
 
 
 def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
-    """Return the coordinator's pod. now_unix: it may begin a run within INIT_WITHIN_S
-    after it."""
+    """Return the coordinator's pod. now_unix: its last hour counts from then."""
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
-    init, init_before = shlex.join(order.init_arguments()), now_unix + INIT_WITHIN_S
+    init = shlex.join(order.init_arguments())
     start = ended_at(f'{command} "$@"', order.end_unix(now_unix), STOP_S)
     script = f"""\
-if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then set -- {init}; fi
+if [ -d {WORKDIR}/log ]; then rm -f {_PERMIT}; fi
+if [ -e {_PERMIT} ]; then set -- {init}; fi
 {start}"""
     return _serving_pod(order, order.coordinator, COORDINATOR, script, order.ports)
+
+
+def permit_pod(order: Order) -> Manifest:
+    """Return the pod that lets the run begin on the disk that there is then."""
+    volumes = [_disk(order.coordinator)]
+    put = f"[ -d {WORKDIR}/log ] || touch {_PERMIT}; sync"
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        **_on_coordinators_node(order),
+        "containers": [
+            {
+                "name": "diloco",
+                "image": order.settings.image,
+                "command": ["/bin/bash", "-c", put],
+                "volumeMounts": _mounts(volumes),
+            }
+        ],
+        "volumes": volumes,
+    }
 
 
 def worker_pod(order: Order, worker: int, now_unix: int) -> Manifest:

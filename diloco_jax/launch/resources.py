@@ -67,7 +67,7 @@ class Resource:
     runs: bool = False
     """True for a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
-    """True if it holds the run: it is deleted only on demand."""
+    """True if it holds the run, or its beginning: it is deleted only on demand."""
     content: str = ""
     """Digest of its content. Empty = the content never changes."""
     update: tuple[Command, ...] = ()

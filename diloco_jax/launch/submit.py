@@ -38,6 +38,8 @@ class LaunchStep(NamedTuple):
     makes: Resource | None = None
     deletes: str = ""
     """Resource that the command deletes; it may be gone already."""
+    whole: bool = True
+    """False if more commands follow until what it makes has its content."""
     again: bool = False
     """True if what is deleted is made anew next, so that it stays recorded."""
 
@@ -176,7 +178,7 @@ class Submitter:
         """Say which resources stay, since they hold the run."""
         for entry in self._recorded():
             if entry["keeps"]:
-                self._show(f"# kept: {entry['what']}; it holds the run (--disk)")
+                self._show(f"# kept: {entry['what']}; it belongs to the run (--disk)")
 
     # ---- what there is to do ----------------------------------------------------
 
@@ -206,8 +208,9 @@ class Submitter:
             if state and resource.delete is not None:
                 what = resource.what
                 steps.append(LaunchStep(resource.delete, deletes=what, again=True))
-            steps.append(LaunchStep(resource.create, makes=resource))
-            steps += [LaunchStep(command) for command in resource.grant]
+            *first, last = resource.create, *resource.grant
+            steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
+            steps.append(LaunchStep(last, makes=resource))
         return steps
 
     def _state(self, resource: Resource) -> str:
@@ -275,7 +278,7 @@ class Submitter:
         if result.output.strip():
             self._show(result.output.rstrip())
         if step.makes is not None:
-            self._record.add(step.makes, step.makes.content)
+            self._record.add(step.makes, step.makes.content if step.whole else "")
         if step.deletes and not step.again:
             self._record.remove(step.deletes)
 

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import DISK, coordinator_script, island_script
-from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, LOG_LINES, PORT, Order
+from diloco_jax.launch.order import (
+    CERTIFICATES,
+    COORDINATOR,
+    LOG_LINES,
+    PERMIT,
+    PORT,
+    Order,
+)
 from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.launch.resources import (
     SHARED,
@@ -41,7 +48,7 @@ def deployment(
       certificates: folder with `coordinator.tar` and each `island.NAME.tar`.
       folder: folder for the deployment's files.
       now_unix: first incarnation of a slice made now, above those of any slice made
-        before. A coordinator made now may begin a run within INIT_WITHIN_S.
+        before.
     """
     (host,) = hosts(order)
     address = f"{host}:{PORT}"
@@ -51,10 +58,11 @@ def deployment(
     word = ("compute", "disks", "add-labels", name, place, project)
     last_word = (*word, f"--labels={WORD_LABEL}=")
     script = coordinator_script(order, address, now_unix, release, last_word)
-    files = {"coordinator.sh": script}
+    files = {"coordinator.sh": script, PERMIT: "The run may begin.\n"}
     made = [
         _firewall(order),
         *(secret(order, stem, certificates) for stem in order.secrets),
+        permit(order, f"{folder}/{PERMIT}"),
         disk(order),
         _coordinator(order, f"{folder}/coordinator.sh"),
     ]
@@ -229,6 +237,30 @@ def secret(order: Order, stem: str, certificates: str) -> Resource:
         delete=gcloud(order, "secrets", "delete", name),
         content=digest(Path(certificates), stem),
         update=(gcloud(order, "secrets", "versions", "add", name, data),),
+        grant=(gcloud(order, *bind),) if account else (),
+    )
+
+
+def permit(order: Order, file: str) -> Resource:
+    """Return the secret whose first version the coordinator destroys as it begins the
+    run, so that it begins none on another disk."""
+    name, settings = order.permit, order.settings
+    account = settings.coordinator_account or settings.service_account
+    role = "--role=roles/secretmanager.secretVersionManager"
+    member = f"--member=serviceAccount:{account}"
+    bind = ("secrets", "add-iam-policy-binding", name, member, role)
+    return Resource(
+        what=f"secret {name}",
+        owner=COORDINATOR,
+        find=gcloud(order, "secrets", "describe", name, "--format=value(name)"),
+        create=gcloud(
+            order,
+            *("secrets", "create", name, "--replication-policy=automatic"),
+            *(f"--data-file={file}", f"--labels={labels(order, COORDINATOR)}"),
+        ),
+        delete=gcloud(order, "secrets", "delete", name),
+        keeps=True,
+        content=PERMIT if account else "",
         grant=(gcloud(order, *bind),) if account else (),
     )
 

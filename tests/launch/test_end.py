@@ -36,8 +36,8 @@ def test_what_was_left_over_is_found_without_a_record_and_priced(
         " ".join(line.split()) for line in lines
     )
     assert any("disk two-coordinator" in line for line in lines)
-    assert sum("secret two-" in line for line in lines) == 3
-    assert lines[-1] == "8 found: 41.00 per hour"
+    assert sum("secret two-" in line for line in lines) == 4
+    assert lines[-1] == "9 found: 41.00 per hour"
 
 
 def test_a_node_of_gke_is_priced_by_its_machine():

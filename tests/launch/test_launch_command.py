@@ -33,7 +33,7 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
     assert cloud.calls == []
     shown = capsys.readouterr()
     files = sorted(file.name for file in (tmp_path / "run/launch").iterdir())
-    assert len(files) == {"tpu_vm": 3, "gke": 6}[on]
+    assert len(files) == {"tpu_vm": 4, "gke": 7}[on]
     assert all(f"written: {tmp_path}/run/launch/{name}" in shown.err for name in files)
     # No key is made, and nothing counts as made.
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["launch"]
@@ -80,7 +80,7 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
-    assert "run these 8 commands? [y/N]" in capsys.readouterr().err
+    assert "run these 9 commands? [y/N]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
@@ -97,7 +97,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     )
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    assert out.count("--project=other-project") == 8
+    assert out.count("--project=other-project") == 9
     assert "--reserved" in out
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 

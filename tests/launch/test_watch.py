@@ -13,7 +13,8 @@ def test_watch_deletes_all_but_the_run_once_it_is_done(cloud, launch, act):
         cloud.set_object("job/two-coordinator", phase="done")
 
     assert act("gke", "watch", then=[lambda: None, done]) == 0
-    assert list(cloud.objects) == ["persistentvolumeclaim/two-coordinator"]
+    left = ["persistentvolumeclaim/two-coordinator", "job/two-coordinator-begin"]
+    assert list(cloud.objects) == left
     assert cloud.things == {}
 
 
@@ -46,7 +47,7 @@ def test_watch_makes_anew_what_was_taken_and_leaves_what_was_given_back(
     ]
     made = [call for call in cloud.changes() if "create" in call]
     assert made == []
-    assert set(cloud.things) == {"disk"}
+    assert set(cloud.things) == {"disk", "secret"}
 
 
 def test_what_watch_makes_anew_begins_above_all_before(cloud, launch, act, monkeypatch):
@@ -107,7 +108,7 @@ def test_no_call_that_fails_ends_the_watch(cloud, launch, act, capsys, command):
     assert act("tpu_vm", "watch", then=then) == 0
     if command != STATUS:
         assert "no route to host" in capsys.readouterr().err
-    assert set(cloud.things) == {"disk"}
+    assert set(cloud.things) == {"disk", "secret"}
 
 
 def test_a_slice_in_one_zone_is_made_anew_while_another_zone_fails(cloud, launch, act):
@@ -205,7 +206,7 @@ def test_a_coordinator_that_is_merely_gone_ends_nothing(
         cloud.say_last(word) if word else cloud.lose("instance")
 
     assert act("tpu_vm", "watch", then=[go, look]) == 0
-    assert set(cloud.things) == {"disk"}
+    assert set(cloud.things) == {"disk", "secret"}
 
 
 def test_what_cannot_be_deleted_at_the_end_holds_up_nothing_else(
@@ -220,6 +221,6 @@ def test_what_cannot_be_deleted_at_the_end_holds_up_nothing_else(
         cloud.fail("", 0, "")
 
     assert act("tpu_vm", "watch", then=[lambda: cloud.say_last("done"), put_right]) == 0
-    assert seen == [{"disk", "firewall rule"}]
-    assert set(cloud.things) == {"disk"}
+    assert seen == [{"disk", "firewall rule", "secret"}]
+    assert set(cloud.things) == {"disk", "secret"}
     assert "# kept: disk two-coordinator" in capsys.readouterr().err
