@@ -50,8 +50,31 @@ def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
     script = f"""\
 if [ -d {WORKDIR}/log ]; then rm -f {_PERMIT}; fi
 if [ -e {_PERMIT} ]; then set -- {init}; fi
-{start}"""
+{_until_over(start)}"""
     return _serving_pod(order, order.coordinator, COORDINATOR, script, order.ports)
+
+
+def _until_over(start: str) -> str:
+    """Return shell lines that run these and end as they do, but with 1 instead of 0 if
+    the pod was asked to end, as where its node is drained: the Job would count as
+    complete, which says that the run is over."""
+    return f"""\
+serve() {{
+{start}}}
+asked=
+trap 'asked=yes; kill -TERM "$child"' TERM
+serve "$@" &
+child=$!
+code=0
+wait "$child" || code=$?
+while [ "$asked" ] && kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+if [ "$asked" ]; then
+  code=0
+  wait "$child" || code=$?
+  if [ "$code" = 0 ]; then code=1; fi
+fi
+exit "$code"
+"""
 
 
 def permit_pod(order: Order) -> Manifest:
@@ -77,7 +100,7 @@ def permit_pod(order: Order) -> Manifest:
 def worker_pod(order: Order, worker: int, now_unix: int) -> Manifest:
     """Return the pod of a worker on a machine of its own."""
     command = shlex.join(["diloco", *order.worker_arguments(worker)])
-    script = ended_at(command, order.end_unix(now_unix), STOP_S)
+    script = _until_over(ended_at(command, order.end_unix(now_unix), STOP_S))
     stem = principal.worker(worker).stem
     return _serving_pod(order, order.workers[worker], stem, script, (PORT, PORT + 1))
 
