@@ -237,13 +237,14 @@ def _check_owners(order: Order, only: tuple[str, ...]) -> None:
 
 
 def _image_notes(order: Order) -> list[str]:
-    image = order.settings.image
-    if "@sha256:" in image:
-        return []
+    shows = {"image": "push", "cloud_image": "pull"}
+    images = {field: getattr(order.settings, field) for field in shows}
     return [
-        f"note: launch.image = {image!r} is a name that may come to mean another image "
-        f"while the run goes on; write its digest, REGISTRY/PATH@sha256:..., which "
-        f"`docker push` has shown"
+        f"note: launch.{field} = {image!r} is a name that may come to mean another "
+        f"image while the run goes on; write its digest, REGISTRY/PATH@sha256:..., "
+        f"which `docker {shows[field]}` has shown"
+        for field, image in images.items()
+        if "@sha256:" not in image
     ]
 
 

@@ -6,7 +6,6 @@ import shlex
 from importlib import resources
 
 from diloco_jax.launch.order import (
-    CLOUD_IMAGE,
     COORDINATOR,
     MAX_RESTARTS,
     PERMIT,
@@ -101,7 +100,7 @@ def _script(
         "ROOT": ROOT,
         "PROJECT": order.settings.project,
         "IMAGE": order.settings.image,
-        "CLOUD_IMAGE": CLOUD_IMAGE,
+        "CLOUD_IMAGE": order.settings.cloud_image,
         "SECRET": order.secrets[stem],
         "DATA": order.settings.data,
         "RUN": order.name,

@@ -51,8 +51,6 @@ PERMIT = "begin"
 
 LOG_LINES = 100
 """Last lines of each process that `--action logs` shows."""
-CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
-"""Image with `gcloud`, for machines that lack it."""
 MAX_RESTARTS = 200
 """Crashes of a process before it is given up. Preemptions do not count where they can
 be told from crashes."""
@@ -155,7 +153,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
     Raises ConfigError naming field, value and remedy.
     """
     settings = config.launch
-    needed = ("project", "image", "coordinator_zone", *_needed(on))
+    needed = ("project", "image", "cloud_image", "coordinator_zone", *_needed(on))
     empty = [field for field in needed if not getattr(settings, field)]
     options = [f"--launch.{field.replace('_', '-')}" for field in empty]
     if zoneless := [name for name in config.islands if name not in settings.zones]:

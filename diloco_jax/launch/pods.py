@@ -8,7 +8,6 @@ from typing import Any
 from diloco_jax.launch.fleet import MACHINES
 from diloco_jax.launch.order import (
     CERTIFICATES,
-    CLOUD_IMAGE,
     CONFIG_FOLDER,
     COORDINATOR,
     DATA,
@@ -313,7 +312,7 @@ def _copies_data(order: Order) -> Manifest:
         "initContainers": [
             {
                 "name": "data",
-                "image": CLOUD_IMAGE,
+                "image": order.settings.cloud_image,
                 "command": copy,
                 "volumeMounts": mounts,
             },
