@@ -81,8 +81,9 @@ class LaunchWatch:
                     return  # The user said no.
                 left = left or gone is None
             if not left:
-                return self._submitter.show_kept()
+                break
             time.sleep(EVERY_S)
+        self._submitter.show_kept()
 
     def _try(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Return what the call returns, or `otherwise` if it fails, which is told."""
