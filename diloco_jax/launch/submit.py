@@ -125,6 +125,8 @@ class Submitter:
             if not resource.ended:
                 continue
             state = word = self._state(resource)
+            if not state and self._record.is_due(resource.what):
+                continue  # A last word would be that of one before it.
             if not state and resource.last_word is not None:
                 result = attempt(resource.last_word)
                 if result.code and not result.not_found:

@@ -209,6 +209,27 @@ def test_a_coordinator_that_is_merely_gone_ends_nothing(
     assert set(cloud.things) == {"disk", "secret"}
 
 
+def test_the_word_of_a_coordinator_before_does_not_end_a_run_that_goes_on(
+    cloud, launch, act
+):
+    launch("tpu_vm")
+    cloud.say_last("done")
+    # The run is extended, and its machine cannot be made at once.
+    cloud.fail("compute instances create", 1, "STOCKOUT")
+    assert launch("tpu_vm") == 1
+
+    def look():
+        assert "instance" not in cloud.things
+        assert len(cloud.things["queued resource"]) == 2
+        cloud.fail("", 0, "")
+
+    def end():
+        assert "two-coordinator" in cloud.things["instance"]
+        cloud.say_last("done")
+
+    assert act("tpu_vm", "watch", then=[look, end]) == 0
+
+
 def test_what_cannot_be_deleted_at_the_end_holds_up_nothing_else(
     cloud, launch, act, capsys
 ):
