@@ -15,7 +15,7 @@ PYTHON=$(sed -n 's/^ARG PYTHON=python:\([0-9.]*\).*/\1/p' launch/gke/Dockerfile)
 # With setuptools, which builds the package itself.
 printf '%s\n' "jax[tpu]==$JAX" 'setuptools>=77' |
   uv pip compile - setup.cfg --extra tpu --extra gcs --generate-hashes --quiet \
-    --python-version "$PYTHON" --python-platform x86_64-manylinux_2_28 \
+    --python-version "$PYTHON" --python-platform x86_64-manylinux_2_31 \
     --custom-compile-command 'bash launch/constraints.sh' \
     --output-file launch/gke/constraints.txt
 echo "written: launch/gke/constraints.txt"
