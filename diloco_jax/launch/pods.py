@@ -60,10 +60,13 @@ def _until_over(start: str) -> str:
     return f"""\
 serve() {{
 {start}}}
-asked=
-trap 'asked=yes; kill -TERM "$child"' TERM
+asked= child=
+ask() {{ if [ "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi; }}
+trap 'asked=yes; ask' TERM
 serve "$@" &
 child=$!
+# It may have been asked before its number was known.
+if [ "$asked" ]; then ask; fi
 code=0
 wait "$child" || code=$?
 while [ "$asked" ] && kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
