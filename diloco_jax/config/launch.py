@@ -87,6 +87,10 @@ class LaunchConfig:
         "of Secret Manager, or on GKE of the namespace, with the variable's name as "
         "key.",
     )
+    cloud_image: str = setting(
+        "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim",
+        help="Image with `gcloud`, for what machines ask of the cloud.",
+    )
     coordinator_zone: str = setting("", help="Zone of the coordinator.")
     coordinator_machine: str = setting(
         "n2-highmem-16", help="Machine type of the coordinator."

@@ -6,12 +6,13 @@ others.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
 import jax
 
-from diloco_jax import checkpoint, compilation
+from diloco_jax import checkpoint, compilation, run_files
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.loading import load_data
@@ -60,6 +61,7 @@ class Host(Parts[Loop]):
         folder = checkpoint.island_folder(placement, workdir, name)
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
+        self._lasted = workdir / run_files.LASTED
         data, length = load_data(run), run.sequence_length
         fields, batch_size = model.fields(run.data.arrays), self.island.batch_size
         reader = BatchReader(data.index(run.seed), fields, length)
@@ -169,7 +171,13 @@ class Host(Parts[Loop]):
             patience_s=self._data_s,
             checkpoints=self.checkpoints,
             faults=faults,
+            lasts=self._tell_lasting,
         )
+
+    def _tell_lasting(self) -> None:
+        """Tell whoever starts this process again that it did train."""
+        with contextlib.suppress(OSError):
+            self._lasted.touch()
 
     def _passes(self, every_steps: int) -> Evaluator:
         batches = self.config.placement.evaluate_batches

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ from diloco_jax.protocol.island.boundary import Ending
 
 logger = logging.getLogger(__name__)
 
+LASTS_S = 600.0
+"""Seconds from an incarnation's first step after which a crash is not of a loop."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class Loop(Stepping):
@@ -39,11 +43,14 @@ class Loop(Stepping):
     """None: the island takes no turns at the merged model."""
     faults: Faults = dataclasses.field(default_factory=Faults)
     sleep: Callable[[float], None] = time.sleep
+    lasts: Callable[[], None] = lambda: None
+    """Called once, when steps have been made for LASTS_S."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._step_seconds = self.config.island(self.name).step_seconds
         self._last_metrics: Metrics | None = None
+        self._lasts_at = math.inf
 
     def run(self) -> Ending:
         """Train until the run is over, or something ends this incarnation."""
@@ -68,6 +75,11 @@ class Loop(Stepping):
             if remaining > 0:
                 self.sleep(remaining)
         self.done += 1
+        if self.done == 1:
+            self._lasts_at = self.clock() + LASTS_S
+        elif self.clock() >= self._lasts_at:
+            self._lasts_at = math.inf
+            self.lasts()
         self.faults.fire(self.done)
         if (factor := self.faults.factor(self.done)) is not None:
             self.replica.spoil(factor)

@@ -84,6 +84,8 @@ def attempt(command: Command) -> Result:
         raise CommandError(
             f"{program} is not on this machine; {INSTALL[program]}"
         ) from error
+    except OSError as error:  # No memory or no process left, say.
+        raise CommandError(f"{program} could not be started: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise CommandError(
             f"{shlex.join(command.arguments)}\ndid not end within "

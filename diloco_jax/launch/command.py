@@ -20,11 +20,11 @@ from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
+from diloco_jax.launch.watch import LaunchWatch
 from diloco_jax.paths import absolute
 from diloco_jax.planning import price
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
-WATCHED_EVERY_S = 60.0
 
 
 Action = Literal[
@@ -144,7 +144,12 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     if options.action in ("create", "run"):
         if prices:
             price.require_prices(config, prices)
-        notes = (*flag_notes(config), *_image_notes(order), *_data_notes(order))
+        notes = (
+            *flag_notes(config),
+            *_image_notes(order),
+            *_data_notes(order),
+            *(_account_notes(order) if options.on != "sky" else ()),
+        )
         for line in (*notes, *_costs(config, prices)):
             _show(line)
     if options.action in ("create", "run", "results"):
@@ -171,8 +176,8 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             case "results":
                 submitter.results()
             case "watch":
-                until = order.ends_unix or math.inf
-                submitter.watch(WATCHED_EVERY_S, until, renew)
+                show = print if options.dry_run else _show
+                LaunchWatch(submitter, renew, show).run(order.ends_unix or math.inf)
             case "stop":
                 submitter.stop()
             case "delete":
@@ -233,14 +238,34 @@ def _check_owners(order: Order, only: tuple[str, ...]) -> None:
 
 
 def _image_notes(order: Order) -> list[str]:
-    image = order.settings.image
-    if "@sha256:" in image:
-        return []
+    shows = {"image": "push", "cloud_image": "pull"}
+    images = {field: getattr(order.settings, field) for field in shows}
     return [
-        f"note: launch.image = {image!r} is a name that may come to mean another image "
-        f"while the run goes on; write its digest, REGISTRY/PATH@sha256:..., which "
-        f"`docker push` has shown"
+        f"note: launch.{field} = {image!r} is a name that may come to mean another "
+        f"image while the run goes on; write its digest, REGISTRY/PATH@sha256:..., "
+        f"which `docker {shows[field]}` has shown"
+        for field, image in images.items()
+        if "@sha256:" not in image
     ]
+
+
+def _account_notes(order: Order) -> list[str]:
+    settings = order.settings
+    islands, coordinator = settings.service_account, settings.coordinator_account
+    notes = []
+    if not islands:
+        notes.append(
+            "note: launch.service_account is empty: machines act as the project's "
+            "default account, which may often change or delete anything in it; make "
+            "accounts of their own (docs/tpu.md, The project)"
+        )
+    if coordinator in ("", islands):
+        notes.append(
+            f"note: islands and the coordinator act as one account "
+            f"(launch.coordinator_account = {coordinator!r}): whoever takes over an "
+            f"island's machine may do what the coordinator's may; set another one"
+        )
+    return notes
 
 
 def _zone_remarks(order: Order) -> list[str]:

@@ -18,6 +18,7 @@ from diloco_jax.launch.order import (
     CERTIFICATES,
     COORDINATOR,
     LOG_LINES,
+    PERMIT,
     PORT,
     WORKDIR,
     Order,
@@ -52,6 +53,7 @@ def deployment(
         "config.yaml": yaml_text(manifests.config_map(order)),
         "disk.yaml": yaml_text(manifests.disk(order, name, COORDINATOR)),
         "coordinator.yaml": yaml_text(*manifests.coordinator(order, outside, now_unix)),
+        "begin.yaml": yaml_text(manifests.permit(order)),
         "reader.yaml": yaml_text(manifests.reader(order)),
     }
     clusters = dict.fromkeys((order.cluster, *(i.cluster for i in order.islands)))
@@ -67,6 +69,7 @@ def deployment(
         ),
         *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
         _disk(order, name, f"{folder}/disk.yaml"),
+        _permit(order, f"{folder}/begin.yaml"),
         _job(order, name, f"{folder}/coordinator.yaml", ("Complete",)),
     ]
     for number, worker in enumerate(order.workers):
@@ -245,6 +248,24 @@ def _disk(order: Order, name: str, file: str) -> Resource:
         create=_kubectl(order, cluster, "apply", "-f", file),
         delete=_delete(order, cluster, kind, name),
         keeps=True,
+    )
+
+
+def _permit(order: Order, file: str) -> Resource:
+    """Return the Job that lets the run begin on its disk, before its coordinator comes.
+    It outlives that disk."""
+    name, cluster = order.permit, order.cluster
+    waits = ("wait", f"job/{name}", "--for=condition=Complete", "--timeout=1800s")
+    return Resource(
+        what=f"job {name}",
+        owner=COORDINATOR,
+        find=_find(order, cluster, "job", name),
+        create=_kubectl(order, cluster, "apply", "-f", file),
+        delete=_delete(order, cluster, "job", name),
+        keeps=True,
+        content=PERMIT,
+        # Its machine has to come, and the image.
+        grant=(_kubectl(order, cluster, *waits, deadline_s=1900),),
     )
 
 

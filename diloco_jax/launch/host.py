@@ -6,10 +6,9 @@ import shlex
 from importlib import resources
 
 from diloco_jax.launch.order import (
-    CLOUD_IMAGE,
     COORDINATOR,
-    INIT_WITHIN_S,
     MAX_RESTARTS,
+    PERMIT,
     PLATFORMS,
     ROOT,
     Order,
@@ -53,17 +52,27 @@ def island_script(
 
 
 def coordinator_script(
-    order: Order, address: str, now_unix: int, release: tuple[str, ...]
+    order: Order,
+    address: str,
+    now_unix: int,
+    release: tuple[str, ...],
+    last_word: tuple[str, ...] = (),
 ) -> str:
-    """Return the script of the coordinator's machine; see `island_script`."""
+    """Return the script of the coordinator's machine; see `island_script`.
+
+    last_word: arguments of `gcloud` that note, in front of the word that follows, why
+    the machine is given back.
+    """
     return _script(
         order,
         COORDINATOR,
         COORDINATOR,
         order.coordinator_arguments(address),
         release,
+        last_word,
         END=str(order.end_unix(now_unix)),
-        INIT_BEFORE=str(now_unix + INIT_WITHIN_S),
+        BEGIN=order.permit,
+        PERMIT=f"{DISK}/{PERMIT}",
         SOURCE=order.source,
         PORTS=" ".join(map(str, order.ports)),
         DEVICE=f"/dev/disk/by-id/google-{order.coordinator}",
@@ -79,6 +88,7 @@ def _script(
     owner: str,
     arguments: tuple[str, ...],
     release: tuple[str, ...],
+    last_word: tuple[str, ...] = (),
     **settings: str,
 ) -> str:
     """Return `host.sh` with its settings before it. owner: whose variables and
@@ -93,7 +103,7 @@ def _script(
         "ROOT": ROOT,
         "PROJECT": order.settings.project,
         "IMAGE": order.settings.image,
-        "CLOUD_IMAGE": CLOUD_IMAGE,
+        "CLOUD_IMAGE": order.settings.cloud_image,
         "SECRET": order.secrets[stem],
         "DATA": order.settings.data,
         "RUN": order.name,
@@ -110,6 +120,7 @@ def _script(
             f"VARIABLES=({shlex.join(variables)})",
             f"SECRETS=({shlex.join(secrets)})",
             f"RELEASE=({shlex.join(release) if deletes else ''})",
+            f"LAST_WORD=({shlex.join(last_word)})",
             f"CONFIG_JSON={shlex.quote(order.config_json)}",
             resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
         ]

@@ -75,7 +75,8 @@ run() {
     mount_disk
     register
     work=$DISK/run
-    if [ ! -d "$work/log" ] && [ "$(date +%s)" -lt "$INIT_BEFORE" ]; then
+    fetch_permit
+    if [ -e "$PERMIT" ]; then
       ARGUMENTS+=(--init)
       if [ -n "$SOURCE" ]; then ARGUMENTS+=("$SOURCE"); fi
     fi
@@ -147,35 +148,53 @@ follow_certificates() {
   done
 }
 
-# A crash loop ends with 2, which nobody repeats. What ran for ten minutes has no part
-# in it.
+# A crash loop ends with 2, which nobody repeats. Only progress ends it, not time: a
+# start that fails after an hour's copy of the text would be repeated for ever.
 count_crashes() {
-  local now before=0 crashes=0
-  now=$(date +%s)
-  if [ -e "$ROOT/crashes" ]; then read -r before crashes <"$ROOT/crashes"; fi
-  if [ $((now - before)) -ge 600 ]; then crashes=0; fi
+  local crashes=0
+  if [ -e "$ROOT/crashes" ]; then crashes=$(<"$ROOT/crashes"); fi
+  if lasted; then crashes=0; fi
   if [ "$crashes" -ge "$MAX_RESTARTS" ]; then
-    echo "$crashes starts in a row ended within ten minutes; it is given up"
+    echo "$crashes starts in a row ended without lasting progress; it is given up"
     exit 2
   fi
   mkdir -p "$ROOT"
-  echo "$now $((crashes + 1))" >"$ROOT/crashes"
+  echo "$((crashes + 1))" >"$ROOT/crashes"
+}
+
+# Whether the last start made progress for ten minutes. `crashes` is as old as it is.
+lasted() {
+  local since="$ROOT/crashes" old
+  if [ ! -e "$since" ]; then return 1; fi
+  if [ "$ROLE" = island ]; then
+    # `diloco` touches it after ten minutes of steps.
+    [ "$ROOT/run/lasted" -nt "$since" ]
+  else
+    # After a boot the disk is not mounted yet, and the start counts.
+    old=$(($(date +%s) - $(stat -c %Y "$since")))
+    [ "$old" -ge 600 ] &&
+      [ -n "$(find "$DISK/run/publishes" -newer "$since" -print -quit 2>/dev/null)" ]
+  fi
 }
 
 # After the process: what ended for good gives its machines back. 1 is a crash, or a
 # notice; a coordinator that is asked to end says 0, too.
 over() {
+  local word=done
   case "${EXIT_STATUS-}" in
     0)
-      if [ "$ROLE" = coordinator ] && [ "$(date +%s)" -lt "${END/#0/9999999999}" ] &&
+      if [ "$ROLE" = coordinator ] &&
         ! grep -Eqs '"phase": ?"done"' "$DISK/run/summary.json"; then
-        return
+        word=hours
+        if [ "$(date +%s)" -lt "${END/#0/9999999999}" ]; then return; fi
       fi
       ;;
-    2 | 3) ;;
+    2 | 3) word=failed ;;
     *) return ;;
   esac
   if [ ${#RELEASE[@]} -gt 0 ]; then
+    # A watch reads it once the machine is gone.
+    if [ ${#LAST_WORD[@]} -gt 0 ]; then cloud "${LAST_WORD[@]}$word" || true; fi
     # Another host may have done it already.
     cloud "${RELEASE[@]}" || true
   fi
@@ -189,6 +208,32 @@ register() {
     >/dev/null 2>&1; then verb=update; fi
   cloud dns record-sets "$verb" "$name" "${where[@]}" --project "$PROJECT" --ttl 5 \
     --rrdatas "$(hostname -I | cut -d ' ' -f 1)"
+}
+
+# The run may begin on one disk: version 1 of a secret says that no disk may yet, and
+# is destroyed as the permit comes to the first one. A disk that got lost is then not
+# taken for a new run, however soon or late that is.
+fetch_permit() {
+  if [ -d "$DISK/run/log" ]; then
+    rm -f "$PERMIT" "$PERMIT.new"
+    return
+  fi
+  if [ -e "$PERMIT" ]; then return; fi
+  local version=(1 --secret "$BEGIN" --project "$PROJECT") state
+  state=$(cloud secrets versions describe "${version[@]}" --format 'value(state)')
+  case "$state" in
+    [Ee][Nn][Aa][Bb][Ll][Ee][Dd])
+      # Here first: cut off between the two, this disk still has it.
+      : >"$PERMIT.new"
+      sync "$DISK"
+      cloud secrets versions destroy "${version[@]}"
+      ;;
+  esac
+  if [ -e "$PERMIT.new" ]; then
+    mv "$PERMIT.new" "$PERMIT"
+  else
+    echo "the run has begun on another disk, and there is nothing of it on this one"
+  fi
 }
 
 mount_disk() {

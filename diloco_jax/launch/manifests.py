@@ -10,7 +10,7 @@ import ipaddress
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.launch.order import COORDINATOR, MAX_RESTARTS, PORT, Order
+from diloco_jax.launch.order import COORDINATOR, MAX_RESTARTS, PERMIT, PORT, Order
 from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.launch.pods import (
     POOL,
@@ -19,6 +19,7 @@ from diloco_jax.launch.pods import (
     coordinator_pod,
     falls_back,
     island_pod,
+    permit_pod,
     reader_pod,
     worker_pod,
 )
@@ -108,7 +109,7 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
 def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
     """Return account, service, policy, disruption budget and Job of the coordinator.
 
-    now_unix: the coordinator may begin a run within INIT_WITHIN_S after it.
+    now_unix: the last hour counts from then.
     """
     name = order.coordinator
     return [
@@ -150,6 +151,23 @@ def worker(order: Order, number: int, now_unix: int) -> list[Manifest]:
 def part_of_worker(number: int) -> str:
     """Return the part of the run that a worker is, in labels."""
     return f"worker-{number}"
+
+
+def permit(order: Order) -> Manifest:
+    """Return the Job that lets the run begin on its disk. It is done once; the object
+    stays, so that it is not done again on a disk that replaces a lost one."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": _metadata(order, order.permit, PERMIT),
+        "spec": {
+            "backoffLimit": MAX_RESTARTS,
+            "template": {
+                "metadata": {"labels": _labels(order, PERMIT)},
+                "spec": permit_pod(order),
+            },
+        },
+    }
 
 
 def reader(order: Order) -> Manifest:

@@ -46,14 +46,11 @@ DATA = f"{ROOT}/data"
 WORKDIR = f"{ROOT}/run"
 
 COORDINATOR = "coordinator"
-INIT_WITHIN_S = 3600
-"""Seconds from the making of its machine within which a coordinator may begin a new run
-on an empty disk. Later, an empty disk means that the run's disk got lost."""
+PERMIT = "begin"
+"""File on the coordinator's disk: the run may begin there. It comes there once."""
 
 LOG_LINES = 100
 """Last lines of each process that `--action logs` shows."""
-CLOUD_IMAGE = "gcr.io/google.com/cloudsdktool/google-cloud-cli:slim"
-"""Image with `gcloud`, for machines that lack it."""
 MAX_RESTARTS = 200
 """Crashes of a process before it is given up. Preemptions do not count where they can
 be told from crashes."""
@@ -100,6 +97,12 @@ class Order:
     def coordinator(self) -> str:
         """Name of everything that is made for the coordinator."""
         return f"{self.name}-{COORDINATOR}"
+
+    @property
+    def permit(self) -> str:
+        """Name of what lets the run begin once. It outlives the coordinator's disk: a
+        disk that got lost is not taken for that of a new run."""
+        return f"{self.coordinator}-{PERMIT}"
 
     def coordinator_arguments(self, address: str) -> tuple[str, ...]:
         """Return the coordinator's arguments of `diloco`, less `--init`."""
@@ -150,7 +153,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
     Raises ConfigError naming field, value and remedy.
     """
     settings = config.launch
-    needed = ("project", "image", "coordinator_zone", *_needed(on))
+    needed = ("project", "image", "cloud_image", "coordinator_zone", *_needed(on))
     empty = [field for field in needed if not getattr(settings, field)]
     options = [f"--launch.{field.replace('_', '-')}" for field in empty]
     if zoneless := [name for name in config.islands if name not in settings.zones]:

@@ -8,11 +8,10 @@ from typing import Any
 from diloco_jax.launch.fleet import MACHINES
 from diloco_jax.launch.order import (
     CERTIFICATES,
-    CLOUD_IMAGE,
     CONFIG_FOLDER,
     COORDINATOR,
     DATA,
-    INIT_WITHIN_S,
+    PERMIT,
     PLATFORMS,
     PORT,
     WORKDIR,
@@ -39,24 +38,71 @@ REQUESTED = 0.8
 PART, ISLAND = "diloco-part", "diloco-island"
 """Taint of the coordinator's pool; label of an island's pools."""
 POOL = "cloud.google.com/gke-nodepool"
+_PERMIT = f"{WORKDIR}/{PERMIT}"
 
 
 def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
-    """Return the coordinator's pod. now_unix: it may begin a run within INIT_WITHIN_S
-    after it."""
+    """Return the coordinator's pod. now_unix: its last hour counts from then."""
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
-    init, init_before = shlex.join(order.init_arguments()), now_unix + INIT_WITHIN_S
+    init = shlex.join(order.init_arguments())
     start = ended_at(f'{command} "$@"', order.end_unix(now_unix), STOP_S)
     script = f"""\
-if [ ! -d {WORKDIR}/log ] && [ "$(date +%s)" -lt {init_before} ]; then set -- {init}; fi
-{start}"""
+if [ -d {WORKDIR}/log ]; then rm -f {_PERMIT}; fi
+if [ -e {_PERMIT} ]; then set -- {init}; fi
+{_until_over(start)}"""
     return _serving_pod(order, order.coordinator, COORDINATOR, script, order.ports)
+
+
+def _until_over(start: str) -> str:
+    """Return shell lines that run these and end as they do, but with 1 instead of 0 if
+    the pod was asked to end, as where its node is drained: the Job would count as
+    complete, which says that the run is over."""
+    return f"""\
+serve() {{
+{start}}}
+asked= child=
+ask() {{ if [ "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi; }}
+trap 'asked=yes; ask' TERM
+serve "$@" &
+child=$!
+# It may have been asked before its number was known.
+if [ "$asked" ]; then ask; fi
+code=0
+wait "$child" || code=$?
+while [ "$asked" ] && kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+if [ "$asked" ]; then
+  code=0
+  wait "$child" || code=$?
+  if [ "$code" = 0 ]; then code=1; fi
+fi
+exit "$code"
+"""
+
+
+def permit_pod(order: Order) -> Manifest:
+    """Return the pod that lets the run begin on the disk that there is then."""
+    volumes = [_disk(order.coordinator)]
+    put = f"[ -d {WORKDIR}/log ] || touch {_PERMIT}; sync"
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        **_on_coordinators_node(order),
+        "containers": [
+            {
+                "name": "diloco",
+                "image": order.settings.image,
+                "command": ["/bin/bash", "-c", put],
+                "volumeMounts": _mounts(volumes),
+            }
+        ],
+        "volumes": volumes,
+    }
 
 
 def worker_pod(order: Order, worker: int, now_unix: int) -> Manifest:
     """Return the pod of a worker on a machine of its own."""
     command = shlex.join(["diloco", *order.worker_arguments(worker)])
-    script = ended_at(command, order.end_unix(now_unix), STOP_S)
+    script = _until_over(ended_at(command, order.end_unix(now_unix), STOP_S))
     stem = principal.worker(worker).stem
     return _serving_pod(order, order.workers[worker], stem, script, (PORT, PORT + 1))
 
@@ -269,7 +315,7 @@ def _copies_data(order: Order) -> Manifest:
         "initContainers": [
             {
                 "name": "data",
-                "image": CLOUD_IMAGE,
+                "image": order.settings.cloud_image,
                 "command": copy,
                 "volumeMounts": mounts,
             },

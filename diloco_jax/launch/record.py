@@ -40,8 +40,8 @@ class LaunchRecord:
 
     @property
     def made(self) -> tuple[dict[str, Any], ...]:
-        """Fields `what`, `owner`, `runs`, `keeps`, `content`, `delete` and `deadline_s`
-        of each resource."""
+        """Fields `what`, `owner`, `runs`, `keeps`, `content`, `due`, `delete` and
+        `deadline_s` of each resource."""
         return tuple(self._made)
 
     def content(self, what: str) -> str:
@@ -51,9 +51,13 @@ class LaunchRecord:
                 return str(entry.get("content", ""))
         return ""
 
-    def add(self, resource: Resource, content: str) -> None:
+    def is_due(self, what: str) -> bool:
+        """Tell whether a resource was asked for, and was not seen to be made."""
+        return any(e["what"] == what and e.get("due", False) for e in self._made)
+
+    def add(self, resource: Resource, content: str, *, due: bool = False) -> None:
         """Record a resource with its content, or before it is made (""); the record is
-        on disk on return."""
+        on disk on return. due: see `is_due`."""
         if resource.delete is None:
             return
         entry = {
@@ -62,6 +66,7 @@ class LaunchRecord:
             "runs": resource.runs,
             "keeps": resource.keeps,
             "content": content,
+            "due": due,
             "delete": list(resource.delete.arguments),
             "deadline_s": resource.delete.deadline_s,
         }

@@ -58,13 +58,16 @@ class Resource:
     """Name of the job whose state is in the JSON that `find` prints. Once it is dead,
     nothing is left of it to delete."""
     ended: tuple[str, ...] = ()
-    """States that mean that the run is over; "" = it is not there any more."""
+    """States, or last words, that mean that the run is over."""
+    last_word: Command | None = None
+    """Command that prints why it is there no more, as it said itself at its end."""
     revives: bool = False
-    """True if a dead one is to be made anew whatever it died of: it was taken away."""
+    """True if a watch makes it anew when it is dead, whatever it died of, or when it
+    was asked for and never came."""
     runs: bool = False
     """True for a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
-    """True if it holds the run: it is deleted only on demand."""
+    """True if it holds the run, or its beginning: it is deleted only on demand."""
     content: str = ""
     """Digest of its content. Empty = the content never changes."""
     update: tuple[Command, ...] = ()

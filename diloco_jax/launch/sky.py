@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_jax.launch.host import DISK, coordinator_script, island_script
-from diloco_jax.launch.order import COORDINATOR, PORT, Order
+from diloco_jax.launch.order import COORDINATOR, PERMIT, PORT, Order
 from diloco_jax.launch.placing import PlacedIsland, region_of
 from diloco_jax.launch.resources import (
     PART_LABEL,
@@ -22,7 +22,7 @@ from diloco_jax.launch.resources import (
     part_of,
 )
 from diloco_jax.launch.text import yaml_text
-from diloco_jax.launch.tpu_vm import disk, secret
+from diloco_jax.launch.tpu_vm import disk, permit, secret
 
 Task = dict[str, Any]
 
@@ -48,11 +48,13 @@ def deployment(
     for island in order.islands:
         tasks[island.name] = island_task(order, island, address, now_unix)
     status = ("diloco", "status", address, "--json", "--certificates", certificates)
+    files = {f"{names[owner]}.yaml": yaml_text(tasks[owner]) for owner in tasks}
     return Deployment(
-        files={f"{names[owner]}.yaml": yaml_text(tasks[owner]) for owner in tasks},
+        files={**files, PERMIT: "The run may begin.\n"},
         prepare=(),
         resources=(
             *(secret(order, stem, certificates) for stem in order.secrets),
+            permit(order, f"{folder}/{PERMIT}"),
             disk(order),
             *(_job(n, owner, f"{folder}/{n}.yaml") for owner, n in names.items()),
         ),

@@ -6,11 +6,9 @@ action may be interrupted and repeated.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -40,6 +38,10 @@ class LaunchStep(NamedTuple):
     makes: Resource | None = None
     deletes: str = ""
     """Resource that the command deletes; it may be gone already."""
+    whole: bool = True
+    """False if more commands follow until what it makes has its content."""
+    again: bool = False
+    """True if what is deleted is made anew next, so that it stays recorded."""
 
 
 class Submitter:
@@ -60,14 +62,14 @@ class Submitter:
         confirm: Callable[[str], bool],
         dry_run: bool = False,
     ) -> None:
-        self._deployment, self._record = deployment, record
+        self.deployment, self._record = deployment, record
         self._only, self._show, self._confirm = only, show, confirm
-        self._dry_run = dry_run
+        self.dry_run = dry_run
 
     def create(self) -> None:
         """Make every resource that is missing, and make useless ones anew."""
-        self._prepare()
-        known = {resource.what for resource in self._deployment.resources}
+        self.prepare()
+        known = {resource.what for resource in self.deployment.resources}
         for entry in self._record.made:
             if entry["what"] not in known:
                 by_hand = shlex.join(entry["delete"])
@@ -75,103 +77,118 @@ class Submitter:
                     f"# left over: {entry['what']}, which this config does not make; "
                     f"it stays until {by_hand}"
                 )
-        self._carry_out(self._missing(self._deployment.resources))
+        self._carry_out(self._missing(self.deployment.resources))
 
     def run(self) -> None:
         """Start the processes again on the existing machines."""
-        self._prepare()
-        processes = [r for r in self._deployment.resources if r.runs or r.content]
+        self.prepare()
+        processes = [r for r in self.deployment.resources if r.runs or r.content]
         self._carry_out(
-            [*self._missing(processes), *self._steps(self._deployment.start)]
+            [*self._missing(processes), *self._steps(self.deployment.start)]
         )
 
     def logs(self) -> None:
         """Print the last lines of every process."""
-        self._show_outputs([o.command for o in self._chosen(self._deployment.logs)])
+        self._show_outputs([o.command for o in self._chosen(self.deployment.logs)])
 
     def status(self) -> dict[str, Any]:
         """Return what `diloco status --json` prints on the coordinator's machine; empty
         in a dry run."""
-        self._prepare()
-        self._show(shlex.join(self._deployment.status.arguments))
-        if self._dry_run:
+        self.prepare()
+        self._show(shlex.join(self.deployment.status.arguments))
+        if self.dry_run:
             return {}
-        return _status_of(call(self._deployment.status))
+        return _status_of(call(self.deployment.status))
 
     def results(self) -> None:
         """Copy the run's folder to this machine."""
-        if not self._deployment.results:
+        if not self.deployment.results:
             raise CommandError(
                 "SkyPilot does not show the machines of its managed jobs; the run is "
                 "on the coordinator's disk, which any machine in its zone can mount, "
                 "and snapshots are in placement.checkpoints, if that is a bucket"
             )
-        self._show_outputs(list(self._deployment.results))
+        self._show_outputs(list(self.deployment.results))
 
-    def watch(
-        self, every_s: float, until: float, renew: Callable[[], Deployment]
-    ) -> None:
-        """Make anew what was taken away, until the run is done or `until` (of
-        `time.time()`); then delete all but the run. A failure is shown and tried
-        again.
+    # ---- for the watch, one call of the cloud after the other -----------------------
 
-        renew: renders the deployment anew, since a slice that is made anew begins above
-        all incarnations before it.
+    def phase(self) -> str:
+        """Return the phase of the run, as its coordinator says."""
+        return str(_status_of(call(self.deployment.status))["phase"])
+
+    def has_ended(self) -> bool:
+        """Tell whether what is left of the coordinator says that the run is over.
+
+        Raises CommandError if it is gone and has said nothing of that kind.
         """
-        self._prepare()
-        while not self._over(until):
-            try:
-                self._deployment = renew()
-                resources = [r for r in self._deployment.resources if r.revives]
-                self._carry_out(self._missing(resources, taken=True))
-            except CommandError as error:
-                self._show(f"error: {error}")
-            if self._dry_run:
-                return
-            time.sleep(every_s)
-        self.delete(disk=False)
-
-    def _over(self, until: float) -> bool:
-        """Tell whether the run is done, as its coordinator says or what is left of it
-        shows, or has no time left."""
-        if self._dry_run:
-            return False
-        phase = "no answer"
-        with contextlib.suppress(CommandError):
-            phase = _status_of(call(self._deployment.status))["phase"]
-        self._show(f"# {time.strftime('%H:%M')} {phase}")
-        return time.time() >= until or phase == "done" or self._has_ended()
-
-    def _has_ended(self) -> bool:
-        for resource in self._deployment.resources:
-            state = self._state(resource).split() if resource.ended else ["there"]
-            if not set(state or [""]).isdisjoint(resource.ended):
+        for resource in self.deployment.resources:
+            if not resource.ended:
+                continue
+            state = word = self._state(resource)
+            if not state and self._record.is_due(resource.what):
+                continue  # A last word would be that of one before it.
+            if not state and resource.last_word is not None:
+                result = attempt(resource.last_word)
+                if result.code and not result.not_found:
+                    raise failure(resource.last_word, result)
+                word = result.output.strip() if not result.code else ""
+            if not set(word.split()).isdisjoint(resource.ended):
                 return True
+            if not state or set(state.split()) & set(resource.dead):
+                raise CommandError(
+                    f"{resource.what} is {state or 'not there'}, and its last word is "
+                    f"{word or 'none'!r}: the run is not over, nobody leads it, and "
+                    f"all the rest is paid for. Its log says why it ended; `--action "
+                    f"create` makes it anew, `--action delete` ends the launch"
+                )
         return False
+
+    def reviving(self) -> list[Resource]:
+        """Return what is to be made anew once it is taken away."""
+        return self._chosen([r for r in self.deployment.resources if r.revives])
+
+    def revive(self, resource: Resource) -> None:
+        """Make it anew if it was taken away, or was asked for and never came."""
+        self._carry_out(self._missing([resource], taken=True))
+
+    def released(self) -> list[dict[str, Any]]:
+        """Return the recorded resources but the run, newest first."""
+        return [e for e in reversed(self._recorded()) if not e["keeps"]]
+
+    def release(self, entry: dict[str, Any]) -> bool:
+        """Delete a recorded resource; return False if the user does not want that."""
+        return self._carry_out(_deletions([entry]))
+
+    # ---- the end ----------------------------------------------------------------
 
     def stop(self) -> None:
         """End the processes: islands say goodbye, the coordinator sums up. Machines
         stay."""
-        self._prepare()
+        self.prepare()
         processes = [entry for entry in self._recorded() if entry["runs"]]
-        self._carry_out([*_deletions(processes), *self._steps(self._deployment.stop)])
+        self._carry_out([*_deletions(processes), *self._steps(self.deployment.stop)])
 
     def delete(self, *, disk: bool) -> None:
         """Delete everything; keep the disk that holds the run unless `disk`."""
-        self._prepare()
+        self.prepare()
         entries = self._recorded()
         self._carry_out(_deletions([e for e in entries if disk or not e["keeps"]]))
-        for entry in entries:
-            if entry["keeps"] and not disk:
-                self._show(f"# kept: {entry['what']}; it holds the run (--disk)")
+        if not disk:
+            self.show_kept()
+
+    def show_kept(self) -> None:
+        """Say which resources stay, since they hold the run."""
+        for entry in self._recorded():
+            if entry["keeps"]:
+                self._show(f"# kept: {entry['what']}; it belongs to the run (--disk)")
 
     # ---- what there is to do ----------------------------------------------------
 
     def _missing(
         self, resources: Iterable[Resource], *, taken: bool = False
     ) -> list[LaunchStep]:
-        """Return the steps that make what is missing. taken: only what is dead, since
-        what is not there was given back."""
+        """Return the steps that make what is missing. taken: only what is dead, or was
+        asked for and never came; what else is not there was given back."""
         steps = []
         for resource in resources:
             # The files that processes read must be right, whichever owners are chosen.
@@ -188,17 +205,19 @@ class Submitter:
                     steps += [LaunchStep(command) for command in first]
                     steps.append(LaunchStep(last, makes=resource))
                 continue
-            if taken and not state:
+            if taken and not (state or self._record.is_due(resource.what)):
                 continue
             if state and resource.delete is not None:
-                steps.append(LaunchStep(resource.delete, deletes=resource.what))
-            steps.append(LaunchStep(resource.create, makes=resource))
-            steps += [LaunchStep(command) for command in resource.grant]
+                what = resource.what
+                steps.append(LaunchStep(resource.delete, deletes=what, again=True))
+            *first, last = resource.create, *resource.grant
+            steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
+            steps.append(LaunchStep(last, makes=resource))
         return steps
 
     def _state(self, resource: Resource) -> str:
         """Return the state in words, on one line; empty if the resource is missing."""
-        if self._dry_run:
+        if self.dry_run:
             return ""
         result = attempt(resource.find)
         if resource.job and NO_JOBS in result.output + result.errors:
@@ -222,33 +241,38 @@ class Submitter:
     # ---- doing it ---------------------------------------------------------------
 
     def _show_outputs(self, commands: list[Command]) -> None:
-        self._prepare()
+        self.prepare()
         for command in commands:
             self._show(shlex.join(command.arguments))
-            if not self._dry_run:
+            if not self.dry_run:
                 self._show(call(command).rstrip())
 
-    def _prepare(self) -> None:
-        for command in self._deployment.prepare:
+    def prepare(self) -> None:
+        for command in self.deployment.prepare:
             self._show(shlex.join(command.arguments))
-            if not self._dry_run:
+            if not self.dry_run:
                 call(command)
 
-    def _carry_out(self, steps: list[LaunchStep]) -> None:
+    def _carry_out(self, steps: list[LaunchStep]) -> bool:
+        """Return False if the user does not want it."""
         for step in steps:
             self._show(shlex.join(step.command.arguments))
-        if self._dry_run or not steps:
-            return
+        if self.dry_run or not steps:
+            return True
         if not self._confirm(f"run these {len(steps)} commands?"):
-            return
+            return False
+        for step in steps:
+            if step.makes is not None and step.makes.revives:
+                self._record.add(step.makes, content="", due=True)
         with bar(Console(stderr=True), f"{len(steps)} commands") as report:
             for done, step in enumerate(steps, start=1):
                 self._carry_out_one(step)
                 report(done / len(steps))
+        return True
 
     def _carry_out_one(self, step: LaunchStep) -> None:
         if step.makes is not None:
-            self._record.add(step.makes, content="")
+            self._record.add(step.makes, content="", due=step.makes.revives)
         self._show(f"$ {shlex.join(step.command.arguments)}")
         result = attempt(step.command)
         if result.code and not (step.deletes and result.not_found):
@@ -256,8 +280,8 @@ class Submitter:
         if result.output.strip():
             self._show(result.output.rstrip())
         if step.makes is not None:
-            self._record.add(step.makes, step.makes.content)
-        if step.deletes:
+            self._record.add(step.makes, step.makes.content if step.whole else "")
+        if step.deletes and not step.again:
             self._record.remove(step.deletes)
 
 
@@ -275,10 +299,16 @@ def _state_of_job(text: str, resource: Resource) -> str:
     begins = re.search(r"^\[", text, re.MULTILINE)  # After what else it says.
     if begins is None:
         raise CommandError(f"`sky jobs queue` printed no list of jobs: {text!r}")
-    queue = json.loads(text[begins.start() :])
-    jobs = [job for job in queue if job["job_name"] == resource.job]
-    newest = max(jobs, key=lambda job: job["job_id"], default={"status": ""})
-    state = str(newest["status"])
+    try:
+        queue = json.loads(text[begins.start() :])
+        jobs = [job for job in queue if job["job_name"] == resource.job]
+        newest = max(jobs, key=lambda job: job["job_id"], default={"status": ""})
+        state = str(newest["status"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"`sky jobs queue` printed a list that is not understood ({error!r}): "
+            f"{text!r}"
+        ) from error
     return "" if state in resource.dead else state
 
 

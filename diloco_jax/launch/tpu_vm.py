@@ -11,7 +11,14 @@ from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import DISK, coordinator_script, island_script
-from diloco_jax.launch.order import CERTIFICATES, COORDINATOR, LOG_LINES, PORT, Order
+from diloco_jax.launch.order import (
+    CERTIFICATES,
+    COORDINATOR,
+    LOG_LINES,
+    PERMIT,
+    PORT,
+    Order,
+)
 from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.launch.resources import (
     SHARED,
@@ -25,6 +32,11 @@ from diloco_jax.launch.resources import (
 SLICE_PORTS = (8471, 8482, 8431)
 """Ports within a slice, of libtpu, JAX and runtime metrics."""
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
+WORD_LABEL = "diloco-ended"
+"""Label of the disk with the coordinator's last word, which `host.sh` puts there."""
+OVER = ("done", "hours")
+"""Words of a coordinator whose run is over, or whose last hour is; `host.sh` has them.
+"""
 
 
 def deployment(
@@ -36,18 +48,21 @@ def deployment(
       certificates: folder with `coordinator.tar` and each `island.NAME.tar`.
       folder: folder for the deployment's files.
       now_unix: first incarnation of a slice made now, above those of any slice made
-        before. A coordinator made now may begin a run within INIT_WITHIN_S.
+        before.
     """
     (host,) = hosts(order)
     address = f"{host}:{PORT}"
     project, name = f"--project={order.settings.project}", order.coordinator
     place = f"--zone={order.settings.coordinator_zone}"
     release = ("compute", "instances", "delete", name, place, project)
-    script = coordinator_script(order, address, now_unix, release)
-    files = {"coordinator.sh": script}
+    word = ("compute", "disks", "add-labels", name, place, project)
+    last_word = (*word, f"--labels={WORD_LABEL}=")
+    script = coordinator_script(order, address, now_unix, release, last_word)
+    files = {"coordinator.sh": script, PERMIT: "The run may begin.\n"}
     made = [
         _firewall(order),
         *(secret(order, stem, certificates) for stem in order.secrets),
+        permit(order, f"{folder}/{PERMIT}"),
         disk(order),
         _coordinator(order, f"{folder}/coordinator.sh"),
     ]
@@ -152,8 +167,14 @@ def _coordinator(order: Order, script: str) -> Resource:
             deadline_s=300,
         ),
         delete=gcloud(order, *instances, "delete", name, zone, deadline_s=600),
-        # It deletes itself after the run.
-        ended=("",),
+        # It deletes itself after the run, and before that tells its disk why.
+        ended=OVER,
+        last_word=gcloud(
+            order,
+            *("compute", "disks", "describe", name, zone),
+            f"--format=value(labels.{WORD_LABEL})",
+        ),
+        revives=True,
     )
 
 
@@ -216,6 +237,30 @@ def secret(order: Order, stem: str, certificates: str) -> Resource:
         delete=gcloud(order, "secrets", "delete", name),
         content=digest(Path(certificates), stem),
         update=(gcloud(order, "secrets", "versions", "add", name, data),),
+        grant=(gcloud(order, *bind),) if account else (),
+    )
+
+
+def permit(order: Order, file: str) -> Resource:
+    """Return the secret whose first version the coordinator destroys as it begins the
+    run, so that it begins none on another disk."""
+    name, settings = order.permit, order.settings
+    account = settings.coordinator_account or settings.service_account
+    role = "--role=roles/secretmanager.secretVersionManager"
+    member = f"--member=serviceAccount:{account}"
+    bind = ("secrets", "add-iam-policy-binding", name, member, role)
+    return Resource(
+        what=f"secret {name}",
+        owner=COORDINATOR,
+        find=gcloud(order, "secrets", "describe", name, "--format=value(name)"),
+        create=gcloud(
+            order,
+            *("secrets", "create", name, "--replication-policy=automatic"),
+            *(f"--data-file={file}", f"--labels={labels(order, COORDINATOR)}"),
+        ),
+        delete=gcloud(order, "secrets", "delete", name),
+        keeps=True,
+        content=PERMIT if account else "",
         grant=(gcloud(order, *bind),) if account else (),
     )
 

@@ -25,9 +25,9 @@ OF_THE_LAUNCH = frozenset(
     (
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
-        *("FIRST_INCARNATION", "PLATFORMS", "INIT_BEFORE", "DEVICE", "DISK"),
+        *("FIRST_INCARNATION", "PLATFORMS", "BEGIN", "PERMIT", "DEVICE", "DISK"),
         *("PORTS", "SOURCE", "END", "RUN", "PART", "MAX_RESTARTS", "RELEASE"),
-        *("DNS_ZONE", "ADDRESS", "FOLLOW_S"),
+        *("DNS_ZONE", "ADDRESS", "FOLLOW_S", "LAST_WORD"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

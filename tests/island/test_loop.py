@@ -136,6 +136,21 @@ def test_it_steps_to_the_end_and_leaves_when_the_run_is_finished(loop):
     assert 4 < measures.eval_loss < 7
 
 
+@pytest.mark.parametrize(("lived_s", "told"), [(599.0, 0), (601.0, 1)])
+def test_that_steps_have_lasted_is_told_once(loop, lived_s, told):
+    loop, network = loop
+    lasted = []
+    loop.lasts = lambda: lasted.append(loop.done)
+
+    def later():
+        network.now += lived_s - (STEPS - 1)
+
+    network.at = {3: later, STEPS: lambda: says.finished(network.mailbox)}
+    loop.run()
+    # It counts from the end of the first step.
+    assert len(lasted) == told
+
+
 def test_take_verdict_adoption(loop, built):
     loop, network = loop
     _, _, start, plan = built

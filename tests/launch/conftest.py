@@ -80,11 +80,30 @@ class Cloud:
         things[kind][name]["state"] = state
         (self._folder / "things.json").write_text(json.dumps(things))
 
+    def lose(self, kind: str, *names: str) -> None:
+        """As if these had been deleted, all of the kind if none is named."""
+        things = self.things
+        for name in names or list(things.get(kind, {})):
+            del things[kind][name]
+        (self._folder / "things.json").write_text(json.dumps(things))
+
+    def say_last(self, word: str) -> None:
+        """As if the coordinator's machine had deleted itself, after this last word."""
+        add = "compute disks add-labels two-coordinator --zone=us-east5-a"
+        words = f"{add} --labels=diloco-ended={word} --project=my-project".split()
+        assert fake_gcloud.main(words) == 0
+        self.lose("instance")
+
     def set_object(self, key: str, **fields: Any) -> None:
         """The same for an object."""
         objects = self.objects
         objects[key].update(fields)
         (self._folder / "objects.json").write_text(json.dumps(objects))
+
+    def complete(self) -> None:
+        """As if the coordinator's Job were done."""
+        condition = {"type": "Complete", "status": "True"}
+        self.set_object("job/two-coordinator", status={"conditions": [condition]})
 
     def fail(self, command: str, code: int, text: str) -> None:
         """Lets every command line that begins so fail."""
@@ -166,3 +185,21 @@ def launch(config: Config):
         return run(changed, "configs/two.py", options)
 
     return launch
+
+
+@pytest.fixture
+def act(config: Config, monkeypatch: pytest.MonkeyPatch):
+    """`act("gke", "watch", then=[...])`; functions run instead of waits."""
+
+    def act(on, action, *, then=(), price="", **settings):
+        steps = iter(then)
+        monkeypatch.setattr(
+            "diloco_jax.launch.command.time.sleep", lambda seconds: next(steps)()
+        )
+        changed = dataclasses.replace(config.launch, **settings)
+        options = LaunchOptions(on=on, action=action, yes=True, price=price)
+        code = run(dataclasses.replace(config, launch=changed), "two.py", options)
+        assert next(steps, None) is None, "it ended early"
+        return code
+
+    return act

@@ -107,6 +107,9 @@ COMMANDS = {
         "disk", "create", "--zone --size --type --labels", groups=("--zone",)
     ),
     "compute disks describe": Spec("disk", "describe", **ZONED),
+    "compute disks add-labels": Spec(
+        "disk", "label", "--zone --labels", groups=("--zone", "--labels")
+    ),
     "compute disks delete": Spec("disk", "delete", **ZONED),
     "compute firewall-rules create": Spec(
         "firewall rule",
@@ -233,8 +236,9 @@ def main(arguments: list[str]) -> int:
         print(f"ERROR: (gcloud) {refused}", file=sys.stderr)
         return 2
     failures = json.loads((folder / "failures.json").read_text())
-    if name in failures:
-        code, text = failures[name]
+    named = f"{name} {names[0]}" if names else name
+    if found := failures.get(name) or failures.get(named):
+        code, text = found
         print(text, file=sys.stderr)
         return code
     return act(folder / "things.json", name, spec, names, flags)
@@ -293,7 +297,7 @@ def act(
         print(json.dumps(listed(things, spec.kind, flags)))
         return 0
     kind, name = things.setdefault(spec.kind, {}), names[0]
-    there = ("describe", "delete", "ssh", "version")
+    there = ("describe", "delete", "ssh", "version", "label")
     if spec.verb in there and name not in kind:
         print(f"ERROR: ({command}) NOT_FOUND: {name} was not found", file=sys.stderr)
         return 1
@@ -307,7 +311,15 @@ def act(
             return 1
         kind[name] = {"state": FRESH.get(spec.kind, name), **flags}
     elif spec.verb == "describe":
-        print(kind[name]["state"])
+        asked = re.fullmatch(r"value\(labels\.(.+)\)", flags.get("--format", ""))
+        labels = dict(
+            pair.split("=")
+            for pair in kind[name].get("--labels", "").split(",")
+            if pair
+        )
+        print(labels.get(asked[1], "") if asked else kind[name]["state"])
+    elif spec.verb == "label":
+        kind[name]["--labels"] += f",{flags['--labels']}"
     elif spec.verb == "bind" and spec.kind == "secret":
         kind[name].setdefault("readers", []).append(flags["--member"])
     elif spec.verb == "version":

@@ -1,138 +1,14 @@
-"""After a run: what watches it, what is copied, and what is found to be left over."""
-
-import dataclasses
-import json
-import re
-from pathlib import Path
+"""After a run: what is copied, and what is found to be left over."""
 
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.launch.command import LaunchOptions, run
 from diloco_jax.launch.orphans import Orphan, listed
-
-
-@pytest.fixture
-def act(config, monkeypatch):
-    """`act("gke", "watch", then=[...])`; functions run instead of waits."""
-
-    def act(on, action, *, then=(), price="", **settings):
-        steps = iter(then)
-        monkeypatch.setattr(
-            "diloco_jax.launch.submit.time.sleep", lambda seconds: next(steps)()
-        )
-        changed = dataclasses.replace(config.launch, **settings)
-        options = LaunchOptions(on=on, action=action, yes=True, price=price)
-        return run(dataclasses.replace(config, launch=changed), "two.py", options)
-
-    return act
-
-
-def complete(cloud):
-    condition = {"type": "Complete", "status": "True"}
-    cloud.set_object("job/two-coordinator", status={"conditions": [condition]})
-
-
-def test_watch_deletes_all_but_the_run_once_it_is_done(cloud, launch, act):
-    launch("gke")
-
-    def done():
-        cloud.set_object("job/two-coordinator", phase="done")
-
-    assert act("gke", "watch", then=[lambda: None, done]) == 0
-    assert list(cloud.objects) == ["persistentvolumeclaim/two-coordinator"]
-    assert cloud.things == {}
-
-
-def test_watch_sees_that_the_coordinator_has_ended(cloud, launch, act):
-    launch("gke")
-    assert act("gke", "watch", then=[lambda: complete(cloud)]) == 0
-    assert cloud.things == {}
-
-
-def test_watch_makes_anew_what_was_taken_and_leaves_what_was_given_back(
-    cloud, launch, act
-):
-    launch("tpu_vm")
-    cloud.set_state("queued resource", "two-v5p", "SUSPENDED")
-    things = cloud.things
-    # It ended with 2, say.
-    del things["queued resource"]["two-v6e-b"]
-    (cloud._folder / "things.json").write_text(json.dumps(things))
-    cloud.changes()
-    seen = []
-
-    def after_a_round():
-        seen.extend(call for call in cloud.changes() if "ssh" not in call)
-        # Both end, and the coordinator's machine deletes itself at last.
-        things = cloud.things
-        things["queued resource"].clear()
-        things["instance"].clear()
-        (cloud._folder / "things.json").write_text(json.dumps(things))
-
-    assert act("tpu_vm", "watch", then=[after_a_round]) == 0
-    assert [call[4:6] for call in seen] == [
-        ["delete", "two-v5p"],
-        ["create", "two-v5p"],
-    ]
-    made = [call for call in cloud.changes() if "create" in call]
-    assert made == []
-    assert set(cloud.things) == {"disk"}
-
-
-def test_what_watch_makes_anew_begins_above_all_before(cloud, launch, act, monkeypatch):
-    launch("tpu_vm")
-    before = first_incarnation(cloud)
-    cloud.set_state("queued resource", "two-v5p", "SUSPENDED")
-    later = before + 5000
-    monkeypatch.setattr("diloco_jax.launch.command.time.time", lambda: later)
-
-    def end():
-        things = cloud.things
-        assert first_incarnation(cloud) == later
-        things["instance"].clear()
-        (cloud._folder / "things.json").write_text(json.dumps(things))
-
-    assert act("tpu_vm", "watch", then=[end]) == 0
-
-
-def first_incarnation(cloud):
-    made = cloud.things["queued resource"]["two-v5p"]
-    script = Path(made["--metadata-from-file"].partition("=")[2]).read_text()
-    return int(re.search(r"^FIRST_INCARNATION=(\d+)$", script, re.MULTILINE)[1])
-
-
-def test_watch_ends_at_the_last_hour(cloud, launch, act, monkeypatch):
-    launch("gke")
-    now = [1_800_000_000.0]
-    monkeypatch.setattr("diloco_jax.launch.command.time.time", lambda: now[0])
-
-    def later():
-        now[0] += 7200
-
-    assert act("gke", "watch", then=[later], max_hours=1.5) == 0
-    assert cloud.things == {}
-
-
-def test_a_failure_does_not_end_the_watch(cloud, launch, act, capsys):
-    launch("tpu_vm")
-    find = "compute tpus queued-resources describe"
-    cloud.fail(find, 1, "internal error")
-
-    def put_right():
-        cloud.fail("", 0, "")
-        things = cloud.things
-        things["instance"].clear()
-        (cloud._folder / "things.json").write_text(json.dumps(things))
-
-    assert act("tpu_vm", "watch", then=[put_right]) == 0
-    assert "internal error" in capsys.readouterr().err
-    assert set(cloud.things) == {"disk"}
 
 
 def test_results_are_copied_from_beside_the_disk(cloud, launch, act, tmp_path):
     launch("gke")
-    complete(cloud)
+    cloud.complete()
     cloud.changes()
     assert act("gke", "results") == 0
     apply, wait, copy, delete = cloud.changes()
@@ -160,8 +36,8 @@ def test_what_was_left_over_is_found_without_a_record_and_priced(
         " ".join(line.split()) for line in lines
     )
     assert any("disk two-coordinator" in line for line in lines)
-    assert sum("secret two-" in line for line in lines) == 3
-    assert lines[-1] == "8 found: 41.00 per hour"
+    assert sum("secret two-" in line for line in lines) == 4
+    assert lines[-1] == "9 found: 41.00 per hour"
 
 
 def test_a_node_of_gke_is_priced_by_its_machine():

@@ -150,31 +150,43 @@ def test_sigterm_reaches_the_island_itself(config, shell):
     assert island.returncode == 1
 
 
-def coordinator_script(config, now=NOW, source="", max_hours=0.0):
+def coordinator_script(config, now=NOW, source="", max_hours=0.0, job="coordinator"):
     config = dataclasses.replace(
         config, launch=dataclasses.replace(config.launch, max_hours=max_hours)
     )
     order = make_order(config, "two.py", "gke", source)
-    text = deployment(order, "certificates", "folder", now).files["coordinator.yaml"]
+    text = deployment(order, "certificates", "folder", now).files[f"{job}.yaml"]
     made = {m["kind"]: m for m in yaml.safe_load_all(text)}
     return container_script(made["Job"]["spec"]["template"]["spec"])
 
 
-@pytest.mark.parametrize(
-    ("age_s", "has_log", "begins"),
-    [(60, False, True), (60, True, False), (7200, False, False)],
-)
-def test_only_a_fresh_launch_begins_a_run(
-    config, shell, tmp_path, age_s, has_log, begins
+def test_a_run_begins_once_on_the_disk_that_it_was_launched_with(
+    config, shell, tmp_path
 ):
-    if has_log:
-        (tmp_path / "run" / "log").mkdir(parents=True)
-    source = "hf:gs://bucket/a b"
-    script = coordinator_script(config, int(time.time()) - age_s, source)
-    said, _ = shell(script, 'echo "$@"; exit 1').communicate(timeout=WAIT_S)
-    assert ("--init" in said) == begins
-    assert (f"--init {source}" in said) == begins
-    assert "--bind 0.0.0.0:7077 --advertise two-coordinator.default.svc:7077" in said
+    source, run = "hf:gs://bucket/a b", tmp_path / "run"
+    run.mkdir()
+    permit = coordinator_script(config, job="begin")
+    script = coordinator_script(config, source=source)
+
+    def begins():
+        said, _ = shell(script, 'echo "$@"; exit 1').communicate(timeout=WAIT_S)
+        assert "--bind 0.0.0.0:7077 --advertise two-coordinator.default.svc" in said
+        assert ("--init" in said) == (f"--init {source}" in said)
+        return "--init" in said
+
+    assert not begins(), "a disk that replaces a lost one"
+    shell(permit, "").communicate(timeout=WAIT_S)
+    assert begins()
+    assert begins(), "the first process ended before it had begun the run"
+    (run / "log").mkdir()
+    assert not begins()
+    (run / "log").rmdir()
+    assert not begins(), "what is left of a run"
+    # As of a run that an earlier version launched.
+    (run / "log").mkdir()
+    shell(permit, "").communicate(timeout=WAIT_S)
+    (run / "log").rmdir()
+    assert not begins()
 
 
 @pytest.mark.parametrize(
@@ -210,12 +222,18 @@ def test_a_coordinator_that_fails_is_started_again(config, shell):
     assert process.returncode == 7
 
 
-def test_sigterm_reaches_the_coordinator(config, shell):
-    process = shell(coordinator_script(config), UNTIL_TERM % ("summary", 0))
+@pytest.mark.parametrize(("own", "code"), [(0, 1), (1, 1), (3, 3)])
+@pytest.mark.parametrize("max_hours", [0.0, 2.0])
+def test_sigterm_reaches_the_coordinator_and_does_not_complete_its_job(
+    config, shell, own, code, max_hours
+):
+    """A node that is drained is not the end of the run."""
+    script = coordinator_script(config, int(time.time()), max_hours=max_hours)
+    process = shell(script, UNTIL_TERM % ("summary", own))
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=WAIT_S)[0] == "summary\n"
-    assert process.returncode == 0
+    assert process.returncode == code
 
 
 @pytest.mark.parametrize("code", [0, 2, 3])

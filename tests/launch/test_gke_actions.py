@@ -29,6 +29,7 @@ def test_create_makes_everything_once(cloud, launch):
     assert sorted(cloud.objects) == [
         "configmap/two-config",
         "job/two-coordinator",
+        "job/two-coordinator-begin",
         "jobset/two-v5p",
         "jobset/two-v6e-b",
         "namespace/train",
@@ -69,6 +70,22 @@ def test_workers_apart_are_made_and_deleted_with_keys_of_their_own(cloud, launch
     assert launch("gke", "delete", workers=2, workers_apart=True) == 0
     left = [name for name in cloud.objects if "worker" in name]
     assert left == [f"persistentvolumeclaim/two-worker-{n}" for n in range(2)]
+
+
+def test_no_coordinator_comes_before_its_disk_has_the_permit_to_begin(cloud, launch):
+    cloud.fail("kubectl wait job/two-coordinator-begin", 1, "timed out")
+    for _ in range(2):
+        assert launch("gke") == 1
+        assert "job/two-coordinator-begin" in cloud.objects
+        assert "job/two-coordinator" not in cloud.objects
+    cloud.fail("", 0, "")
+    cloud.changes()
+    assert launch("gke") == 0
+    verbs = [call[1:3] for call in cloud.changes() if call[0] == "kubectl"]
+    assert verbs[0] == ["wait", "job/two-coordinator-begin"]
+    assert "job/two-coordinator" in cloud.objects
+    assert launch("gke") == 0
+    assert cloud.changes() == []
 
 
 def test_a_reserved_slice_of_one_host(cloud, launch, config):
@@ -120,8 +137,12 @@ def test_delete_leaves_the_disk_unless_told_otherwise(cloud, launch):
     launch("gke", namespace="train")
     assert launch("gke", "delete", namespace="train") == 0
     # The namespace is not ours alone.
-    left = ["namespace/train", "persistentvolumeclaim/two-coordinator"]
-    assert sorted(cloud.objects) == left
+    assert sorted(cloud.objects) == [
+        # Without it a disk that got lost would be taken for a new run.
+        "job/two-coordinator-begin",
+        "namespace/train",
+        "persistentvolumeclaim/two-coordinator",
+    ]
     assert cloud.things == {}
     assert launch("gke", "delete", namespace="train", disk=True) == 0
     assert sorted(cloud.objects) == ["namespace/train"]

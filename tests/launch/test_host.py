@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import tarfile
-import time
 
 import pytest
 
@@ -24,6 +23,10 @@ echo "docker $*" >>"$TOOLS/calls"
 case "$*" in
   *"print-access-token"*) echo token ;;
   *"--out-file"*) cp "$TOOLS/secret.tar" "${!#}" ;;
+  *"versions describe 1 --secret two-coordinator-begin"*)
+    cat "$TOOLS/permit" 2>/dev/null || echo ENABLED ;;
+  *"versions destroy 1 --secret two-coordinator-begin"*)
+    echo DESTROYED >"$TOOLS/permit" ;;
   *"--secret hub-token"*) printf 'two\nlines\n' ;;
   *" manifest --missing "*) exit 2 ;;
   *"--name diloco"*)
@@ -90,7 +93,7 @@ class Machine:
             timeout=WAIT_S,
             check=False,
         )
-        self.errors = done.stderr
+        self.said, self.errors = done.stdout, done.stderr
         return done.returncode
 
     @property
@@ -117,7 +120,6 @@ def island(tmp_path, config):
 @pytest.fixture
 def coordinator(tmp_path, config):
     machine = Machine(tmp_path / "coordinator", config, "coordinator.sh")
-    machine.render(config, "coordinator.sh", int(time.time()))
     assert machine.start("boot") == 0, machine.errors
     return machine
 
@@ -280,10 +282,48 @@ def test_a_coordinator_goes_on_with_the_run_on_its_disk(coordinator):
     assert not calls[-1].endswith("--init")
 
 
-def test_a_disk_that_got_lost_is_no_new_run(coordinator, config):
-    coordinator.render(config, "coordinator.sh", int(time.time()) - 7200)
+def test_a_run_begins_however_late_its_first_start_is(coordinator):
+    """The image could not be pulled for a day."""
+    (coordinator.tools / "broken").write_text("pull")
+    assert coordinator.start("run") == 1
+    (coordinator.tools / "broken").unlink()
+    for _ in range(2):
+        # The first process ended before it had begun the run.
+        assert coordinator.start("run", EXIT="1") == 1
+        assert diloco(coordinator).endswith("--init")
+
+
+def test_a_disk_that_got_lost_is_no_new_run(coordinator):
+    disk = coordinator.root / "mnt/disks/diloco"
+    assert coordinator.start("run", EXIT="1") == 1
+    assert diloco(coordinator).endswith("--init")
+    shutil.rmtree(disk)
+    assert coordinator.start("run") == 0, coordinator.errors
+    assert not diloco(coordinator).endswith("--init")
+    assert "begun on another disk" in coordinator.said
+
+
+def test_what_is_left_of_a_run_without_its_log_is_no_new_run(coordinator):
+    log = coordinator.root / "mnt/disks/diloco/run/log"
+    coordinator.start("run")
+    log.mkdir(parents=True)
+    coordinator.start("run")
+    log.rmdir()
     coordinator.start("run")
     assert not diloco(coordinator).endswith("--init")
+
+
+@pytest.mark.parametrize("broken", ["versions describe", "versions destroy"])
+def test_a_permit_is_neither_lost_nor_given_twice_by_a_start_that_is_cut_off(
+    coordinator, broken
+):
+    (coordinator.tools / "broken").write_text(broken)
+    assert coordinator.start("run") == 1
+    assert not any("--name diloco" in call for call in coordinator.calls)
+    (coordinator.tools / "broken").unlink()
+    assert coordinator.start("run") == 0
+    assert diloco(coordinator).endswith("--init")
+    assert (coordinator.tools / "permit").read_text() == "DESTROYED\n"
 
 
 def test_signals_reach_diloco(island):

@@ -1,10 +1,13 @@
 """The end on a machine without Kubernetes: it gives itself back, or tries again."""
 
 import dataclasses
+import os
 import time
 
 import pytest
 from test_host import Machine, diloco
+
+from diloco_jax import run_files
 
 NOW = 1_800_000_000
 
@@ -22,6 +25,17 @@ def machine(tmp_path, config, name, now=NOW, **settings):
 def released(made):
     """Commands by which the machine gives itself back."""
     return [call for call in made.calls if " delete " in call]
+
+
+def last_words(made):
+    """What the machine has told its disk before it gave itself back."""
+    told = made.root / "tools/calls"
+    lines = told.read_text().splitlines() if told.exists() else []
+    word = "compute disks add-labels two-coordinator --zone=us-east5-a"
+    before = [line for line in lines if " delete " in line or word in line]
+    if before:
+        assert word in before[0], "it is told before the machine is gone"
+    return [line.rpartition("=")[2] for line in before if word in line]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +73,24 @@ def test_a_coordinator_stays_until_the_run_is_done(tmp_path, config, phase, give
         (run / "summary.json").write_text(f'{{\n  "phase": "{phase}"\n}}')
     # It is 0 too where it was asked to end, as before a reboot.
     assert made.start("over", EXIT_STATUS="0") == 0, made.errors
+    assert last_words(made) == (["done"] if gives_back else [])
     calls = released(made)
     assert bool(calls) == gives_back
     if gives_back:
         assert "compute instances delete two-coordinator --zone=us-east5-a" in calls[0]
+
+
+@pytest.mark.parametrize("status", ["2", "3"])
+def test_a_coordinator_that_failed_says_so_to_whoever_watches(tmp_path, config, status):
+    made = machine(tmp_path, config, "coordinator.sh")
+    run = made.root / "mnt/disks/diloco/run"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text('{"phase": "done"}')
+    # Without the right to say it, the machine is given back all the same.
+    (made.tools / "broken").write_text("add-labels")
+    assert made.start("over", EXIT_STATUS=status) == 0, made.errors
+    assert last_words(made) == ["failed"]
+    assert len(released(made)) == 1
 
 
 def test_the_last_hour_ends_both(tmp_path, config):
@@ -72,6 +100,8 @@ def test_the_last_hour_ends_both(tmp_path, config):
         assert made.start("run", EXIT="1") == 0, made.errors
         assert made.calls == []
         assert made.start("over", EXIT_STATUS="0") == 0
+        if name == "coordinator.sh":
+            assert last_words(made) == ["hours"]
         assert len(released(made)) == 1
 
 
@@ -90,20 +120,57 @@ def test_a_process_ends_at_the_last_hour(tmp_path, config):
     assert words[4:6] == ["docker", "run"]
 
 
-def test_a_crash_loop_ends(tmp_path, config):
-    made = machine(tmp_path, config, "two-v5p.sh")
+def older(path, seconds):
+    """Makes the file as old as if its last change were that much earlier."""
+    before = path.stat().st_mtime - seconds
+    os.utime(path, (before, before))
+
+
+@pytest.mark.parametrize("name", ["two-v5p.sh", "coordinator.sh"])
+def test_a_crash_loop_ends_however_long_each_start_takes(tmp_path, config, name):
+    made = machine(tmp_path, config, name)
     count = made.root / "var/lib/diloco/crashes"
-    assert made.start("run", EXIT="1") == 1
-    began, crashes = map(int, count.read_text().split())
-    assert crashes == 1
-    count.write_text(f"{began} 200\n")
+    (made.tools / "broken").write_text("pull")
+    for attempt in range(3):
+        assert made.start("run") == 1
+        assert count.read_text() == f"{attempt + 1}\n"
+        # It has copied text for two hours.
+        older(count, 7200)
+    count.write_text("200\n")
+    older(count, 7200)
     made.calls  # noqa: B018
-    assert made.start("run", EXIT="1") == 2
+    assert made.start("run") == 2
     assert made.calls == []
-    # Ten minutes in which it ran end the row.
-    count.write_text(f"{began - 700} 200\n")
-    assert made.start("run", EXIT="1") == 1
-    assert count.read_text().split()[1] == "1"
+
+
+def test_lasting_progress_ends_a_row_of_crashes(tmp_path, config):
+    island = machine(tmp_path / "island", config, "two-v5p.sh")
+    count = island.root / "var/lib/diloco/crashes"
+    mark = island.root / "var/lib/diloco/run" / run_files.LASTED
+    mark.touch()
+    older(mark, 100)
+    for before, expected in ((200, 2), (199, 1)):
+        count.write_text(f"{before}\n")
+        assert island.start("run", EXIT="1") == expected
+    assert count.read_text() == "200\n"
+    mark.touch()
+    assert island.start("run", EXIT="1") == 1
+    assert count.read_text() == "1\n"
+
+
+def test_a_coordinator_that_merged_for_ten_minutes_is_in_no_crash_loop(
+    tmp_path, config
+):
+    made = machine(tmp_path, config, "coordinator.sh")
+    count = made.root / "var/lib/diloco/crashes"
+    publish = made.root / "mnt/disks/diloco/run" / run_files.PUBLISHES / "0"
+    publish.parent.mkdir(parents=True)
+    for lived_s, left in ((300, "200"), (700, "1")):
+        count.write_text("199\n")
+        older(count, lived_s)
+        publish.touch()
+        assert made.start("run", EXIT="1") == 1
+        assert count.read_text() == f"{left}\n"
 
 
 @pytest.mark.parametrize("may_log", [True, False])

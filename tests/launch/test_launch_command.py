@@ -33,7 +33,7 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
     assert cloud.calls == []
     shown = capsys.readouterr()
     files = sorted(file.name for file in (tmp_path / "run/launch").iterdir())
-    assert len(files) == {"tpu_vm": 3, "gke": 6}[on]
+    assert len(files) == {"tpu_vm": 4, "gke": 7}[on]
     assert all(f"written: {tmp_path}/run/launch/{name}" in shown.err for name in files)
     # No key is made, and nothing counts as made.
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["launch"]
@@ -80,7 +80,7 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
-    assert "run these 8 commands? [y/N]" in capsys.readouterr().err
+    assert "run these 9 commands? [y/N]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
@@ -97,7 +97,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     )
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    assert out.count("--project=other-project") == 8
+    assert out.count("--project=other-project") == 9
     assert "--reserved" in out
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 
@@ -126,6 +126,38 @@ def test_an_unknown_zone_is_remarked_upon(path, capsys):
     assert cli.main(line.split()) == 0
     said = capsys.readouterr().err
     assert "note: us-east5-c is not among the zones known to offer v5p" in said
+
+
+@pytest.mark.parametrize("field", ["image", "cloud_image"])
+def test_an_image_without_a_digest_is_told(cloud, launch, capsys, field):
+    digest = "@sha256:" + 64 * "a"
+    images = {"image": f"a{digest}", "cloud_image": f"b{digest}"}
+    assert launch("tpu_vm", **images) == 0
+    assert "write its digest" not in capsys.readouterr().err
+    assert launch("tpu_vm", **{**images, field: "c:1"}) == 0
+    lines = capsys.readouterr().err.splitlines()
+    (note,) = [line for line in lines if "write its digest" in line]
+    assert f"launch.{field} = 'c:1' is a name that may come to mean another" in note
+
+
+@pytest.mark.parametrize(
+    ("islands", "coordinator", "told"),
+    [
+        ("", "", ["service_account is empty", "act as one account"]),
+        ("i@p.iam", "", ["act as one account"]),
+        ("i@p.iam", "i@p.iam", ["act as one account"]),
+        ("i@p.iam", "c@p.iam", []),
+    ],
+)
+def test_accounts_that_may_do_too_much_are_told(
+    cloud, launch, capsys, islands, coordinator, told
+):
+    accounts = {"service_account": islands, "coordinator_account": coordinator}
+    assert launch("tpu_vm", **accounts) == 0
+    lines = capsys.readouterr().err.splitlines()
+    notes = [line for line in lines if line.startswith("note: ") and "account" in line]
+    assert len(notes) == len(told)
+    assert all(text in note for text, note in zip(told, notes, strict=True))
 
 
 def test_a_tool_that_is_missing_is_named(config, monkeypatch, capsys, tmp_path):

@@ -153,6 +153,26 @@ def test_the_image_has_the_jax_that_the_tests_run_with() -> None:
     assert '"jax[tpu]==${JAX}"' in dockerfile
 
 
+def test_the_images_packages_are_those_with_the_dockerfiles_jax(checkout):
+    """With a `uv` that says what it is asked for."""
+    ask = '#!/bin/bash\necho "$@" >asked; cat >>asked\n'
+    executable(checkout / "tools/uv", ask)
+    done = bash(checkout, "-c", "PATH=$PWD/tools:$PATH bash launch/constraints.sh")
+    assert done.returncode == 0, done.stderr
+    options, *packages = (checkout / "asked").read_text().splitlines()
+    dockerfile = (ROOT / "launch/gke/Dockerfile").read_text()
+    (jax,) = re.findall(r"^ARG JAX=(\S+)$", dockerfile, re.MULTILINE)
+    built_with = (ROOT / "pyproject.toml").read_text()
+    assert packages[0] == f"jax[tpu]=={jax}"
+    assert f'requires = ["{packages[1]}"]' in built_with
+    assert "--generate-hashes" in options
+    assert "--python-version 3.12 " in options
+    (extras,) = re.findall(r'"\.\[(\S+)\]"', dockerfile)
+    assert all(f"--extra {extra} " in options for extra in extras.split(","))
+    file = re.search(r"--output-file (\S+)", options)[1]
+    assert f"!{file}\n" in (ROOT / ".dockerignore").read_text()
+
+
 @pytest.mark.parametrize(
     ("there", "wanted", "enough"),
     [

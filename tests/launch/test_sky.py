@@ -115,7 +115,7 @@ def test_stop_and_delete_cancel_the_jobs(cloud, launch):
     assert launch("sky", "run", **PLACE) == 0
     assert [job["status"] for job in cloud.jobs[3:]] == ["PENDING"] * 3
     assert launch("sky", "delete", **PLACE) == 0
-    assert set(cloud.things) == {"disk"}
+    assert set(cloud.things) == {"disk", "secret"}
     assert launch("sky", "delete", disk=True, **PLACE) == 0
     assert cloud.things == {}
 

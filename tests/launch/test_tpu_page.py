@@ -36,6 +36,7 @@ def of(tool):
     return [line for line in LINES if line[0] == tool]
 
 
+CREATED = ["iam", "service-accounts", "create"]
 LAUNCHES = [line for line in of("diloco") if line[1] == "launch"]
 
 
@@ -46,6 +47,50 @@ def test_the_page_uses_tools_that_are_checked_here():
 @pytest.mark.parametrize("line", of("gcloud"), ids=" ".join)
 def test_every_gcloud_line_is_in_the_reference(line):
     fake_gcloud.parse(line[1:])
+
+
+def test_no_account_of_the_page_deletes_what_is_not_its_own():
+    permissions, bound = {}, {}
+    for line in of("gcloud"):
+        name, _, names, flags = fake_gcloud.parse(line[1:])
+        if name == "iam roles create":
+            role = f"projects/my-project/roles/{names[0]}"
+            permissions[role] = flags["--permissions"].split(",")
+        elif name == "projects add-iam-policy-binding":
+            who = flags["--member"].removeprefix("serviceAccount:").partition("@")[0]
+            allowed = permissions.get(flags["--role"], [flags["--role"]])
+            for permission in allowed:
+                bound.setdefault(who, {})[permission] = flags["--condition"]
+    reads = {
+        "roles/artifactregistry.reader": "None",
+        "roles/storage.objectViewer": "None",
+        "roles/logging.logWriter": "None",
+    }
+    slices = ("tpu.nodes.delete", "tpu.queuedResources.delete")
+    own = 'expression=resource.name.endsWith("/two-slices-coordinator"),'
+    own += "title=two-slices"
+    assert bound == {
+        "diloco": {
+            **reads,
+            **dict.fromkeys((*slices, "tpu.queuedResources.get"), "None"),
+        },
+        "diloco-coordinator": {
+            **reads,
+            "compute.zoneOperations.get": "None",
+            "compute.instances.delete": own,
+            "compute.disks.get": own,
+            "compute.disks.setLabels": own,
+        },
+    }
+
+
+def test_the_pages_accounts_are_those_of_its_config(cloud, configs):
+    made = {line[4] for line in of("gcloud") if line[1:4] == CREATED}
+    assert cli.main([*LAUNCHES[1][1:], "--yes"]) == 0
+    slice_ = cloud.things["queued resource"]["two-slices-v5p"]["--service-account"]
+    machine = cloud.things["instance"]["two-slices-coordinator"]["--service-account"]
+    assert made == {slice_.partition("@")[0], machine.partition("@")[0]}
+    assert slice_ != machine
 
 
 @pytest.mark.parametrize("line", of("kubectl"), ids=" ".join)

@@ -31,7 +31,8 @@ def test_create_makes_everything_once(cloud, launch, capsys):
     assert {kind: sorted(made) for kind, made in things.items()} == {
         "firewall rule": ["two"],
         "secret": [
-            f"two-{name}-certificates" for name in ("coordinator", "v5p", "v6e-b")
+            "two-coordinator-begin",
+            *(f"two-{name}-certificates" for name in ("coordinator", "v5p", "v6e-b")),
         ],
         "disk": ["two-coordinator"],
         "instance": ["two-coordinator"],
@@ -143,7 +144,8 @@ def test_logs_of_one_island(cloud, launch, capsys):
 def test_delete_leaves_the_disk_unless_told_otherwise(cloud, launch, capsys, tmp_path):
     launch("tpu_vm")
     assert launch("tpu_vm", "delete") == 0
-    assert set(cloud.things) == {"disk"}
+    assert set(cloud.things) == {"disk", "secret"}
+    assert list(cloud.things["secret"]) == ["two-coordinator-begin"]
     assert "kept: disk two-coordinator" in capsys.readouterr().err
     assert launch("tpu_vm", "delete", disk=True) == 0
     assert cloud.things == {}
@@ -260,11 +262,22 @@ def test_scripts_hold_no_key_and_secrets_no_authority(cloud, launch, tmp_path):
         assert (tmp_path / given).stat().st_mode & 0o077 == 0
 
 
+def test_a_secret_whose_reader_could_not_be_bound_is_bound_later(cloud, launch):
+    account = {"service_account": "i@p.iam"}
+    cloud.fail("secrets add-iam-policy-binding", 1, "no route to host")
+    assert launch("tpu_vm", **account) == 1
+    cloud.fail("", 0, "")
+    assert launch("tpu_vm", **account) == 0
+    for made in cloud.things["secret"].values():
+        assert made["readers"] == ["serviceAccount:i@p.iam"]
+
+
 def test_each_account_reads_its_own_secrets(cloud, launch):
     accounts = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
     assert launch("tpu_vm", **accounts) == 0
     readers = {name: made["readers"] for name, made in cloud.things["secret"].items()}
     assert readers == {
+        "two-coordinator-begin": ["serviceAccount:c@p.iam"],
         "two-coordinator-certificates": ["serviceAccount:c@p.iam"],
         "two-v5p-certificates": ["serviceAccount:i@p.iam"],
         "two-v6e-b-certificates": ["serviceAccount:i@p.iam"],

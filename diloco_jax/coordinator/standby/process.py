@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import jax
@@ -12,13 +13,20 @@ from diloco_jax.coordinator import main
 from diloco_jax.coordinator.serving import serve
 from diloco_jax.coordinator.settings import own_tls
 from diloco_jax.coordinator.standby.node import StandbyNode
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.coordinator.standby.seat import LED_ELSEWHERE
+from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.wire import addresses
+from diloco_jax.wire.errors import Refused
+
+logger = logging.getLogger(__name__)
 
 
 def run_standby(config: Config, workdir: Path, primary: str) -> int:
     """Follow the coordinator at HOST:PORT, take over when it is gone, and serve the run
     until it is over; return the exit code.
+
+    A node that took over may lose the mandate again, as while it loads its state. That
+    is no refusal for good, as for a primary: the same command follows whoever leads.
 
     Raises ConfigError and Refused as `StandbyNode.run` and `main.run` do.
     """
@@ -34,4 +42,10 @@ def run_standby(config: Config, workdir: Path, primary: str) -> int:
         return EXIT_DONE
     coordinator = main.Coordinator(config, workdir, init=False)
     coordinator.gathers = outcome.run_id if outcome.by == "gathering" else ""
-    return serve(coordinator)
+    try:
+        return serve(coordinator)
+    except Refused as error:
+        if error.code != LED_ELSEWHERE:
+            raise
+        logger.error("%s: start it again as it is, with --standby-of", error)
+        return EXIT_FAILED

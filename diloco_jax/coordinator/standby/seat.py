@@ -33,6 +33,7 @@ from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.observability.tape import Tape
+from diloco_jax.paths import StorageAway
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.standby import primary
 from diloco_jax.protocol.standby.events import (
@@ -69,6 +70,8 @@ POLL_S = 0.2
 """Pause between two looks at how long to wait: a handler of signals notifies nobody."""
 MANDATE = "mandate"
 """Code of a coordinator that does not lead."""
+LED_ELSEWHERE = "led elsewhere"
+"""Code of one that may follow whoever leads, as its standby."""
 
 
 def taken(
@@ -82,7 +85,8 @@ def taken(
     mandate, if the config has one. facts: without a run id if the workdir has no run.
     gathers: see `main.Coordinator`. opened: closes the seat.
 
-    Raises ConfigError, and Refused if another node leads.
+    Raises ConfigError, Refused if another node leads, and StorageAway if the object of
+    the mandate does not answer.
     """
     placement = config.placement
     if not placement.mandate:
@@ -139,6 +143,7 @@ class Seat(Unseated):
         self._nudge: Callable[[], None] = lambda: None
         self.reason = ""
         """Why this node does not lead; empty while it may."""
+        self._code = MANDATE
         self._run_id = ""
 
     def take(self, run_id: str, *, gathers: bool = False) -> None:
@@ -146,8 +151,8 @@ class Seat(Unseated):
 
         gathers: the workdir has no state that counts, by the mandate's own word.
 
-        Raises Refused if another node leads, and ConfigError if the object does not
-        answer.
+        Raises Refused if another node leads, StorageAway if the object does not answer,
+        and ConfigError if this node has to gather.
         """
         self._run_id = run_id
         self._machine: MachineThread[Primary] = MachineThread(
@@ -163,12 +168,12 @@ class Seat(Unseated):
         self._machine.start()
         within_s = self._timing.valid_s
         if not self._machine.wait_for(lambda s: s.phase != "seeking", within_s):
-            raise ConfigError(
+            raise StorageAway(
                 f"the object of placement.mandate did not answer within {within_s:g} s "
                 f"(see the log): nobody may lead without it; make it reachable"
             )
         if self.reason:
-            raise Refused(MANDATE, self.reason)
+            raise Refused(self._code, self.reason)
         if self._machine.state.gathers != gathers:
             raise ConfigError(
                 f"node {self.node} took the mandate without a state that counts, and "
@@ -239,7 +244,7 @@ class Seat(Unseated):
     ) -> None:
         """See `Unseated`."""
         if self.reason:
-            raise Refused(MANDATE, self.reason)
+            raise Refused(self._code, self.reason)
         if self._lapsed:
             self._lapsed = False
             alert(LAPSED)
@@ -375,7 +380,8 @@ class Seat(Unseated):
             case Lapse():
                 self._lapsed = True
                 self._nudge()
-            case StepDown(reason=reason):
+            case StepDown(reason=reason, follows=follows):
+                self._code = LED_ELSEWHERE if follows else MANDATE
                 self.reason = reason
                 self._nudge()
             case Reign():

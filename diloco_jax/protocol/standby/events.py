@@ -169,9 +169,11 @@ class Reign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepDown(msgspec.Struct, frozen=True, kw_only=True):
-    """End the process, and let nothing more be seen: another node leads."""
+    """End the process, and let nothing more be seen: it is not to lead."""
 
     reason: str
+    follows: bool = False
+    """True if another node leads, which this one may follow as its standby."""
 
 
 PrimaryEffect = (

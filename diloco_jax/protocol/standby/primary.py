@@ -157,7 +157,7 @@ def _told_by_store(state: Primary, event: FromStore, now: float) -> Step:
                 lapsed=False,
             )
             if asked.mandate is not None and asked.mandate.ceded:
-                return _step_down(state, _ceded(asked.mandate))
+                return _step_down(state, _ceded(asked.mandate), follows=True)
             state, effects = _confirmed(state, asked)
             over = asked.mandate is not None and asked.mandate.over
             state = replace(state, told_over=over)
@@ -194,6 +194,7 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
             f"node {mandate.holder} holds the mandate in reign {mandate.reign}, this "
             f"is node {state.node} of reign {state.reign}; what was merged there is "
             f"not in this workdir. Start this coordinator as the standby of that one",
+            follows=True,
         )
     if state.phase != "seeking" and others:
         return _step_down(
@@ -203,7 +204,7 @@ def _read(state: Primary, generation: str, mandate: Mandate | None, now: float) 
             f"the other",
         )
     if mandate.ceded:
-        return _step_down(state, _ceded(mandate))
+        return _step_down(state, _ceded(mandate), follows=True)
     state = replace(
         state,
         generation=generation,
@@ -287,10 +288,10 @@ def _lost(state: Primary, why: str) -> Step:
     return state, effects
 
 
-def _step_down(state: Primary, reason: str) -> Step:
+def _step_down(state: Primary, reason: str, *, follows: bool = False) -> Step:
     phase = PRIMARY.move(state.phase, "step down")
     state = replace(state, phase=phase, standby="", valid_until=-math.inf)
-    return state, [StepDown(reason=reason)]
+    return state, [StepDown(reason=reason, follows=follows)]
 
 
 def _is_followed(state: Primary) -> bool:

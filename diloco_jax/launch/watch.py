@@ -1,0 +1,105 @@
+"""Watch over a launched run: make anew what is taken away, delete the rest at its end.
+
+Nobody sits beside it. So no failing call ends it, or holds up other calls: each is made
+again in the next round, and one that fails round after round is told in capitals.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from diloco_jax.launch.calls import CommandError
+from diloco_jax.launch.resources import Deployment
+from diloco_jax.launch.submit import Submitter
+
+EVERY_S = 60.0
+"""Pause between two rounds."""
+LOUD_ROUNDS = 10
+"""Rounds in a row in which a call fails before each as many again are told aloud."""
+
+Answer = TypeVar("Answer")
+
+
+class LaunchWatch:
+    """The rounds of `--action watch`.
+
+    renew: renders the deployment anew, since a slice that is made anew begins above
+    all incarnations before it. show: prints a line.
+    """
+
+    def __init__(
+        self,
+        submitter: Submitter,
+        renew: Callable[[], Deployment],
+        show: Callable[[str], None],
+    ) -> None:
+        self._submitter, self._renew, self._show = submitter, renew, show
+        self._failed: dict[str, tuple[int, float]] = {}
+        """By what was tried: rounds in which it failed, and since when."""
+
+    def run(self, until: float) -> None:
+        """Go on until the run is confirmed to be over or `until` (of `time.time()`);
+        then delete all but the run."""
+        submitter = self._submitter
+        submitter.prepare()
+        while not (submitter.dry_run or time.time() >= until or self._is_over()):
+            self._revive()
+            time.sleep(EVERY_S)
+        if submitter.dry_run:
+            self._revive()
+        else:
+            self._release()
+
+    def _is_over(self) -> bool:
+        """Tell whether the run is over, as its coordinator says or said last."""
+        phase = self._try("the run's status", self._submitter.phase, "no answer")
+        self._show(f"# {time.strftime('%H:%M')} {phase}")
+        return phase == "done" or self._try(
+            "the coordinator", self._submitter.has_ended, False
+        )
+
+    def _revive(self) -> None:
+        self._try("the launch's files", self._render, None)
+        for resource in self._submitter.reviving():
+            revive = functools.partial(self._submitter.revive, resource)
+            self._try(resource.what, revive, None)
+
+    def _render(self) -> None:
+        self._submitter.deployment = self._renew()
+
+    def _release(self) -> None:
+        """Delete all but the run; go on until nothing of it is left."""
+        while True:
+            left = False
+            for entry in self._submitter.released():
+                release = functools.partial(self._submitter.release, entry)
+                gone = self._try(str(entry["what"]), release, None)
+                if gone is False:
+                    return  # The user said no.
+                left = left or gone is None
+            if not left:
+                break
+            time.sleep(EVERY_S)
+        self._submitter.show_kept()
+
+    def _try(self, what: str, call: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return what the call returns, or `otherwise` if it fails, which is told."""
+        try:
+            answer = call()
+        except (CommandError, OSError) as error:
+            rounds, since = self._failed.get(what, (0, time.time()))
+            self._failed[what] = rounds + 1, since
+            self._show(f"error: {error}")
+            if (rounds + 1) % LOUD_ROUNDS == 0:
+                began = time.strftime("%d %b %H:%M", time.localtime(since))
+                self._show(
+                    f"ALARM: {what.upper()} HAS FAILED FOR {rounds + 1} ROUNDS, since "
+                    f"{began}; the error above says why. Nothing else waits for it, "
+                    f"and it is tried again in {EVERY_S:g} s"
+                )
+            return otherwise
+        self._failed.pop(what, None)
+        return answer
