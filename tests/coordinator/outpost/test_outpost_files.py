@@ -12,10 +12,7 @@ from outpost_support import (
     asked,
     begin,
     elsewhere,
-    make_keys,
     placed,
-    serving,
-    two_outposts,
 )
 
 from diloco_jax import sealed
@@ -33,22 +30,6 @@ PATIENCE_S = 60.0
 BUDGET_S = 1.0
 LONG = 12
 """Signs of life that take longer than `idle_s`."""
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    return make_keys(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture
-def config(certificates):
-    return two_outposts(certificates)
-
-
-@pytest.fixture
-def serve(tmp_path):
-    with serving(tmp_path) as start:
-        yield start
 
 
 @pytest.fixture
