@@ -15,7 +15,7 @@ from outpost_support import (
     placed,
 )
 
-from diloco_jax import sealed
+from diloco_jax import deadlines, sealed
 from diloco_jax.config import ConfigError
 from diloco_jax.coordinator.workers.outpost import dialing
 from diloco_jax.coordinator.workers.outpost import outpost as outposts
@@ -52,6 +52,8 @@ def slow_disk(monkeypatch):
                 assert heard.acquire(timeout=PATIENCE_S)
             check(path)
 
+        # A disk may take minutes for these files, too.
+        monkeypatch.setattr(deadlines, "SLOWEST_DISK_BYTES_PER_S", 0.1)
         monkeypatch.setattr(module, name, hear)
         monkeypatch.setattr(sealed, "check", check_slowly)
 
