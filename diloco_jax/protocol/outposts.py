@@ -83,6 +83,11 @@ class RunOver(Message, frozen=True, kw_only=True):
     """The run is over: nobody will begin the worker again. `OutpostEnds` answers."""
 
 
+class AtWork(Message, frozen=True, kw_only=True):
+    """Sign of life from either end, while it forces a file to disk or checks one; what
+    the other end waits for follows."""
+
+
 class OutpostEnds(Message, frozen=True, kw_only=True):
     """The outpost ends, and the worker with it."""
 
@@ -94,9 +99,11 @@ class FileComes(Message, frozen=True, kw_only=True):
     version: Version = Version()
 
 
-FilesAsked = AskNewest | PutFile | GetSnapshot | GetKept | DropKept | RunOver
+FilesAsked = AskNewest | PutFile | GetSnapshot | GetKept | DropKept | RunOver | AtWork
 FirstWord = BeginWorker | AboutFiles
-FromOutpost = OutpostReady | WorkerRefused | Newest | Stored | FileComes | OutpostEnds
+FromOutpost = (
+    OutpostReady | WorkerRefused | Newest | Stored | FileComes | OutpostEnds | AtWork
+)
 
 first_word = msgspec.msgpack.Decoder(FirstWord).decode
 files_asked = msgspec.msgpack.Decoder(FilesAsked).decode

@@ -31,12 +31,27 @@ def test_the_next_delta_has_the_memory_of_one_that_was_merged():
 
 def test_spare_memory_and_deltas_have_no_more_than_deltas_had():
     rooms = Rooms(1000)
-    first = [rooms.in_memory(100) for _ in range(3)]
+    first = [rooms.in_memory(100, []) for _ in range(3)]
     memory = [weakref.ref(room.base) for room in first]
     first.clear()
-    large = rooms.in_memory(150)
+    large = rooms.in_memory(150, [])
     assert large is not None
     assert [held() is None for held in memory] == [True, True, False], "300 at most"
+
+
+def test_memory_is_freed_outside_the_locks_for_which_islands_wait():
+    """The kernel takes back pages for tenths of a second per GB."""
+    rooms, locked = Rooms(1 << 20), []
+    inbox = Inbox(LAYOUTS, rooms)
+    put(inbox, start(), 1)
+    weakref.finalize(
+        inbox.payload(KEY).base,
+        lambda: locked.append([rooms._lock.locked(), inbox._lock.locked()]),
+    )
+    inbox.drop(KEY)
+    whole = LAYOUTS[1].total_bytes
+    put(inbox, start(fragment=1, length=whole, total=whole), 2)
+    assert locked == [[False, False]]
 
 
 def test_two_inboxes_have_the_memory_of_one():

@@ -32,7 +32,7 @@ from diloco_jax.protocol.holding import (
     HolderTroubled,
     RestoreFragments,
 )
-from diloco_jax.protocol.working import BeginWorker, WorkerServes
+from diloco_jax.protocol.working import BeginWorker, WorkerFailed, WorkerServes
 
 PATIENCE_S = 60.0
 SERVES_AND_ENDS = """
@@ -76,15 +76,21 @@ NOTHING = RestoreFragments(fragments=())
 
 
 class OtherMachine:
-    """In place of `Elsewhere`: each line breaks as soon as the worker serves."""
+    """In place of `Elsewhere`: each line breaks as soon as the worker has spoken."""
 
-    patience_s, pid, ends_with_line = 0.0, 0, False
+    patience_s, pid, ends_with_line = PATIENCE_S, 0, False
     processes: Iterator[str]
     """Which process speaks on each line; empty: none does."""
+    serves: Iterator[bool] = itertools.repeat(True)
+    """Whether the worker serves before the line breaks."""
+    last_word = ""
+    """The outpost's, before each line breaks."""
+    lines = 0
 
     def __init__(self, *_) -> None: ...
 
     def open(self, begin: BeginWorker, *_) -> OpenLine:
+        OtherMachine.lines += 1
         own, other = socket.socketpair()
         threading.Thread(target=self._speak, args=(other,)).start()
         return OpenLine(own, begin, True)
@@ -92,12 +98,15 @@ class OtherMachine:
     def _speak(self, end: socket.socket) -> None:
         with end, contextlib.suppress(OSError):  # The lead may part it.
             read_frame(end), read_frame(end)
-            if process := next(self.processes):
+            process, serves = next(self.processes), next(self.serves)
+            if process:
+                write_frame(end, replace(sign_of_life(), process=process))
+            if process and serves:
                 restored = FragmentsRestored(fragments=(), discarded=0, environment={})
-                serves = WorkerServes(address="127.0.0.1:7079")
-                alive = replace(sign_of_life(), process=process)
-                for message in (alive, restored, serves):
-                    write_frame(end, message)
+                write_frame(end, restored)
+                write_frame(end, WorkerServes(address="127.0.0.1:7079"))
+            if self.last_word:
+                write_frame(end, WorkerFailed(text=self.last_word))
 
     def silent_s(self) -> float:
         return math.inf
@@ -146,8 +155,12 @@ def ending(begun, monkeypatch):
 def breaking(begun, monkeypatch):
     """Makes a worker on another machine, to which lines break; see `OtherMachine`."""
 
-    def make(processes: Iterator[str]) -> tuple[Supervised, queue.SimpleQueue[Any]]:
-        monkeypatch.setattr(OtherMachine, "processes", processes, raising=False)
+    def make(
+        processes: Iterator[str], **facts
+    ) -> tuple[Supervised, queue.SimpleQueue[Any]]:
+        facts |= {"processes": processes, "lines": 0}
+        for name, fact in facts.items():
+            monkeypatch.setattr(OtherMachine, name, fact, raising=False)
         monkeypatch.setattr(supervised, "Elsewhere", OtherMachine)
         worker, heard = begun(workers=2, worker_addresses=("a:1", "b:2"))
         worker.begin(NOTHING)
@@ -222,6 +235,43 @@ def test_processes_on_another_machine_that_end_are_counted(breaking, processes):
             worker.begin(NOTHING)
     why = "worker 0 failed 2 times in a row, placement.restarts = 1: the line to it"
     assert why in str(failure)
+
+
+@pytest.mark.parametrize("speaks", ["the same", ""])
+def test_lines_that_break_before_a_worker_serves_are_made_again(breaking, speaks):
+    processes = itertools.chain(
+        itertools.repeat(speaks, 4), itertools.repeat("the same")
+    )
+    serves = itertools.chain(itertools.repeat(False, 4), itertools.repeat(True))
+    _, heard = breaking(processes, serves=serves)
+    assert heard.get(timeout=PATIENCE_S) == WorkerAway(worker=0)
+    assert OtherMachine.lines == 5
+
+
+@pytest.mark.parametrize(
+    ("processes", "last_word", "lines"),
+    [
+        (itertools.repeat("one"), "its process there ended", 2),
+        (itertools.repeat(""), "its process there ended", 2),
+        (map(str, itertools.count()), "", 3),
+    ],
+    ids=["it has spoken", "it has not", "the network broke as well"],
+)
+def test_a_process_that_ends_twice_before_it_serves_is_given_up(
+    breaking, processes, last_word, lines
+):
+    why = f"worker 0 did not come up: {last_word or 'the line to it broke'}"
+    with pytest.raises(ConfigError, match=why):
+        breaking(processes, serves=itertools.repeat(False), last_word=last_word)
+    assert OtherMachine.lines == lines
+
+
+def test_lines_that_break_for_the_outage_budget_are_made_no_more(breaking):
+    why = r"it broke.*, again and again for 0\.2 s \(placement\.outage_budget_s\)"
+    processes, serves = itertools.repeat("one"), itertools.repeat(False)
+    with pytest.raises(ConfigError, match=why):
+        breaking(processes, serves=serves, patience_s=0.2)
+    assert OtherMachine.lines > 1
 
 
 def test_a_worker_that_was_away_hears_which_incarnations_are_fenced(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from diloco_jax.coordinator.holding.rooms import Place, Rooms
+from diloco_jax.coordinator.holding.rooms import GivenUp, Place, Rooms
 from diloco_jax.core.fragment_merge import Squares
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.protocol.values import DeltaKey
@@ -165,18 +165,30 @@ class Inbox:
                 f"a stripe of {start.length} bytes at {start.offset} does not fit a "
                 f"delta of {start.total} bytes"
             )
+        given_up: GivenUp = []
+        try:
+            return self._begin(start, layout, given_up)
+        finally:
+            given_up.clear()  # Outside the lock, as `_begin` says.
+
+    def _begin(
+        self, start: UploadStart, layout: PayloadLayout, given_up: GivenUp
+    ) -> memoryview:
+        """Return the place of a stripe. Nothing that takes time is done in the lock,
+        which decisions need: a disk is asked, and memory goes to `given_up`."""
         spare: Place | None = None
         while True:
             with self._lock:
                 missing = self._missing(start, layout)
                 if not missing:
                     return self._place(start)
-                room = self._rooms.in_memory(missing) if spare is None else spare
+                room = spare
+                if room is None:
+                    room = self._rooms.in_memory(missing, given_up)
                 if room is not None and room.nbytes == missing:
                     self._move_in(start, layout, room)
                     spare = None
                     continue
-            # Outside the lock, which decisions need: a disk may take its time.
             spare = self._rooms.on_disk(missing)
 
     def end(self, start: UploadStart, place: memoryview) -> bool:

@@ -33,6 +33,8 @@ SPAN_S = 300.0
 pages for a delta of 1 GB cost less than 0.6 s of them."""
 
 Place: TypeAlias = npt.NDArray[np.uint8]
+GivenUp: TypeAlias = list[npt.NDArray[np.uint8]]
+"""Spare memory that no later room gets; it is freed with the list."""
 
 
 class Rooms:
@@ -67,15 +69,17 @@ class Rooms:
         """Bytes of all rooms in memory."""
         return self._spares.used_bytes
 
-    def in_memory(self, nbytes: int) -> Place | None:
-        """Return a room in memory; None if it does not fit."""
+    def in_memory(self, nbytes: int, given_up: GivenUp) -> Place | None:
+        """Return a room in memory; None if it does not fit. given_up: gets the spare
+        memory that goes for it. To free that may take seconds: no lock may be held."""
         with self._lock:
             used = self.memory_bytes + nbytes
             if used > self._memory:
                 return None
             self._most = max(self._most, used)
             room: Place = self._spares.array((nbytes,), np.uint8)
-            self._spares.trim(max(self._most, self._most_before) - used)
+            kept_bytes = max(self._most, self._most_before) - used
+            given_up += self._spares.trim(kept_bytes)
             return room
 
     def ends_span(self, now: float) -> bool:

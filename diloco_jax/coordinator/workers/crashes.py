@@ -1,8 +1,9 @@
 """The crashes of a worker in a row: what ended a process, and not what broke a line.
 
 On the lead's machine a process ends with its line. A process on another machine lives
-on when the network breaks, and only the next line tells whether it has: the first sign
-of life there says which process it is of.
+on when the network breaks. Its outpost says when it ends; if the network breaks at that
+moment too, the next line tells: the first sign of life there says which process it is
+of.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ class Crashes:
         self._silences = 0
         """Lines in a row on which nobody spoke; they count until the process speaks."""
 
+    @property
+    def ends(self) -> int:
+        """The crashes in a row, without lines on which nobody spoke."""
+        return max(0, self.in_a_row - self._silences)
+
     def line_begins(self, now: float) -> None:
         """Note that a line is made to a process, which may be a new one."""
         self._dialled, self._silent = now, True
@@ -33,26 +39,28 @@ class Crashes:
         """Note which process speaks: another one means that the last has ended."""
         self._silent, silences = False, self._silences
         self._silences = 0
-        if process == self._process:
+        if self._process in ("", process):
+            # The network broke them, or the end of a process counts already.
             self.in_a_row = max(0, self.in_a_row - silences)
-            return
-        if self._process:
+        else:
             self._count(self._left - self._began)
-        self._process, self._began = process, self._dialled
+        if process != self._process:
+            self._process, self._began = process, self._dialled
 
     def excuse(self) -> None:
-        """Do not count the end of the last process: it was not to go on."""
-        self._process = ""
+        """Count nothing of what was: the process there was not to go on."""
+        self.in_a_row, self._silences = 0, 0
 
     def line_broke(self, now: float, *, failed: bool) -> None:
-        """Note that the line broke. failed: the process said why it ends."""
+        """Note that the line broke. failed: the process, or its outpost, said that it
+        ends."""
         self._left = now
-        if self._silent:
+        if failed or self._ends_with_line:
+            self._process = ""
+            self._count(now - (self._dialled if self._silent else self._began))
+        elif self._silent:
             self._silences += 1
             self._count(now - self._dialled)
-        elif failed or self._ends_with_line:
-            self._process = ""
-            self._count(now - self._began)
 
     def _count(self, ran_s: float) -> None:
         self.in_a_row = crashes_in_a_row(self.in_a_row, ran_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -94,6 +95,8 @@ class Supervised:
             else BesideLead(begin, config)
         )
         self._crashes = Crashes(ends_with_line=self._place.ends_with_line)
+        self._opened = 0.0
+        """When the last line was made."""
         self._memory_bytes, self._resident_bytes = 0, 0
         self._serves, self._failure, self._refusal = False, "", ""
         self._cause: OSError | None = None
@@ -190,28 +193,18 @@ class Supervised:
     def _supervise(self) -> None:
         first, placement = True, self._config.placement
         while (asked := self._orders.get()) is not None and not self._ending.is_set():
-            self._crashes.line_begins(time.monotonic())
             try:
-                left = self._live(asked, first, new=not first)
-                if left and not self.address and not self._ending.is_set():
-                    logger.warning(
-                        "%s of an earlier lead cannot go on: %s",
-                        self.name,
-                        self._why(),
-                    )
-                    self._crashes.excuse()
+                if first and (why := self._bring_up(asked)):
+                    self._restored.put(why)
+                    return
+                if not first:
                     self._live(asked, first, new=True)
             except Unreachable as error:
                 self._give_up(first, f"{self.name} cannot be reached: {error}")
                 return
             if self._ending.is_set():
                 return
-            if first and not self.address:
-                self._restored.put(f"{self._why()}; see its lines above")
-                return
             first = False
-            failed = bool(self._failure)
-            self._crashes.line_broke(time.monotonic(), failed=failed)
             if self._crash_loop():
                 self._give_up(
                     first,
@@ -223,6 +216,37 @@ class Supervised:
             logger.error("%s is away: %s", self.name, self._why())
             self._hear(WorkerAway(worker=self._begin.worker))
             self._ending.wait(placement.restart_delay_s)
+
+    def _bring_up(self, asked: RestoreFragments) -> str:
+        """Go through lives of the first processes until one has served; return why none
+        does, or nothing. A process of an earlier lead may be unable to go on, but not
+        the next one. Lines that the network breaks are made again, for as long as a
+        worker is dialled. Raises Unreachable."""
+        new, until, patience_s = False, math.inf, self._place.patience_s
+        while True:
+            left = self._live(asked, True, new=new)
+            if self.address or self._ending.is_set():
+                return ""
+            now = time.monotonic()
+            if now - self._opened > patience_s:
+                until = math.inf  # The line has lasted: breaks before it are over.
+            until = min(until, now + patience_s)
+            if self._crashes.ends:
+                if new or not left:
+                    return f"{self._why()}; see its lines above"
+                logger.warning(
+                    "%s of an earlier lead cannot go on: %s", self.name, self._why()
+                )
+                self._crashes.excuse()
+                new = True
+            elif now < until:
+                logger.warning("%s: %s; it is dialled again", self.name, self._why())
+                self._ending.wait(self._config.placement.restart_delay_s)
+            else:
+                return (
+                    f"{self._why()}, again and again for {patience_s:g} s "
+                    f"(placement.outage_budget_s); check the network to its machine"
+                )
 
     def _why(self) -> str:
         if self._failure or self._place.ends_with_line:
@@ -244,8 +268,9 @@ class Supervised:
         """Go through one life of a process, or what is left of it; tell whether it may
         have been that of an earlier lead. Raises Unreachable."""
         self._failure, self._cause = "", None
+        self._crashes.line_begins(time.monotonic())
         opened = self._place.open(self._begin, asked, new)
-        self._begin = opened.begin
+        self._begin, self._opened = opened.begin, time.monotonic()
         with contextlib.suppress(OSError):  # It has died already, as is heard next.
             write_frame(opened.end, replace(self._begin, clock=time.monotonic()))
         deadlines = self._deadlines
@@ -270,6 +295,7 @@ class Supervised:
         self._line, self._serves = None, False
         line.close()
         self._place.end(kill=not self._ending.is_set())
+        self._crashes.line_broke(time.monotonic(), failed=bool(self._failure))
         if self._refusal:
             raise Unreachable(self._refusal)
         return opened.left
@@ -306,8 +332,10 @@ class Supervised:
                 case AllSaved():
                     self._saved.put(message)
                 case WorkerFailed(text=text, errno=number):
-                    self._failure = text
-                    self._cause = OSError(number, text) if number else None
+                    # Its own word says why; that of its outpost follows.
+                    if not self._failure:
+                        self._failure = text
+                        self._cause = OSError(number, text) if number else None
                 case WorkerRefused(text=text):
                     self._refusal = text
                 case _:

@@ -19,6 +19,8 @@ from diloco_jax.coordinator.settings import own_tls
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.outpost.files import (
     FragmentFiles,
+    Moved,
+    at_work,
     hang_up,
     receive_file,
     send_file,
@@ -29,8 +31,10 @@ from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.outposts import (
     AboutFiles,
     AskNewest,
+    AtWork,
     DropKept,
     FileComes,
+    FromOutpost,
     GetKept,
     GetSnapshot,
     Kind,
@@ -153,7 +157,7 @@ class Elsewhere:
         with self._opened() as line:
             comes = line.ask(GetSnapshot(fragment=fragment), FileComes)
             path = self._files.path("snapshot", fragment, comes.version)
-            receive_file(line.end, path, comes.size, self._touch)
+            self._receive(line, path, comes)
         self._files.leave_only(fragment, comes.version)
 
     def fetch_kept(self, cycle: int, fragment: int) -> None:
@@ -161,10 +165,13 @@ class Elsewhere:
         path = self._files.kept_path(cycle, fragment)
         with self._opened() as line:
             comes = line.ask(GetKept(cycle=cycle, fragment=fragment), FileComes)
-            receive_file(line.end, path, comes.size, self._touch)
+            self._receive(line, path, comes)
             # If it says nothing any more, what is left there goes with a later cycle.
             with contextlib.suppress(WireError, OSError):
                 line.ask(DropKept(cycle=cycle, fragment=fragment), Stored)
+
+    def _receive(self, line: _Files, path: Path, comes: FileComes) -> None:
+        receive_file(line.end, path, comes.size, self._deadlines, self._touch)
 
     def _hand_over(self, committed: tuple[Committed, ...]) -> None:
         """Move the files that this machine has of fragments to the worker: those of the
@@ -188,8 +195,7 @@ class Elsewhere:
         """Move the files of a fragment that are not there: publishes first, since a
         snapshot that is there stands for all before it."""
         fragment, through = committed.fragment, committed.version
-        find = self._files.newest_whole if self._doubted else self._files.newest
-        newest, begins = find(fragment, through), there.version
+        newest, begins = self._newest(line, fragment, through), there.version
         if begins is not None and begins > through:
             begins = None  # Of merges that never were.
         files: list[tuple[Kind, Version]] = []
@@ -202,6 +208,15 @@ class Elsewhere:
         publishes = [v for v in publishes if begins is None or v > begins]
         for kind, version in [*(("publish", v) for v in publishes), *files]:
             self._put_file(line, kind, fragment, version)
+
+    def _newest(self, line: _Files, fragment: int, through: Version) -> Version | None:
+        """Return the version of the snapshot here that moves, if any does."""
+        files = self._files
+        if not self._doubted:
+            return files.newest(fragment, through)
+        octets = files.checked_bytes(fragment, through)
+        with at_work(line.end, self._deadlines, octets, self._touch):
+            return files.newest_whole(fragment, through)
 
     def _put_file(
         self, line: _Files, kind: Kind, fragment: int, version: Version
@@ -225,7 +240,7 @@ class Elsewhere:
         end = self._dial()
         try:
             write_frame(end, self._about)
-            yield _Files(end, self._dialled)
+            yield self._files_at(end)
         finally:
             hang_up(end)
 
@@ -233,12 +248,15 @@ class Elsewhere:
         """Return a connection whose outpost is ready. Raises WireError."""
         end = dial_worker(self._dialled, self._worker, self._tls, self._deadlines)
         try:
-            _Files(end, self._dialled).answer(OutpostReady)
+            self._files_at(end).answer(OutpostReady)
             end.settimeout(self._deadlines.idle_s)
         except BaseException:
             hang_up(end)
             raise
         return end
+
+    def _files_at(self, end: End) -> _Files:
+        return _Files(end, self._dialled, self._touch)
 
     def _touch(self) -> None:
         self._moved = time.monotonic()
@@ -249,6 +267,7 @@ class _Files(NamedTuple):
 
     end: End
     address: str
+    moved: Moved
 
     def ask(self, message: msgspec.Struct, kind: type[Answer]) -> Answer:
         """Return the answer of this kind. Raises ConnectionLost; Refused if the outpost
@@ -258,16 +277,8 @@ class _Files(NamedTuple):
 
     def answer(self, kind: type[Answer]) -> Answer:
         """Return the next answer, as `ask` does."""
-        frame = read_frame(self.end)
-        if frame is None:
-            raise ConnectionLost(
-                f"{self.address} ended the connection; see the log of `diloco worker` "
-                f"there"
-            )
-        try:
-            found = from_outpost(frame)
-        except msgspec.DecodeError as error:
-            raise ConnectionLost(f"{self.address} is no outpost: {error}") from error
+        while isinstance(found := self._next(), AtWork):
+            self.moved()
         if isinstance(found, WorkerRefused):
             text = f"{self.address}: {found.text}"
             raise ConnectionLost(text) if found.passing else Refused("worker", text)
@@ -276,4 +287,17 @@ class _Files(NamedTuple):
                 f"{self.address} answers with {type(found).__name__}, and not with "
                 f"{kind.__name__}; both ends must run the same version of diloco"
             )
+        return found
+
+    def _next(self) -> FromOutpost:
+        frame = read_frame(self.end)
+        if frame is None:
+            raise ConnectionLost(
+                f"{self.address} ended the connection; see the log of `diloco worker` "
+                f"there"
+            )
+        try:
+            found: FromOutpost = from_outpost(frame)
+        except msgspec.DecodeError as error:
+            raise ConnectionLost(f"{self.address} is no outpost: {error}") from error
         return found

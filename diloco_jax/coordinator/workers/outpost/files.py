@@ -12,16 +12,21 @@ import logging
 import os
 import shutil
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from diloco_jax import checkpoint, run_files, sealed
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.holding.publishes import Publishes, require_space
+from diloco_jax.coordinator.workers.line import write_frame
+from diloco_jax.coordinator.workers.outpost.relay import cut
+from diloco_jax.deadlines import Deadlines
 from diloco_jax.paths import is_bucket
-from diloco_jax.protocol.outposts import Kind
+from diloco_jax.protocol.outposts import AtWork, Kind
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.duplex import End
 
@@ -61,6 +66,14 @@ class FragmentFiles:
             else:
                 return version
         return None
+
+    def checked_bytes(self, fragment: int, through: Version) -> int:
+        """Return the most bytes that `newest_whole` reads."""
+        if self.in_bucket:
+            return 0
+        known = snapshots.versions(self._snapshots, fragment)
+        paths = [self.path("snapshot", fragment, v) for v in known if v <= through]
+        return sum(path.stat().st_size for path in paths)
 
     def seal(self, fragment: int, version: Version) -> str:
         """Return what tells the content of a snapshot from another of its version; ""
@@ -133,7 +146,9 @@ def send_file(end: End, path: Path, size: int, moved: Moved) -> None:
             moved()
 
 
-def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
+def receive_file(
+    end: End, path: Path, size: int, deadlines: Deadlines, moved: Moved
+) -> None:
     """Receive a sealed file of this size; it is whole, and on disk under its name, when
     this returns. Raises OSError, and leaves nothing of it then."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,14 +165,42 @@ def receive_file(end: End, path: Path, size: int, moved: Moved) -> None:
                 file.write(block)
                 left -= len(block)
                 moved()
-            file.flush()
-            os.fsync(file.fileno())
-        _require_whole(scratch, path.name)
-        scratch.replace(path)
-        for folder in (path.parent, path.parent.parent):
-            sealed.sync_path(folder)
+            with at_work(end, deadlines, size, moved):
+                file.flush()
+                os.fsync(file.fileno())
+                _require_whole(scratch, path.name)
+                scratch.replace(path)
+                for folder in (path.parent, path.parent.parent):
+                    sealed.sync_path(folder)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def at_work(
+    end: End, deadlines: Deadlines, octets: int, moved: Moved
+) -> Iterator[None]:
+    """Tell the other end, in the block, that a disk is at work for it: it breaks the
+    connection off after `idle_s` without a word. It is told so for as long as a disk
+    may take for so many bytes. Nothing else may be sent in the block."""
+    done, until = threading.Event(), time.monotonic() + deadlines.disk_s(octets)
+
+    def say() -> None:
+        while not done.wait(deadlines.report_s) and time.monotonic() < until:
+            try:
+                write_frame(end, AtWork())
+            except OSError:
+                cut(end)  # A part of it may have gone: no other word may follow.
+                return
+            moved()
+
+    saying = threading.Thread(target=say, name="diloco-at-work", daemon=True)
+    saying.start()
+    try:
+        yield
+    finally:
+        done.set()
+        saying.join()
 
 
 def _require_whole(scratch: Path, name: str) -> None:

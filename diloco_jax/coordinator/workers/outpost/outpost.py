@@ -40,6 +40,7 @@ from diloco_jax.paths import is_bucket
 from diloco_jax.protocol.outposts import (
     AboutFiles,
     AskNewest,
+    AtWork,
     DropKept,
     FileComes,
     FilesAsked,
@@ -316,7 +317,7 @@ class Outpost:
                 write_frame(end, Newest(version=newest, seal=seal))
             case PutFile():
                 path = files.path(asked.kind, asked.fragment, asked.version)
-                receive_file(end, path, asked.size, _nothing)
+                receive_file(end, path, asked.size, self._deadlines, _nothing)
                 write_frame(end, Stored())
             case GetSnapshot(fragment=fragment):
                 version = files.newest(fragment)
@@ -329,6 +330,8 @@ class Outpost:
             case DropKept(cycle=cycle, fragment=fragment):
                 files.drop_kept(cycle, fragment)
                 write_frame(end, Stored())
+            case AtWork():
+                pass
             case RunOver():
                 try:
                     write_frame(end, OutpostEnds())

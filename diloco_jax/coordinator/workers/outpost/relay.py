@@ -8,9 +8,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from diloco_jax.coordinator.workers.line import START_S, pass_frame, read_frame
+from diloco_jax.coordinator.workers.line import (
+    START_S,
+    pass_frame,
+    read_frame,
+    write_frame,
+)
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.working import WorkerFailed
 from diloco_jax.wire.duplex import End
+
+ENDED = "its process there ended; see the log of `diloco worker` there"
+HUNG = "its process there said nothing any more, and is killed"
 
 
 def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
@@ -19,7 +28,8 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
 
     A worker shows that it lives far more often than `silence_s`, once it has started,
     and the lead waits longer for it. What the worker says is passed on to its end: its
-    last word may be why it failed.
+    last word may be why it failed. A lead that still has its line then hears that the
+    worker is gone: a line that breaks without that word is the network's.
     """
     silence_s = 2 * deadlines.lease_s
     lead.settimeout(3 * deadlines.lease_s)
@@ -33,8 +43,8 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
         worker.settimeout(silence_s)
 
     def inwards() -> None:
-        _pass_on(lead, worker, lambda _: None)
-        left.set()
+        if _pass_on(lead, worker, lambda _: None):
+            left.set()
         cut(worker)
 
     thread = threading.Thread(target=inwards, daemon=True)
@@ -42,6 +52,9 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
     said_all = _pass_on(worker, lead, hear)
     silent = said_all and not left.is_set()
     hung = silent and time.monotonic() - heard >= silence_s
+    if silent:
+        with contextlib.suppress(OSError):
+            write_frame(lead, WorkerFailed(text=HUNG if hung else ENDED))
     cut(lead)
     thread.join()
     return hung

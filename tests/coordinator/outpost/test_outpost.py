@@ -14,10 +14,7 @@ from outpost_support import (
     asked,
     begin,
     elsewhere,
-    make_keys,
     placed,
-    serving,
-    two_outposts,
 )
 
 from diloco_jax.config import ConfigError
@@ -34,22 +31,6 @@ from diloco_jax.wire.errors import Refused, SecurityError
 from diloco_jax.wire.tls import TlsFiles
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    return make_keys(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture
-def config(certificates):
-    return two_outposts(certificates)
-
-
-@pytest.fixture
-def serve(tmp_path):
-    with serving(tmp_path) as start:
-        yield start
 
 
 def test_another_certificate_than_the_coordinators_is_refused_with_both_names(

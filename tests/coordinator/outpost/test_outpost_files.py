@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from pathlib import Path
+
 import pytest
 from outpost_support import (
     NEW,
     asked,
     begin,
     elsewhere,
-    make_keys,
     placed,
-    serving,
-    two_outposts,
 )
 
-from diloco_jax import sealed
+from diloco_jax import deadlines, sealed
 from diloco_jax.config import ConfigError
 from diloco_jax.coordinator.workers.outpost import dialing
-from diloco_jax.coordinator.workers.outpost.files import FragmentFiles
+from diloco_jax.coordinator.workers.outpost import outpost as outposts
+from diloco_jax.coordinator.workers.outpost.files import FragmentFiles, at_work
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.outposts import AtWork
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import ConnectionLost
 
 OLD = Version(1, 3)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    return make_keys(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture
-def config(certificates):
-    return two_outposts(certificates)
+PATIENCE_S = 60.0
+BUDGET_S = 1.0
+LONG = 12
+"""Signs of life that take longer than `idle_s`."""
 
 
 @pytest.fixture
-def serve(tmp_path):
-    with serving(tmp_path) as start:
-        yield start
+def slow_disk(monkeypatch):
+    """Makes checks of files in a folder last until the other end has heard for long
+    that they do; it is the end that decodes with this function of a module."""
+
+    def make(folder: Path, module, name: str) -> None:
+        heard = threading.Semaphore(0)
+        decode, check = getattr(module, name), sealed.check
+
+        def hear(frame: bytes):
+            found = decode(frame)
+            if isinstance(found, AtWork):
+                heard.release()
+            return found
+
+        def check_slowly(path: Path) -> None:
+            for _ in range(LONG * path.is_relative_to(folder)):
+                assert heard.acquire(timeout=PATIENCE_S)
+            check(path)
+
+        # A disk may take minutes for these files, too.
+        monkeypatch.setattr(deadlines, "SLOWEST_DISK_BYTES_PER_S", 0.1)
+        monkeypatch.setattr(module, name, hear)
+        monkeypatch.setattr(sealed, "check", check_slowly)
+
+    return make
 
 
 def written(files: FragmentFiles, kind, fragment, version, content: bytes):
@@ -206,3 +226,57 @@ def test_a_file_that_breaks_off_leaves_nothing(config, serve, tmp_path, monkeypa
         place._hand_over(asked(0).fragments)
     assert path.exists(), "it is here as before"
     assert not list((tmp_path / "there" / "checkpoints").rglob("*.snapshot"))
+
+
+def test_a_disk_that_takes_long_there_makes_no_file_go_again(
+    config, serve, tmp_path, slow_disk
+):
+    config = placed(config, time_budget_s=BUDGET_S)
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    written(place._files, "snapshot", 0, NEW, b"new")
+    slow_disk(tmp_path / "there", dialing, "from_outpost")
+    place._hand_over(asked(0).fragments)
+    assert FragmentFiles(config.placement, tmp_path / "there").newest(0) == NEW
+
+
+def test_a_disk_that_takes_long_here_parts_no_outpost(
+    config, serve, tmp_path, slow_disk
+):
+    """It hears at last that the lead has the file."""
+    config = placed(config, time_budget_s=BUDGET_S)
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    path = FragmentFiles(config.placement, tmp_path / "there").kept_path(4, 2)
+    path.parent.mkdir(parents=True)
+    sealed.write(path, {}, [b"kept"])
+    slow_disk(tmp_path / "lead", outposts, "files_asked")
+    place.fetch_kept(4, 2)
+    assert content(place._files.kept_path(4, 2)) == b"kept"
+    assert not path.exists()
+
+
+def test_snapshots_that_are_checked_before_they_move_part_no_outpost(
+    config, serve, tmp_path, slow_disk
+):
+    config = placed(config, time_budget_s=BUDGET_S)
+    serve(config)
+    place = elsewhere(config, tmp_path / "lead")
+    place._doubted = True
+    written(place._files, "snapshot", 0, NEW, b"new")
+    slow_disk(tmp_path / "lead", outposts, "files_asked")
+    place._hand_over(asked(0).fragments)
+    assert FragmentFiles(config.placement, tmp_path / "there").newest(0) == NEW
+
+
+def test_a_disk_that_hangs_is_awaited_as_long_as_a_slow_one_needs():
+    here, other = socket.socketpair()
+    other.settimeout(BUDGET_S)
+    quick = at_work(here, Deadlines(0.05), 0, lambda: None)
+    with here, other, quick, pytest.raises(TimeoutError):
+        hear_often(other)
+
+
+def hear_often(end: socket.socket) -> None:
+    for _ in range(1000):
+        assert end.recv(64)

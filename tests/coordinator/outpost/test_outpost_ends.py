@@ -6,19 +6,13 @@ import contextlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-from outpost_support import elsewhere, make_keys, two_outposts
+from outpost_support import elsewhere
 
 from diloco_jax.coordinator.workers.outpost import command, patience
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.exit_codes import EXIT_FAILED
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture
-def config(tmp_path):
-    return two_outposts(make_keys(tmp_path / "certificates"))
 
 
 def test_an_outpost_to_which_there_is_no_line_hears_that_the_run_is_over(

@@ -52,9 +52,10 @@ def test_messages_pass_as_they_are_and_the_last_word_arrives(relaying):
     for word in (serves, failed):
         write_frame(worker, word)
     worker.close()
-    assert [read_frame(lead) for _ in range(3)] == [
+    assert [read_frame(lead) for _ in range(4)] == [
         encode(serves),
         encode(failed),
+        encode(WorkerFailed(text=relays.ENDED)),
         None,
     ]
     assert found.result(PATIENCE_S) is False
@@ -80,6 +81,7 @@ def test_a_worker_that_says_nothing_hangs(relaying, monkeypatch):
     monkeypatch.setattr(relays, "START_S", 0.0)
     lead, _, found = relaying(0.1)
     assert found.result(PATIENCE_S) is True
+    assert read_frame(lead) == encode(WorkerFailed(text=relays.HUNG))
     assert read_frame(lead) is None
 
 
@@ -114,5 +116,5 @@ def test_a_process_that_starts_may_be_silent_for_longer_than_one_that_runs():
         assert read_frame(worker) == encode(LeadAlive()), "it is relayed by now"
         write_frame(worker, WorkerFailed(text="its first word"))
         assert read_frame(lead) == encode(WorkerFailed(text="its first word"))
-        assert read_frame(lead) is None, "it is silent then"
+        assert read_frame(lead) == encode(WorkerFailed(text=relays.ENDED)), "silent"
         found.result(PATIENCE_S)
