@@ -100,6 +100,11 @@ class Announcer:
         now, clock = time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
+        new = lead.journal.alerts_raised - self._alerts_raised
+        if self._alarm is not None and new:
+            for text in lead.journal.alerts[-new:]:
+                self._alarm.raised(text)
+        self._alerts_raised = lead.journal.alerts_raised
         self._status = summary.status(
             lead.config,
             lead.state,
@@ -111,7 +116,6 @@ class Announcer:
         )
         for wrong in self._watchdog.look(self._status, clock):
             lead.journal.alert(wrong)
-        self._alerts_raised = lead.journal.alerts_raised
         self._events_waiting = lead.waiting
         self._wrong = self._watchdog.wrong
         if (machine := self._watchdog.machine) is not self._machine:

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.absences import Absences
 from diloco_jax.protocol.coordinator.granted import Departed, Lease
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.reasons import LossReason, Refusal
@@ -338,6 +339,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     ended incarnations had left.
     """
     departed: tuple[Departed, ...] = ()
+    absences: Absences = Absences()
+    """Islands that are absent, as far as people are told of them."""
     in_merges: dict[str, tuple[Span, ...]] = msgspec.field(default_factory=dict)
     """Steps of each island's incarnation that are in some fragment's merge. They are
     not the island's, so that a merge does not change islands."""
