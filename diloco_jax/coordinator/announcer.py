@@ -59,7 +59,12 @@ class Announcer:
         if placement.checkpoints and not is_bucket(placement.checkpoints):
             folders["checkpoints"] = Path(placement.checkpoints)
         began = time.monotonic()
-        self._watchdog = Watchdog(folders, placement.time_budget_s, began)
+        self._watchdog = Watchdog(
+            folders,
+            placement.time_budget_s,
+            began,
+            compile_budget_s=placement.compile_budget_s,
+        )
         self._machine = self._watchdog.machine
         self._placement, self._tls = placement, tls
         self._told_at = workdir / run_files.METRICS_ADDRESS

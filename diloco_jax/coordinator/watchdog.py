@@ -45,8 +45,10 @@ DISK_BYTES = 1 << 30
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
+STARTS = ("joining", "compiling")
 BRIEFLY = {
     "hangs": "{} makes no step",
+    "starts": "{} does not begin to train",
     "slow": "{} has slowed down",
     "apart": "the loss of {} parts from the others",
     "goodput": "goodput is low",
@@ -86,9 +88,15 @@ class Watchdog:
         budget_s: float,
         now: float,
         machine: Gauges = Gauges(),  # noqa: B008
+        *,
+        compile_budget_s: float = math.inf,
     ) -> None:
         """folders: those that the coordinator writes to, by name. budget_s: the time
-        budget. now: seconds of the clock of later times."""
+        budget. compile_budget_s: longest start of an island. now: seconds of the clock
+        of later times."""
+        self._compile_budget_s = compile_budget_s
+        self._starts: dict[str, tuple[int, float]] = {}
+        """Incarnations that start, and since when."""
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
         self._began, self._looked = now, -math.inf
@@ -149,6 +157,7 @@ class Watchdog:
         }
         for name in [known for known in self._islands if known not in islands]:
             del self._islands[name]
+        yield from self._of_starts(islands, now)
         for name, island in islands.items():
             seen = self._see(name, island, now)
             if island["state"] not in TRAINS or status["phase"] != "running":
@@ -181,6 +190,28 @@ class Watchdog:
                         f"others {usual:.3g}: it parts from them; look at its data, "
                         f"and at its devices",
                     )
+
+    def _of_starts(
+        self, islands: Mapping[str, Any], now: float
+    ) -> Iterator[tuple[str, str]]:
+        starts = {
+            name: island["incarnation"]
+            for name, island in islands.items()
+            if island["state"] in STARTS
+        }
+        known, self._starts = self._starts, {}
+        for name, incarnation in starts.items():
+            before, since = known.get(name, (0, now))
+            since = since if before == incarnation else now
+            self._starts[name] = incarnation, since
+            if now - since > self._compile_budget_s:
+                yield (
+                    f"starts {name}",
+                    f"island {name} has been {islands[name]['state']} for "
+                    f"{self._compile_budget_s:.0f} s, placement.compile_budget_s: its "
+                    f"devices, its compiler or its link may hang; look at its log; it "
+                    f"ends by itself after placement.hang_budget_s more",
+                )
 
     def _see(self, name: str, island: Mapping[str, Any], now: float) -> _Seen:
         before = self._islands.get(name)

@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.coordinator import watchdog
 from diloco_jax.coordinator.watchdog import Gauges, Watchdog
 
-BUDGET_S = 10.0
+BUDGET_S, COMPILE_S = 10.0, 900.0
 GB = 1 << 30
 
 
@@ -35,7 +35,13 @@ class World:
             free=lambda folder: self.free,
             give_back=self.give_back,
         )
-        self.dog = Watchdog({"workdir": Path("/run")}, BUDGET_S, self.now, machine)
+        self.dog = Watchdog(
+            {"workdir": Path("/run")},
+            BUDGET_S,
+            self.now,
+            machine,
+            compile_budget_s=COMPILE_S,
+        )
 
     def island(self, **changes: Any) -> dict[str, Any]:
         return {
@@ -67,6 +73,20 @@ def world() -> World:
     world = World()
     assert world.pass_s(60) == []
     return world
+
+
+@pytest.mark.parametrize("state", ["joining", "compiling"])
+def test_a_start_that_takes_longer_than_it_may_is_told_once(world, state):
+    world.islands["b"] |= {"state": state, "incarnation": 2}
+    assert world.pass_s(COMPILE_S - 1) == []
+    (told,) = world.pass_s(3)
+    assert f"island b has been {state} for 900 s, placement.compile_budget_s" in told
+    assert world.dog.wrong == ["b does not begin to train"]
+    assert world.pass_s(600) == []
+    world.islands["b"] |= {"incarnation": 3}
+    assert world.pass_s(COMPILE_S - 1) == [], "another incarnation starts anew"
+    world.islands["b"] |= {"state": "training"}
+    assert world.pass_s(600) == []
 
 
 def test_an_island_without_steps_hangs_after_three_budgets(world):
