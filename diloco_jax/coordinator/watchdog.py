@@ -42,7 +42,7 @@ GROWN = 1.5, 1 << 30
 LEFT = 0.05
 """Share of a machine's memory below which little is left."""
 DISK_BYTES = 1 << 30
-"""Free bytes below which a disk is nearly full."""
+"""Free bytes below which a disk is nearly full, however small the state is."""
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
@@ -91,10 +91,13 @@ class Watchdog:
         machine: Gauges = Gauges(),  # noqa: B008
         *,
         compile_budget_s: float = math.inf,
+        needed: Callable[[Mapping[str, Any]], Mapping[Path, int]] = lambda status: {},
     ) -> None:
         """folders: those that the coordinator writes to, by name. budget_s: the time
-        budget. compile_budget_s: longest start of an island. now: seconds of the clock
-        of later times."""
+        budget. compile_budget_s: longest start of an island. needed: returns the bytes
+        that each folder must have free, by the status. now: seconds of the clock of
+        later times."""
+        self._needed = needed
         self._compile_budget_s = compile_budget_s
         self._starts: dict[str, tuple[int, float]] = {}
         """Incarnations that start, and since when."""
@@ -120,7 +123,7 @@ class Watchdog:
         alerts = [*self._clock(now)]
         if now - self._looked >= MACHINE_EVERY_S:
             self._looked = now
-            machine = dict(self._of_machine(now))
+            machine = dict(self._of_machine(status, now))
             alerts += self._new("machine ", machine, now)
         return alerts + self._new("run ", found, now)
 
@@ -252,7 +255,9 @@ class Watchdog:
                 f"incarnations do: look at its time service"
             )
 
-    def _of_machine(self, now: float) -> Iterator[tuple[str, str]]:
+    def _of_machine(
+        self, status: Mapping[str, Any], now: float
+    ) -> Iterator[tuple[str, str]]:
         machine = self._machine
         resident, (left, whole) = machine.resident(), machine.left()
         free = {folder: machine.free(folder) for folder in self._folders.values()}
@@ -279,10 +284,13 @@ class Watchdog:
                 f"coordinator's machine; end what else runs there, or lower "
                 f"placement.merge_buffer_bytes",
             )
+        needed = self._needed(status)
         for folder, octets in free.items():
-            if octets < DISK_BYTES:
+            least = max(needed.get(folder, 0), DISK_BYTES)
+            if octets < least:
                 yield (
                     f"disk {folder}",
-                    f"{octets / 1e6:.0f} MB are free in {folder}: merges wait once it "
-                    f"is full; free some space there",
+                    f"{octets / 1e6:.0f} MB are free in {folder}, and the next round "
+                    f"of snapshots and publishes needs {least / 1e6:.0f}: merges wait "
+                    f"once it is full; free some space there",
                 )

@@ -20,7 +20,7 @@ class World:
     def __init__(self) -> None:
         self.now, self.ahead = 1000.0, 1.7e9
         self.resident, self.left, self.free = GB, (50 * GB, 100 * GB), 100 * GB
-        self.given_back = 0
+        self.given_back = self.needed = 0
         self.speed, self.share_merged = 600.0, 0.9
         """Of the three islands together, and what is merged of it."""
         self.islands = {name: self.island() for name in "abc"}
@@ -44,6 +44,7 @@ class World:
             self.now,
             machine,
             compile_budget_s=COMPILE_S,
+            needed=lambda status: {Path("/run"): self.needed},
         )
 
     def island(self, **changes: Any) -> dict[str, Any]:
@@ -252,6 +253,20 @@ def test_a_machine_that_runs_out_of_memory_or_disk_is_told(world):
     world.free = 0
     (again,) = world.pass_s(6)
     assert "0 MB are free" in again
+
+
+def test_a_disk_without_room_for_the_next_round_is_told_long_before_it_is_full(world):
+    """A state of 144 GB needs more than one that is small."""
+    world.needed, world.free = 157 * GB, 157 * GB
+    assert world.pass_s(60) == []
+    world.free -= GB
+    (told,) = world.pass_s(6)
+    assert "167504 MB are free in /run, and the next round" in told
+    assert "needs 168577:" in told
+    assert world.dog.wrong == ["little space is left in /run"]
+    world.needed = 150 * GB
+    assert world.pass_s(6) == []
+    assert world.dog.wrong == []
 
 
 def test_what_it_keeps_does_not_grow(world):
