@@ -41,8 +41,6 @@ GROWN = 1.5, 1 << 30
 """Multiple of the memory, and bytes above it, beyond both of which it has grown."""
 LEFT = 0.05
 """Share of a machine's memory below which little is left."""
-DISK_BYTES = 1 << 30
-"""Free bytes below which a disk is nearly full, however small the state is."""
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
@@ -54,6 +52,8 @@ BRIEFLY = {
     "apart": "the loss of {} parts from the others",
     "goodput": "goodput is low",
     "memory": "the coordinator's memory grows",
+    "short-memory": "little memory is left on the machine of {}",
+    "short-disk": "little space is left on the disk of {}",
     "left": "little memory is left on the coordinator's machine",
     "disk": "little space is left in {}",
 }
@@ -165,6 +165,13 @@ class Watchdog:
             del self._islands[name]
         yield from self._of_starts(islands, now)
         for name, island in islands.items():
+            for what in island["short"]:
+                left = "space on the disk" if what == "disk" else what
+                yield (
+                    f"short-{what} {name}",
+                    f"island {name} says that little {left} is left on the machine of "
+                    f"its host 0: its process may end for it; its log says how much",
+                )
             seen = self._see(name, island, now)
             if island["state"] not in TRAINS or status["phase"] != "running":
                 continue
@@ -286,7 +293,7 @@ class Watchdog:
             )
         needed = self._needed(status)
         for folder, octets in free.items():
-            least = max(needed.get(folder, 0), DISK_BYTES)
+            least = max(needed.get(folder, 0), memory.LITTLE_DISK_BYTES)
             if octets < least:
                 yield (
                     f"disk {folder}",

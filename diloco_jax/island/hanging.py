@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from diloco_jax import memory
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.island.loop import Loop
 from diloco_jax.process_end import leave_at_once
@@ -26,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two looks."""
-LITTLE_LEFT = 0.03
-"""Share of the machine's memory below which little is left."""
 
 
 class HangWatch:
@@ -51,7 +48,6 @@ class HangWatch:
         self._limit_s, self._part = budget_s, ""
         self._touches = 0
         self._seen, self._quiet_s, self._looked = -1, 0.0, clock()
-        self._told_memory = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang", daemon=True)
 
@@ -99,7 +95,6 @@ class HangWatch:
     def _run(self) -> None:
         self._looked = self._clock()
         while not self._ended.wait(LOOK_S):
-            self._look_at_memory()
             if self.look():
                 self._tell()
                 return
@@ -116,20 +111,6 @@ class HangWatch:
         except (OSError, ValueError, AttributeError) as error:  # It has no file.
             logger.error("no stack could be written: %s", error)
         self.hangs(text)
-
-    def _look_at_memory(self) -> None:
-        left, whole = memory.left_bytes()
-        little = bool(whole) and left < LITTLE_LEFT * whole
-        if little and not self._told_memory:
-            memory.give_back()
-            logger.warning(
-                "%.1f of %.1f GB of memory are left on this machine, and this process "
-                "has %.1f: it may be killed for it",
-                left / 1e9,
-                whole / 1e9,
-                memory.resident_bytes() / 1e9,
-            )
-        self._told_memory = little
 
 
 def end_hanging(stop: Callable[[Ending], None], text: str, within_s: float) -> NoReturn:

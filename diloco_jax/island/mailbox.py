@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.conversation import Conversation, Errand
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import FromCoordinator
+from diloco_jax.protocol.messages import FromCoordinator, Short
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Record, Version
 
@@ -42,6 +42,7 @@ class Mailbox:
         self._conversation = Conversation(awaits_last=awaits_last)
         self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
         self._traffic_of: dict[int, dict[str, int]] = {}
+        self._short: tuple[Short, ...] = ()
 
     # ---- the loop's side --------------------------------------------------------
 
@@ -159,6 +160,11 @@ class Mailbox:
                 name: max(value, before.get(name, 0)) for name, value in traffic.items()
             }
 
+    def tell_short(self, short: tuple[Short, ...]) -> None:
+        """Note what little is left of on this machine."""
+        with self._lock:
+            self._short = short
+
     def status(self) -> Status:
         """Return the last posted status, with the traffic of all hosts so far, and with
         versions that wait for the next boundary."""
@@ -193,7 +199,8 @@ class Mailbox:
         if self._traffic_of:
             hosts = [traffic, *self._traffic_of.values()]
             traffic = {name: sum(host[name] for host in hosts) for name in traffic}
-        return replace(status, measures=replace(status.measures, **traffic))
+        measures = replace(status.measures, **traffic, short=self._short)
+        return replace(status, measures=measures)
 
 
 class Decisions(Protocol):

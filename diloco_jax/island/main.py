@@ -46,6 +46,7 @@ from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.island.shortage import ShortageWatch
 from diloco_jax.island.signals import ended_by_signals
 from diloco_jax.island.starting import meet
 from diloco_jax.process_end import leave_at_once
@@ -82,14 +83,9 @@ def run(
     with HangWatch(budget_s, lambda text: leave_at_once(EXIT_FAILED)) as hanging:
         prepared_s = placement.hosts_budget_s
         hanging.begin("preparing", prepared_s, "placement.hosts_budget_s")
+        where = where or WorldAddress()
         return _live(
-            config,
-            name,
-            coordinator_address,
-            workdir,
-            incarnation,
-            where or WorldAddress(),
-            hanging,
+            config, name, coordinator_address, workdir, incarnation, where, hanging
         )
 
 
@@ -126,8 +122,9 @@ def _live(
         island.asked_to_end = preemption.notice
     host.watched = hanging.begin
     hanging.hangs = lambda text: end_hanging(island.stop, text, host.deadlines.stop_s)
+    shortage = ShortageWatch((workdir,), island.mailbox.tell_short)
     # Later: a follower's and a leader's are other functions.
-    with ended_by_signals(lambda who: island.asked_to_end(who)):
+    with shortage, ended_by_signals(lambda who: island.asked_to_end(who)):
         try:
             preemption.watch()
             island.start()

@@ -55,6 +55,7 @@ class World:
             "median_step_seconds": 0.5,
             "tokens_per_second": 200.0,
             "loss": 3.0,
+            "short": [],
             **changes,
         }
 
@@ -266,6 +267,20 @@ def test_a_disk_without_room_for_the_next_round_is_told_long_before_it_is_full(w
     assert world.dog.wrong == ["little space is left in /run"]
     world.needed = 150 * GB
     assert world.pass_s(6) == []
+    assert world.dog.wrong == []
+
+
+def test_what_an_island_is_short_of_is_told_once(world):
+    world.islands["b"] |= {"short": ["disk", "memory"]}
+    disk, memory = world.pass_s(60)
+    assert "island b says that little space on the disk is left on the machi" in disk
+    assert "island b says that little memory is left" in memory
+    assert world.dog.wrong == [
+        "little space is left on the disk of b",
+        "little memory is left on the machine of b",
+    ]
+    world.islands["b"] |= {"short": []}
+    assert world.pass_s(5) == []
     assert world.dog.wrong == []
 
 

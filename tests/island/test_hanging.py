@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.island import hanging
 from diloco_jax.island.device.mesh import require_accelerator
 from diloco_jax.island.hanging import LOOK_S, HangWatch
 
@@ -101,7 +100,6 @@ def test_without_a_budget_no_start_hangs(clock):
 
 HANGING = """
 import logging, sys, threading
-from diloco_jax.island import hanging
 from diloco_jax.island.hanging import HangWatch, end_hanging
 logging.basicConfig(stream=sys.stderr)
 hanging.LOOK_S = 0.05
@@ -143,19 +141,6 @@ def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks, part):
     assert ("compiling may take 0 s" in done.stdout) == bool(part)
     assert f"placement.hang_budget_s = {0.25 if part else 0.5}" in done.stdout
     assert "in where_it_hangs" in done.stderr, "the stack of the loop's thread"
-
-
-def test_little_memory_is_in_the_log_once(clock, monkeypatch, caplog):
-    watch, left = watch_of(clock, 0.0), [(1 << 30, 100 << 30)]
-    monkeypatch.setattr(hanging.memory, "left_bytes", lambda: left[-1])
-    for _ in range(3):
-        watch._look_at_memory()
-    assert caplog.text.count("GB of memory are left") == 1
-    left.append((50 << 30, 100 << 30))
-    watch._look_at_memory()
-    left.append((1 << 30, 100 << 30))
-    watch._look_at_memory()
-    assert caplog.text.count("GB of memory are left") == 2
 
 
 def test_a_host_that_lost_its_accelerator_is_named(monkeypatch):
