@@ -336,8 +336,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     next_position: int = 0
     free_spans: tuple[Span, ...] = ()
     """Positions to grant again. They are granted first, so there are no more than what
-    ended incarnations had left.
-    """
+    ended incarnations had left."""
     departed: tuple[Departed, ...] = ()
     absences: Absences = Absences()
     """Islands that are absent, as far as people are told of them."""
@@ -348,9 +347,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 def initial(config: PolicyConfig) -> State:
     """Return the state of a run before its first event."""
-    return State(
-        fragments=tuple(Fragment(index=i) for i in range(config.fragments)),
-    )
+    return State(fragments=tuple(Fragment(index=i) for i in range(config.fragments)))
 
 
 def with_island(state: State, island: Island) -> State:
