@@ -52,8 +52,8 @@ BRIEFLY = {
     "apart": "the loss of {} parts from the others",
     "goodput": "goodput is low",
     "memory": "the coordinator's memory grows",
-    "short-memory": "little memory is left on the machine of {}",
-    "short-disk": "little space is left on the disk of {}",
+    "short-memory": "little memory is left on a machine of {}",
+    "short-disk": "little space is left on a disk of {}",
     "left": "little memory is left on the coordinator's machine",
     "disk": "little space is left in {}",
 }
@@ -169,8 +169,8 @@ class Watchdog:
                 left = "space on the disk" if what == "disk" else what
                 yield (
                     f"short-{what} {name}",
-                    f"island {name} says that little {left} is left on the machine of "
-                    f"its host 0: its process may end for it; its log says how much",
+                    f"island {name} says that little {left} is left on a machine of "
+                    f"its hosts: its process may end for it; its log says how much",
                 )
             seen = self._see(name, island, now)
             if island["state"] not in TRAINS or status["phase"] != "running":

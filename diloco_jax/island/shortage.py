@@ -1,7 +1,7 @@
 """Notice that a host's machine is short of memory or disk, and say so.
 
 The log says how much is left; the island's reports say what is short, so that people
-hear of it who do not read its log. Each host has its log; reports are those of host 0.
+hear of it who do not read its log. Host 0 hears of the others as they answer it.
 """
 
 from __future__ import annotations

@@ -273,11 +273,11 @@ def test_a_disk_without_room_for_the_next_round_is_told_long_before_it_is_full(w
 def test_what_an_island_is_short_of_is_told_once(world):
     world.islands["b"] |= {"short": ["disk", "memory"]}
     disk, memory = world.pass_s(60)
-    assert "island b says that little space on the disk is left on the machi" in disk
+    assert "island b says that little space on the disk is left on a machine" in disk
     assert "island b says that little memory is left" in memory
     assert world.dog.wrong == [
-        "little space is left on the disk of b",
-        "little memory is left on the machine of b",
+        "little space is left on a disk of b",
+        "little memory is left on a machine of b",
     ]
     world.islands["b"] |= {"short": []}
     assert world.pass_s(5) == []

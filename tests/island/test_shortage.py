@@ -58,6 +58,16 @@ def test_a_disk_that_is_nearly_full_is_named(machine, caplog):
     assert machine.short() == ("memory",)
 
 
+def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
+    nothing = machine.mailbox.traffic()
+    machine.mailbox.count_of(1, nothing, ("memory",))
+    machine.mailbox.count_of(2, nothing, ())
+    machine.free = 0
+    assert machine.short() == ("disk", "memory")
+    machine.mailbox.count_of(1, nothing, ())
+    assert machine.short() == ("disk",)
+
+
 def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
     monkeypatch.setattr(shortage, "LOOK_S", 0.001)
     machine.free = 0
