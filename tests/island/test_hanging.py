@@ -100,6 +100,7 @@ def test_without_a_budget_no_start_hangs(clock):
 
 HANGING = """
 import logging, sys, threading
+from diloco_jax.island import hanging
 from diloco_jax.island.hanging import HangWatch, end_hanging
 logging.basicConfig(stream=sys.stderr)
 hanging.LOOK_S = 0.05
