@@ -9,6 +9,8 @@ from pathlib import Path
 
 PAGE_BYTES = 4096
 GROUP = "sys/fs/cgroup"
+LITTLE_DISK_BYTES = 1 << 30
+"""Free bytes below which a disk is nearly full, whatever is written to it."""
 
 _M_ARENA_MAX = -8
 """Number of the parameter in glibc's malloc.h."""

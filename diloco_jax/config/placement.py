@@ -106,8 +106,9 @@ class Placement:
         SECONDS,
         group=DEADLINES,
         help="Seconds without a step or a boundary after which an island's process "
-        "says where it hangs and ends, to be started again; 0 = it never does. Loops "
-        "of your own are not watched.",
+        "says where it hangs and ends, to be started again; the parts of its start "
+        "have these beyond their own deadlines; 0 = it never does. Loops of your own "
+        "are not watched.",
     )
     hosts_budget_s: float = setting(
         1800.0,

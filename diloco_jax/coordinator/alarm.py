@@ -2,11 +2,13 @@
 
 A thread of its own looks at the alerts once a second and sends those that are new, in
 one message, at most once in `EVERY_S`. So nothing that it waits for holds up a
-decision, and a storm of alerts is a few messages.
+decision, and a storm of alerts is a few messages. An alert that is raised again while
+it stands is sent again, `FORGOTTEN_S` after it was last sent or later.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import re
@@ -52,6 +54,12 @@ class Alarm:
         self._run_id, self._alerts, self._clock = run_id, alerts, clock
         self._seen: dict[str, float] = {}
         """When each alert was last there, by its text without numbers."""
+        self._raised: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
+        """Alerts that were raised since the last look."""
+        self._sent: dict[str, float] = {}
+        """When each alert was last taken up, by its text without numbers."""
+        self._again: dict[str, str] = {}
+        """Alerts that were raised again too soon, by their texts without numbers."""
         self._waiting: list[str] = []
         self._beyond = 0
         """New alerts for which the message has no room."""
@@ -70,24 +78,47 @@ class Alarm:
         if self._thread.ident is not None:
             self._thread.join(within_s)
 
+    def raised(self, text: str) -> None:
+        """Note that an alert was raised, maybe once more while it still stands. To be
+        called before it is among the alerts; any thread may call it."""
+        self._raised.append(text)
+
     def look(self) -> None:
         """Take up what is new, and deliver it if it is time for a message."""
         now = self._clock()
+        raised = [self._raised.popleft() for _ in range(len(self._raised))]
+        for text in raised:
+            if not self._see(text, now):
+                self._again[NUMBER.sub("#", text)] = text
         for text in self._alerts():
-            key = NUMBER.sub("#", text)
-            if now - self._seen.pop(key, -FORGOTTEN_S) >= FORGOTTEN_S:
-                if len(self._waiting) < TOGETHER:
-                    self._waiting.append(text)
-                else:
-                    self._beyond += 1
-            self._seen[key] = now  # The newest ones stand last.
+            self._see(text, now)
+        for key in [k for k in self._again if now - self._sent[k] >= FORGOTTEN_S]:
+            self._take_up(key, self._again.pop(key), now)
         while len(self._seen) > REMEMBERED:
-            del self._seen[next(iter(self._seen))]
+            oldest = next(iter(self._seen))
+            for known in (self._seen, self._sent, self._again):
+                known.pop(oldest, None)
         if self._waiting and (now >= self._due + EVERY_S or self._ending.is_set()):
             self._due = now
             waiting, beyond = self._waiting, self._beyond
             self._waiting, self._beyond = [], 0
             self._deliver(waiting, beyond)
+
+    def _see(self, text: str, now: float) -> bool:
+        """Note that an alert is there; take it up and return True if it is new."""
+        key = NUMBER.sub("#", text)
+        new = now - self._seen.pop(key, -FORGOTTEN_S) >= FORGOTTEN_S
+        self._seen[key] = now  # The newest ones stand last.
+        if new:
+            self._take_up(key, text, now)
+        return new
+
+    def _take_up(self, key: str, text: str, now: float) -> None:
+        self._sent[key] = now
+        if len(self._waiting) < TOGETHER:
+            self._waiting.append(text)
+        else:
+            self._beyond += 1
 
     def _run(self) -> None:
         while not self._ending.wait(LOOK_S):

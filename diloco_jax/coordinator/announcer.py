@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.config import Placement
+from diloco_jax.config import Config
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.alarm import Alarm
+from diloco_jax.coordinator.disk_need import DiskNeed
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.exporter import Exporter
 from diloco_jax.coordinator.holding.holder import StoreHolder
@@ -21,10 +22,10 @@ from diloco_jax.coordinator.snapshots import SnapshotWriter
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.watchdog import Watchdog
 from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import write_text
 from diloco_jax.observability.exported import Snapshot
 from diloco_jax.observability.metrics import Metrics
-from diloco_jax.paths import is_bucket
 from diloco_jax.wire.tls import TlsFiles
 
 REFRESH_S = 0.5
@@ -36,7 +37,8 @@ class Announcer:
 
     def __init__(
         self,
-        placement: Placement,
+        config: Config,
+        plan: FragmentPlan,
         workdir: Path,
         *,
         roster: Roster,
@@ -48,18 +50,23 @@ class Announcer:
         begun_unix: float,
         seat: Unseated,
     ) -> None:
-        """begun_unix: start of the run in unix seconds."""
+        """config: resolved. begun_unix: start of the run in unix seconds."""
+        placement = config.placement
         self._seat = seat
         self._roster, self._metrics, self._holder = roster, metrics, holder
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
         self._alerts_raised = self._events_waiting = 0
         self._wrong: list[str] = []
-        folders = {"workdir": workdir}
-        if placement.checkpoints and not is_bucket(placement.checkpoints):
-            folders["checkpoints"] = Path(placement.checkpoints)
+        need = DiskNeed(config, plan, workdir)
         began = time.monotonic()
-        self._watchdog = Watchdog(folders, placement.time_budget_s, began)
+        self._watchdog = Watchdog(
+            need.folders,
+            placement.time_budget_s,
+            began,
+            compile_budget_s=placement.compile_budget_s,
+            needed=need.free,
+        )
         self._machine = self._watchdog.machine
         self._placement, self._tls = placement, tls
         self._told_at = workdir / run_files.METRICS_ADDRESS
@@ -100,6 +107,11 @@ class Announcer:
         now, clock = time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
+        new = lead.journal.alerts_raised - self._alerts_raised
+        if self._alarm is not None and new:
+            for text in lead.journal.alerts[-new:]:
+                self._alarm.raised(text)
+        self._alerts_raised = lead.journal.alerts_raised
         self._status = summary.status(
             lead.config,
             lead.state,
@@ -111,7 +123,6 @@ class Announcer:
         )
         for wrong in self._watchdog.look(self._status, clock):
             lead.journal.alert(wrong)
-        self._alerts_raised = lead.journal.alerts_raised
         self._events_waiting = lead.waiting
         self._wrong = self._watchdog.wrong
         if (machine := self._watchdog.machine) is not self._machine:

@@ -188,7 +188,8 @@ class Coordinator:
             self._facts, resumed = going_on.after_stop(before, self._roster, workdir)
             self.lead.post(resumed)
         self._announcer = Announcer(
-            placement,
+            config,
+            self._plan,
             workdir,
             roster=self._roster,
             metrics=self._metrics,
@@ -289,12 +290,11 @@ class Coordinator:
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
-        placement = self._config.placement
         self._server = server_of(self._config, handlers, self._tls)
         self._server.primary = self.seat.followable
         self._open.callback(self._server.stop, 0.0)
         bound = self._server.start()
-        self.address = placement.advertise or bound
+        self.address = self._config.placement.advertise or bound
         addresses.parse_address(self.address)
 
     def _serve_early(self, handlers: Handlers) -> None:

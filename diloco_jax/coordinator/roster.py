@@ -358,4 +358,5 @@ def _sum(past: Measures, current: Measures) -> Measures:
         bytes_up=count("bytes_up", MAX_BYTES),
         bytes_down=count("bytes_down", MAX_BYTES),
         bytes_join=count("bytes_join", MAX_BYTES),
+        short=current.short,
     )

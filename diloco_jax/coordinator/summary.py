@@ -259,6 +259,7 @@ def _island_status(
         "participation": _participation(accounts),
         "version": min(adopted.values()) if everything else 0,
         "lag": max(0, *lags) if lags else None,
+        "short": list(sums.short) if island.status == "live" else [],
         "silent_seconds": now - member.last_sign if member.last_sign else None,
         "bytes_up": sums.bytes_up,
         "bytes_down": sums.bytes_down,

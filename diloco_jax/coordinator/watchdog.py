@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax import memory
 from diloco_jax.observability.exported import Readings
+from diloco_jax.observability.recent import RecentGoodput
 
 HANGING_STEPS = 20
 """Median steps without a step after which an island hangs, at least three time
@@ -31,7 +32,7 @@ island's loss is apart."""
 APART_S = 60.0
 """Seconds for which it has to be apart."""
 GOODPUT, GOODPUT_AFTER_S = 0.5, 600.0
-"""Goodput that is low, and the age of a run from which on it counts."""
+"""Goodput of the last hour that is low, and how much of it must have been seen."""
 JUMP_S = 5.0
 """Seconds by which a clock jumps at least."""
 WARM_S = 600.0
@@ -40,17 +41,19 @@ GROWN = 1.5, 1 << 30
 """Multiple of the memory, and bytes above it, beyond both of which it has grown."""
 LEFT = 0.05
 """Share of a machine's memory below which little is left."""
-DISK_BYTES = 1 << 30
-"""Free bytes below which a disk is nearly full."""
 MACHINE_EVERY_S = 5.0
 """Seconds between two looks at memory and disks."""
 TRAINS = ("training", "quarantined")
+STARTS = ("joining", "compiling")
 BRIEFLY = {
     "hangs": "{} makes no step",
+    "starts": "{} does not begin to train",
     "slow": "{} has slowed down",
     "apart": "the loss of {} parts from the others",
     "goodput": "goodput is low",
     "memory": "the coordinator's memory grows",
+    "short-memory": "little memory is left on a machine of {}",
+    "short-disk": "little space is left on a disk of {}",
     "left": "little memory is left on the coordinator's machine",
     "disk": "little space is left in {}",
 }
@@ -86,12 +89,22 @@ class Watchdog:
         budget_s: float,
         now: float,
         machine: Gauges = Gauges(),  # noqa: B008
+        *,
+        compile_budget_s: float = math.inf,
+        needed: Callable[[Mapping[str, Any]], Mapping[Path, int]] = lambda status: {},
     ) -> None:
         """folders: those that the coordinator writes to, by name. budget_s: the time
-        budget. now: seconds of the clock of later times."""
+        budget. compile_budget_s: longest start of an island. needed: returns the bytes
+        that each folder must have free, by the status. now: seconds of the clock of
+        later times."""
+        self._needed = needed
+        self._compile_budget_s = compile_budget_s
+        self._starts: dict[str, tuple[int, float]] = {}
+        """Incarnations that start, and since when."""
         self._folders, self._least_s, self._machine = folders, 3 * budget_s, machine
         self._islands: dict[str, _Seen] = {}
         self._began, self._looked = now, -math.inf
+        self._recent = RecentGoodput()
         self._ahead = machine.unix() - now
         """Unix time less that of the other clock."""
         self._warm = 0
@@ -105,11 +118,12 @@ class Watchdog:
     def look(self, status: Mapping[str, Any], now: float) -> list[str]:
         """Return what is newly wrong, for people. status: see `summary.status`."""
         found = dict(self._of_islands(status, now))
+        self._recent.note(status, now)
         found |= dict(self._of_run(status))
         alerts = [*self._clock(now)]
         if now - self._looked >= MACHINE_EVERY_S:
             self._looked = now
-            machine = dict(self._of_machine(now))
+            machine = dict(self._of_machine(status, now))
             alerts += self._new("machine ", machine, now)
         return alerts + self._new("run ", found, now)
 
@@ -149,7 +163,15 @@ class Watchdog:
         }
         for name in [known for known in self._islands if known not in islands]:
             del self._islands[name]
+        yield from self._of_starts(islands, now)
         for name, island in islands.items():
+            for what in island["short"]:
+                left = "space on the disk" if what == "disk" else what
+                yield (
+                    f"short-{what} {name}",
+                    f"island {name} says that little {left} is left on a machine of "
+                    f"its hosts: its process may end for it; its log says how much",
+                )
             seen = self._see(name, island, now)
             if island["state"] not in TRAINS or status["phase"] != "running":
                 continue
@@ -182,6 +204,28 @@ class Watchdog:
                         f"and at its devices",
                     )
 
+    def _of_starts(
+        self, islands: Mapping[str, Any], now: float
+    ) -> Iterator[tuple[str, str]]:
+        starts = {
+            name: island["incarnation"]
+            for name, island in islands.items()
+            if island["state"] in STARTS
+        }
+        known, self._starts = self._starts, {}
+        for name, incarnation in starts.items():
+            before, since = known.get(name, (0, now))
+            since = since if before == incarnation else now
+            self._starts[name] = incarnation, since
+            if now - since > self._compile_budget_s:
+                yield (
+                    f"starts {name}",
+                    f"island {name} has been {islands[name]['state']} for "
+                    f"{self._compile_budget_s:.0f} s, placement.compile_budget_s: its "
+                    f"devices, its compiler or its link may hang; look at its log; it "
+                    f"ends by itself after placement.hang_budget_s more",
+                )
+
     def _see(self, name: str, island: Mapping[str, Any], now: float) -> _Seen:
         before = self._islands.get(name)
         incarnation, steps = island["incarnation"], island["steps"]
@@ -195,13 +239,15 @@ class Watchdog:
         return seen
 
     def _of_run(self, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        low = status["goodput"] < GOODPUT and status["seconds"] >= GOODPUT_AFTER_S
-        if low and status["phase"] == "running" and status["islands"]:
+        recent, seconds = self._recent.goodput, self._recent.seconds
+        low = recent < GOODPUT and seconds >= GOODPUT_AFTER_S
+        if low and status["islands"]:
             yield (
                 "goodput",
-                f"goodput is {status['goodput']:.0%}: less than {GOODPUT:.0%} of what "
-                f"undisturbed islands would have computed is merged; see which island "
-                f"was away, and tokens_lost of the summary",
+                f"goodput of the last {seconds / 60:.0f} minutes is {recent:.0%} "
+                f"({status['goodput']:.0%} in the whole run): less than {GOODPUT:.0%} "
+                f"of what undisturbed islands would have computed is merged; see which "
+                f"island was away, and tokens_lost of the summary",
             )
 
     # ---- the coordinator's machine --------------------------------------------------
@@ -216,7 +262,9 @@ class Watchdog:
                 f"incarnations do: look at its time service"
             )
 
-    def _of_machine(self, now: float) -> Iterator[tuple[str, str]]:
+    def _of_machine(
+        self, status: Mapping[str, Any], now: float
+    ) -> Iterator[tuple[str, str]]:
         machine = self._machine
         resident, (left, whole) = machine.resident(), machine.left()
         free = {folder: machine.free(folder) for folder in self._folders.values()}
@@ -243,10 +291,13 @@ class Watchdog:
                 f"coordinator's machine; end what else runs there, or lower "
                 f"placement.merge_buffer_bytes",
             )
+        needed = self._needed(status)
         for folder, octets in free.items():
-            if octets < DISK_BYTES:
+            least = max(needed.get(folder, 0), memory.LITTLE_DISK_BYTES)
+            if octets < least:
                 yield (
                     f"disk {folder}",
-                    f"{octets / 1e6:.0f} MB are free in {folder}: merges wait once it "
-                    f"is full; free some space there",
+                    f"{octets / 1e6:.0f} MB are free in {folder}, and the next round "
+                    f"of snapshots and publishes needs {least / 1e6:.0f}: merges wait "
+                    f"once it is full; free some space there",
                 )

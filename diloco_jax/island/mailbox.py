@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.conversation import Conversation, Errand
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import FromCoordinator
+from diloco_jax.protocol.messages import FromCoordinator, Short
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import Record, Version
 
@@ -42,6 +42,9 @@ class Mailbox:
         self._conversation = Conversation(awaits_last=awaits_last)
         self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
         self._traffic_of: dict[int, dict[str, int]] = {}
+        self.short: tuple[Short, ...] = ()
+        """What little is left of on this machine."""
+        self._short_of: dict[int, tuple[Short, ...]] = {}
 
     # ---- the loop's side --------------------------------------------------------
 
@@ -149,15 +152,24 @@ class Mailbox:
         with self._lock:
             return dict(self._traffic)
 
-    def count_of(self, host: int, traffic: dict[str, int]) -> None:
-        """Note the bytes that another host of the island has counted. Its reports may
-        come out of order, so a lower count is ignored.
+    def count_of(
+        self, host: int, traffic: dict[str, int], short: tuple[Short, ...] = ()
+    ) -> None:
+        """Note the bytes that another host of the island has counted, and what its
+        machine is short of. Its reports may come out of order, so a lower count is
+        ignored.
         """
         with self._lock:
+            self._short_of[host] = short
             before = self._traffic_of.get(host, {})
             self._traffic_of[host] = {
                 name: max(value, before.get(name, 0)) for name, value in traffic.items()
             }
+
+    def tell_short(self, short: tuple[Short, ...]) -> None:
+        """Note what little is left of on this machine."""
+        with self._lock:
+            self.short = short
 
     def status(self) -> Status:
         """Return the last posted status, with the traffic of all hosts so far, and with
@@ -193,7 +205,9 @@ class Mailbox:
         if self._traffic_of:
             hosts = [traffic, *self._traffic_of.values()]
             traffic = {name: sum(host[name] for host in hosts) for name in traffic}
-        return replace(status, measures=replace(status.measures, **traffic))
+        short = {*self.short}.union(*self._short_of.values())
+        measures = replace(status.measures, **traffic, short=tuple(sorted(short)))
+        return replace(status, measures=measures)
 
 
 class Decisions(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import threading
 import time
 import uuid
@@ -19,11 +18,10 @@ from typing import Generic
 
 import msgspec
 
-from diloco_jax import compilation, environment, libtpu
+from diloco_jax import compilation, environment
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
-from diloco_jax.island.environment import generation_here, prepare_island
 from diloco_jax.island.hanging import HangWatch, end_hanging
 from diloco_jax.island.host import Host
 from diloco_jax.island.hosts.follower import Follower
@@ -40,7 +38,6 @@ from diloco_jax.island.hosts.world import (
     Hosts,
     HostsError,
     end_alone,
-    join_world,
     leave_world,
 )
 from diloco_jax.island.loop import Loop
@@ -49,7 +46,9 @@ from diloco_jax.island.network.link import Link, Targets, ending_of
 from diloco_jax.island.network.receiver import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
+from diloco_jax.island.shortage import ShortageWatch
 from diloco_jax.island.signals import ended_by_signals
+from diloco_jax.island.starting import meet
 from diloco_jax.process_end import leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
@@ -79,9 +78,30 @@ def run(
       incarnation: number of the attempt of this island, from 1; that of host 0 counts.
       where: address at which the hosts of the island meet, if it has several.
     """
+    placement = config.placement
+    budget_s = placement.hang_budget_s
+    with HangWatch(budget_s, lambda text: leave_at_once(EXIT_FAILED)) as hanging:
+        prepared_s = placement.hosts_budget_s
+        hanging.begin("preparing", prepared_s, "placement.hosts_budget_s")
+        where = where or WorldAddress()
+        return _live(
+            config, name, coordinator_address, workdir, incarnation, where, hanging
+        )
+
+
+def _live(
+    config: Config,
+    name: str,
+    coordinator_address: str,
+    workdir: Path,
+    incarnation: int,
+    where: WorldAddress,
+    hanging: HangWatch,
+) -> int:
+    """See `run`. hanging: watches this process from here on."""
     island: LeadingHost[Loop] | Follower[Loop]
     try:
-        hosts = _meet(config, name, where or WorldAddress())
+        hosts = meet(config, name, where)
         host = Host(config, name, coordinator_address, workdir)
         if hosts is not None and hosts.index > 0:
             island = Follower(host, hosts)
@@ -100,12 +120,11 @@ def run(
     )
     if isinstance(island, LeadingHost) and preemption.expected:
         island.asked_to_end = preemption.notice
-    hanging = HangWatch(
-        config.placement.hang_budget_s,
-        lambda text: end_hanging(island.stop, text, host.deadlines.stop_s),
-    )
+    host.watched = hanging.begin
+    hanging.hangs = lambda text: end_hanging(island.stop, text, host.deadlines.stop_s)
+    shortage = ShortageWatch((workdir,), island.mailbox.tell_short)
     # Later: a follower's and a leader's are other functions.
-    with ended_by_signals(lambda who: island.asked_to_end(who)):
+    with shortage, ended_by_signals(lambda who: island.asked_to_end(who)):
         try:
             preemption.watch()
             island.start()
@@ -120,6 +139,7 @@ def run(
         except Exception as error:
             logger.exception("island %s failed", name)
             ending = Ending(EXIT_FAILED, f"{type(error).__name__}: {error}")
+        hanging.end()
         island.stop(ending)
         island.close()
     level = logging.INFO if ending.exit_code == EXIT_DONE else logging.ERROR
@@ -170,6 +190,7 @@ class LeadingHost(Generic[L]):
         """
         try:
             placement = self._config.placement
+            self._host.begin("connecting")
             welcome = self._link.connect(
                 placement.outage_budget_s, placement.compile_budget_s
             )
@@ -193,6 +214,7 @@ class LeadingHost(Generic[L]):
             raise
         self._tell_joined(versions)
         faults = parse_faults(placement.faults, self._config.islands, placement.workers)
+        self._host.begin("restoring")
         self._loop = self._host.loop(
             versions,
             self._led(script or self._live(), lead),
@@ -251,6 +273,7 @@ class LeadingHost(Generic[L]):
             incarnation=self._incarnation,
             session=self._session,
         )
+        host.begin("compiling")
         host.build(identity, self._hosts)
         self._receiver = receiver = Receiver(
             host.fetcher,
@@ -272,6 +295,7 @@ class LeadingHost(Generic[L]):
             receiver.have_all(first)
             return list(first)
         began = time.monotonic()
+        host.begin("fetching")
         versions = receiver.fetch_all()
         seconds = time.monotonic() - began
         peers = host.fetcher.peers
@@ -371,29 +395,3 @@ class LeadingHost(Generic[L]):
                 if reason is not None:
                     self.asked_to_end(reason.decode())
                     return
-
-
-def _meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
-    island = config.island(name)
-    prepare_island(island)
-    if libtpu.VARIABLE in os.environ:
-        # libtpu ends a process whose flags it does not know: the log says which they
-        # were.
-        logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
-        generation = libtpu.generation_of(island.topology) or generation_here()
-        version = libtpu.installed_version()
-        for clash in libtpu.clashes(
-            os.environ[libtpu.VARIABLE],
-            libtpu.flags_of(generation, version),
-            f"{generation}, libtpu {version}",
-        ):
-            logger.warning("island %s: %s", name, clash)
-    if island.hosts == 1:
-        return None
-    placement = config.placement
-    return join_world(
-        where,
-        island.hosts,
-        budget_s=placement.time_budget_s,
-        meet_s=placement.hosts_budget_s,
-    )

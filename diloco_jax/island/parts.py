@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import logging
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, Literal, TypeVar
 
 import jax
 
@@ -34,6 +35,7 @@ from diloco_jax.wire.tls import TlsFiles
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=Stepping)
+PartOfStart = Literal["connecting", "compiling", "fetching", "restoring"]
 
 
 class Parts(abc.ABC, Generic[L]):
@@ -55,6 +57,8 @@ class Parts(abc.ABC, Generic[L]):
         placement = config.placement
         self.config, self.name, self.island = config, name, config.island(name)
         self.plan, self.deadlines = plan, placement.deadlines
+        self.watched: Callable[[str, float, str], None] = lambda *part: None
+        """Called as each part of the start begins; see `HangWatch.begin`."""
         self._hosts: Hosts | None = None
         self._offering: OfferServer | None = None
         self._peers: PeerAnchors | None = None
@@ -86,6 +90,20 @@ class Parts(abc.ABC, Generic[L]):
         """
         fetched_s = self.deadlines.join_s(4 * self.plan.total)
         return self.config.placement.outage_budget_s + fetched_s
+
+    def begin(self, part: PartOfStart) -> None:
+        """Have the watch over hanging processes watch a part of the start."""
+        placement = self.config.placement
+        compile_s, outage_s = placement.compile_budget_s, placement.outage_budget_s
+        lasts_s, field = {
+            # A coordinator may gather its state, and a host wait for host 0.
+            "connecting": (outage_s + compile_s + self.deadlines.pin_s, "outage"),
+            # A host that has compiled waits as long for the others.
+            "compiling": (2 * compile_s, "compile"),
+            "fetching": (self.join_s, "outage"),
+            "restoring": (2 * self.join_s, "outage"),
+        }[part]
+        self.watched(part, lasts_s, f"placement.{field}_budget_s")
 
     @abc.abstractmethod
     def build(self, identity: Identity, hosts: Hosts | None) -> None:

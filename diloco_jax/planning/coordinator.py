@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +165,27 @@ class CoordinatorPlan:
         )
 
 
+class StateSizes(NamedTuple):
+    """Bytes of a model's state, as the coordinator writes it."""
+
+    state: int
+    """All fragments in a snapshot: Theta, anchor and outer state."""
+    largest: int
+    """The largest of them."""
+    publish: int
+    """One publish of each fragment."""
+
+
+def state_sizes(run: RunConfig, plan: FragmentPlan) -> StateSizes:
+    """Return the bytes of the state. run: with a resolved outer optimizer."""
+    outer, largest = _outer_state_bytes(outer_settings(run), plan), max(plan.sizes)
+    return StateSizes(
+        state=8 * plan.total + outer,
+        largest=8 * largest + math.ceil(outer * largest / plan.total),
+        publish=sum(payload_bytes(run.sync.codec_down, plan)),
+    )
+
+
 def plan_coordinator(
     run: RunConfig,
     placement: Placement,
@@ -189,9 +210,8 @@ def plan_coordinator(
     )
     params = 4 * plan.total
     largest = max(plan.sizes)
-    outer_state = _outer_state_bytes(outer_settings(run), plan)
-    # Theta, anchor and outer state of the largest fragment.
-    held = 8 * largest + math.ceil(outer_state * largest / plan.total)
+    sizes = state_sizes(run, plan)
+    outer_state, held = sizes.state - 2 * params, sizes.largest
     # Many pieces, of few kinds.
     kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
     like = {(p.shape, p.embedding): p for p in plan.pieces}
@@ -240,9 +260,9 @@ def plan_coordinator(
             params=number,
             fragments=fragments,
             islands=islands,
-            state=math.ceil(part * (2 * params + outer_state)),
+            state=math.ceil(part * sizes.state),
             largest=held,
-            publish=math.ceil(part * sum(down)),
+            publish=math.ceil(part * sizes.publish),
             deltas=math.ceil(part * max(0, most_deltas - placement.merge_buffer_bytes)),
             cycles=cycles,
             cycle_seconds=cycle_seconds,

@@ -116,6 +116,9 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     """Boundaries from a request to its take, for the island's hosts to agree on it."""
 
 
+Short = Literal["disk", "memory"]
+
+
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of an incarnation since its start; times are in seconds."""
 
@@ -149,6 +152,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     bytes_down: Bytes = 0
     """Bytes of published fragments received, headers included, joins excluded."""
     bytes_join: Bytes = 0
+    short: Annotated[tuple[Short, ...], Meta(max_length=2)] = ()
+    """What little is left of on the machine of some host."""
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):

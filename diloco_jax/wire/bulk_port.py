@@ -21,6 +21,7 @@ from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, Request
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
+from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places
 from diloco_jax.wire.principal import Principal
@@ -45,8 +46,11 @@ class BulkPort(abc.ABC):
         max_hosts: int,
         bulk_channels: int,
         max_hosts_each: int | None = None,
+        lines: FewLines | None = None,
     ) -> None:
-        """Arguments are those of `server.Server`."""
+        """Arguments are those of `server.Server`. lines: of its log about peers; None =
+        lines of this port alone."""
+        self._lines = lines or FewLines()
         self._contexts = tls.server_contexts() if tls is not None else lambda: None
         self._peers = Peers(tls.folder) if tls is not None else None
         self._deadlines = deadlines
@@ -115,20 +119,26 @@ class BulkPort(abc.ABC):
 
     def answer(self, connection: BulkConnection) -> None:
         """Receive one request and carry it out. If it fails, tell the peer why."""
-        peer = connection.peer
         try:
             with contextlib.ExitStack() as held:
                 self._answer(connection, held)
         except ConnectionLost as error:
-            logger.info("a transfer broke off: %s", error)
+            self._log(logging.INFO, connection, f"a transfer broke off: {error}")
         except WireError as error:
             # Who is told to come again does so many times.
             level = logging.DEBUG if isinstance(error, Busy) else logging.INFO
-            logger.log(level, "answered %s: %s", peer, error)
+            self._log(level, connection, f"answered {connection.peer}: {error}")
             self._fail(connection, error)
         except Exception as error:
-            logger.exception("a transfer with %s failed", peer)
+            text = f"a transfer with {connection.peer} failed"
+            self._log(logging.ERROR, connection, text)
             self._fail(connection, internal_error(error))
+
+    def _log(self, level: int, connection: BulkConnection, text: str) -> None:
+        who = None
+        with contextlib.suppress(WireError):
+            who = self._identify(connection)
+        self._lines.log(logger, level, who, text, trace=level >= logging.ERROR)
 
     def _answer(self, connection: BulkConnection, held: contextlib.ExitStack) -> None:
         who = self._identify(connection)

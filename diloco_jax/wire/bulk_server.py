@@ -20,6 +20,7 @@ from diloco_jax.wire.bulk import (
 from diloco_jax.wire.bulk_port import BulkPort
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.principal import Principal, require_island, require_operator
 from diloco_jax.wire.profiling import ProfileHandlers
 from diloco_jax.wire.sources import FetchSource
@@ -65,14 +66,16 @@ class BulkServer(BulkPort):
         max_hosts: int,
         bulk_channels: int,
         max_hosts_each: int | None = None,
+        lines: FewLines | None = None,
     ) -> None:
-        """Arguments are those of `server.Server`."""
+        """Arguments are those of `server.Server`, and of `BulkPort`."""
         super().__init__(
             tls=tls,
             deadlines=deadlines,
             max_hosts=max_hosts,
             bulk_channels=bulk_channels,
             max_hosts_each=max_hosts_each,
+            lines=lines,
         )
         self.handlers = handlers
         """May be replaced at any time; transfers under way end with the old ones."""

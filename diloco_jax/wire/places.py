@@ -29,11 +29,19 @@ OTHER_FILES = 512
 
 
 class Places:
-    """The places of one server, for transfers in both directions."""
+    """The places of one server, for transfers in both directions or for calls."""
 
-    def __init__(self, wanted: int, wait_s: float, each: int | None = None) -> None:
+    def __init__(
+        self,
+        wanted: int,
+        wait_s: float,
+        each: int | None = None,
+        what: str = "transfers",
+    ) -> None:
         """wanted: transfers that all peers may begin together. wait_s: longest wait for
-        a place. each: most transfers of one known peer; None = any number."""
+        a place. each: most transfers of one known peer; None = any number. what: them,
+        in words."""
+        self._what = what
         self.count = min(wanted, MOST_PLACES)
         self.threads = self.count + MOST_WAITING
         """Threads that hold or await a place."""
@@ -66,7 +74,7 @@ class Places:
         with self._lock:
             if self._own[who] >= self._each:
                 raise Busy(
-                    f"{who} has {self._own[who]} transfers under way, the limit is "
+                    f"{who} has {self._own[who]} {self._what} under way, the limit is "
                     f"{self._each} each"
                 )
             self._own[who] += 1
@@ -81,13 +89,13 @@ class Places:
     def _wait(self) -> None:
         if not self._waiting.acquire(blocking=False):
             raise Busy(
-                f"all {self.count} places for transfers are taken, and {MOST_WAITING} "
-                f"transfers wait for one"
+                f"all {self.count} places for {self._what} are taken, and "
+                f"{MOST_WAITING} {self._what} wait for one"
             )
         try:
             if not self._free.acquire(timeout=self._wait_s):
                 raise Busy(
-                    f"all {self.count} places for transfers were taken for "
+                    f"all {self.count} places for {self._what} were taken for "
                     f"{self._wait_s:g} s"
                 )
         finally:

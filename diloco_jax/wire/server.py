@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -22,10 +22,11 @@ from diloco_jax.protocol.messages import Steer
 from diloco_jax.wire import addresses, encoding, errors, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
-from diloco_jax.wire.errors import Busy, WireError
+from diloco_jax.wire.errors import Busy, SecurityError, WireError
+from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.followed import Followable, serve_standby
 from diloco_jax.wire.peers import Peers
-from diloco_jax.wire.places import allow_connections
+from diloco_jax.wire.places import Places, allow_connections
 from diloco_jax.wire.principal import Principal, require_operator
 from diloco_jax.wire.quota import Quota
 from diloco_jax.wire.session import ControlHandlers, Session, internal_error
@@ -35,10 +36,13 @@ from diloco_jax.wire.tls import TlsFiles
 logger = logging.getLogger(__name__)
 
 SERVICE = "diloco.Coordinator"
-_SPARE_THREADS = 8
+CALLS, CALLS_EACH = 24, 4
+"""Calls that are no streams at once, and those of one peer: each holds a thread that is
+not one of the sessions'."""
+_SPARE_THREADS = CALLS + 8
 _SPARE_CONNECTIONS = 64
 """Connections for status and for handshakes, besides twice those of all sessions."""
-_STREAMS_PER_CONNECTION = 64
+_STREAMS_PER_CONNECTION = 16
 SESSIONS_EACH = 4
 """Control streams of one island: a lost one may be back before its old stream is known
 to be dead."""
@@ -88,6 +92,8 @@ class Server:
         # Twice, since a lost island may be back before its old stream is known to be
         # dead.
         self._max_sessions = 2 * max_islands
+        self._lines = FewLines()
+        self._calls = Places(CALLS, 0.0, CALLS_EACH, "calls")
         self._bulk = BulkServer(
             handlers,
             tls=tls,
@@ -95,6 +101,7 @@ class Server:
             max_hosts=max_hosts,
             bulk_channels=bulk_channels,
             max_hosts_each=max_hosts_each,
+            lines=self._lines,
         )
         # Twice, as with sessions.
         control = max(2 * max_hosts, 2 * self._max_sessions + _SPARE_CONNECTIONS)
@@ -167,14 +174,31 @@ class Server:
     def _methods(self) -> dict[str, Any]:
         return {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
-            "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "Steer": grpc.unary_unary_rpc_method_handler(self._steer),
-            "Strike": grpc.unary_unary_rpc_method_handler(self._strike),
-            "Profile": grpc.unary_unary_rpc_method_handler(self._profile),
-            "Keep": grpc.unary_unary_rpc_method_handler(self._keep),
             "Follow": grpc.stream_stream_rpc_method_handler(self._follow),
-            "Config": grpc.unary_unary_rpc_method_handler(self._give_config),
+            "Status": self._call(self._status),
+            "Steer": self._call(self._steer),
+            "Strike": self._call(self._strike),
+            "Profile": self._call(self._profile),
+            "Keep": self._call(self._keep),
+            "Config": self._call(lambda request, caller, peer: self._config),
         }
+
+    def _call(self, answer: Callable[[bytes, Principal | None, str], bytes]) -> Any:
+        """Make the handler of a call with one request.
+
+        To gRPC it is a stream: so the caller is known, and the wait for its request
+        has an end, before there is a request."""
+
+        def handle(requests: Iterator[bytes], context: Any) -> bytes:
+            with self._answering(context):
+                caller = self._identify(context)
+                with self._calls.taken(caller):
+                    connect_s = self._deadlines.connect_s
+                    with self._watch.guard(connect_s, context.cancel):
+                        request = next(requests, b"")
+                    return answer(request, caller, context.peer())
+
+        return grpc.stream_unary_rpc_method_handler(handle)
 
     def _control(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         with self._answering(context):
@@ -199,43 +223,32 @@ class Server:
                 self.primary, requests, context, self._watch, self._deadlines
             )
 
-    def _status(self, request: bytes, context: Any) -> bytes:
-        with self._answering(context):
-            self._identify(context)
-            status, encoded = self._encoded
-            if (current := self._handlers.status()) is not status:
-                encoded = json.dumps(current).encode()
-                self._encoded = current, encoded
-            return encoded
+    def _status(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
+        status, encoded = self._encoded
+        if (current := self._handlers.status()) is not status:
+            encoded = json.dumps(current).encode()
+            self._encoded = current, encoded
+        return encoded
 
-    def _keep(self, request: bytes, context: Any) -> bytes:
-        with self._answering(context):
-            require_operator(self._identify(context))
-            wanted = decoded(encoding.cycle_request, request, context.peer())
-            return json.dumps(self._handlers.keep(wanted.cycle)).encode()
+    def _keep(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
+        require_operator(caller)
+        wanted = decoded(encoding.cycle_request, request, peer)
+        return json.dumps(self._handlers.keep(wanted.cycle)).encode()
 
-    def _steer(self, request: bytes, context: Any) -> bytes:
-        with self._answering(context):
-            require_operator(self._identify(context))
-            order = decoded(encoding.steer, request, context.peer())
-            return json.dumps(self._handlers.steer(order)).encode()
+    def _steer(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
+        require_operator(caller)
+        order = decoded(encoding.steer, request, peer)
+        return json.dumps(self._handlers.steer(order)).encode()
 
-    def _strike(self, request: bytes, context: Any) -> bytes:
-        with self._answering(context):
-            require_operator(self._identify(context))
-            order = decoded(encoding.strike_order, request, context.peer())
-            return json.dumps(self._handlers.strike(order)).encode()
+    def _strike(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
+        require_operator(caller)
+        order = decoded(encoding.strike_order, request, peer)
+        return json.dumps(self._handlers.strike(order)).encode()
 
-    def _profile(self, request: bytes, context: Any) -> bytes:
-        with self._answering(context):
-            require_operator(self._identify(context))
-            order = decoded(encoding.profile_order, request, context.peer())
-            return json.dumps(self._handlers.profile(order)).encode()
-
-    def _give_config(self, request: bytes, context: Any) -> bytes:
-        with self._answering(context):
-            self._identify(context)
-            return self._config
+    def _profile(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
+        require_operator(caller)
+        order = decoded(encoding.profile_order, request, peer)
+        return json.dumps(self._handlers.profile(order)).encode()
 
     def _identify(self, context: Any) -> Principal | None:
         """Return who calls, None without TLS. Raises SecurityError."""
@@ -262,7 +275,9 @@ class Server:
                         f"{SESSIONS_EACH} each; those of ended processes close soon"
                     )
                 quota = self._quotas.setdefault(caller, Quota(str(caller)))
-            session = Session(next(self._numbers), context, identify, quota)
+            session = Session(
+                next(self._numbers), context, identify, quota, self._lines
+            )
             self._sessions[session.id] = caller, session
             return session
 
@@ -272,19 +287,26 @@ class Server:
         try:
             yield
         except grpc.RpcError:
-            logger.info("a call from %s broke off", context.peer())
+            self._log(logging.INFO, context, f"a call from {context.peer()} broke off")
             raise
         except WireError as error:
-            logger.info("answered %s: %s", context.peer(), error)
+            self._log(logging.INFO, context, f"answered {context.peer()}: {error}")
             errors.abort(context, error)
         except Exception as error:
-            logger.exception("a call from %s failed", context.peer())
+            self._log(logging.ERROR, context, f"a call from {context.peer()} failed")
             errors.abort(context, internal_error(error))
+
+    def _log(self, level: int, context: Any, text: str) -> None:
+        who = None
+        with contextlib.suppress(SecurityError):
+            who = self._identify(context)
+        self._lines.log(logger, level, who, text, trace=level >= logging.ERROR)
 
 
 def server_options(deadlines: Deadlines, connections: int) -> list[tuple[str, Any]]:
     """Return gRPC's options: sizes, keepalive within the time budget, no shared port,
-    and no more connections than these, nor handshakes that do not end."""
+    and no more connections than these, nor handshakes that do not end, nor connections
+    that are not used."""
     half_budget_ms = int(deadlines.budget_s * 500)
     return [
         *encoding.SIZE_OPTIONS,
@@ -292,6 +314,8 @@ def server_options(deadlines: Deadlines, connections: int) -> list[tuple[str, An
         ("grpc.max_allowed_incoming_connections", connections + _SPARE_CONNECTIONS),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
+        # A connection with a call stays; others come back when they are needed.
+        ("grpc.max_connection_idle_ms", int(deadlines.idle_s * 1000)),
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
         # Without it, a peer that is stopped and not gone is noticed after a minute.

@@ -7,6 +7,7 @@ disconnect.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -19,7 +20,13 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
-from diloco_jax.wire.errors import Refused, RemoteProtocolError, WireError
+from diloco_jax.wire.errors import (
+    Refused,
+    RemoteProtocolError,
+    SecurityError,
+    WireError,
+)
+from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.principal import Principal, require_island
 from diloco_jax.wire.quota import HELLO_BYTES, Quota
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
@@ -58,11 +65,17 @@ class Session:
     """True once a handler has accepted the hello."""
 
     def __init__(
-        self, number: int, context: Any, identify: Identify, quota: Quota | None = None
+        self,
+        number: int,
+        context: Any,
+        identify: Identify,
+        quota: Quota | None = None,
+        lines: FewLines | None = None,
     ) -> None:
         """identify: returns who the peer is, None without TLS; raises SecurityError
-        once its certificate is revoked. quota: the peer's, over all of its streams;
-        None = one of this stream alone."""
+        once its certificate is revoked. quota, lines: the peer's, over all of its
+        streams; None = those of this stream alone."""
+        self._lines = lines or FewLines()
         self.id = number
         self._identify = identify
         self.peer: str = context.peer()
@@ -99,7 +112,9 @@ class Session:
 
     def fail(self, error: WireError) -> None:
         """End the session after the queued messages; tell the peer of the error."""
-        self._outbox.close(error)
+        # Its frames would hold this session, which holds the error, and so the stream
+        # on its connection until the garbage is collected.
+        self._outbox.close(error.with_traceback(None))
 
     def serve(
         self,
@@ -177,20 +192,27 @@ class Session:
                 self._keep_pace(len(raw))
                 self.take(raw, handlers)
         except grpc.RpcError:
-            logger.info("%s: the connection is gone", self)
+            self._log(logging.INFO, "the connection is gone")
         except Refused as refused:
-            logger.info("%s: refused (%s): %s", self, refused.code, refused.message)
+            self._log(logging.INFO, f"refused ({refused.code}): {refused.message}")
             self.close(refused)
         except WireError as error:
-            logger.warning("%s: %s", self, error)
+            self._log(logging.WARNING, str(error))
             self.fail(error)
         except Exception as error:
-            logger.exception("%s: failed", self)
+            self._log(logging.ERROR, "failed")
             self.fail(internal_error(error))
         finally:
             self.close()
             if self.connected:
                 handlers.disconnect(self)
+
+    def _log(self, level: int, text: str) -> None:
+        who = None
+        with contextlib.suppress(SecurityError):
+            who = self._identify()
+        trace = level >= logging.ERROR
+        self._lines.log(logger, level, who, f"{self}: {text}", trace=trace)
 
     def _keep_pace(self, nbytes: int) -> None:
         if wait_s := self._quota.wait_s(nbytes):

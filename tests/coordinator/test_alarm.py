@@ -62,6 +62,20 @@ def test_an_alert_that_comes_back_after_a_while_is_new(wire):
     assert wire.look()
 
 
+def test_an_alert_that_is_raised_again_while_it_stands_is_sent_again(wire):
+    """An island vanishes a second time: the first alert may stand for days."""
+    wire.alerts = ["island 'b' is absent; 3 of 4 are left"]
+    wire.alarm.raised(wire.alerts[0])
+    assert len(wire.look()) == 1
+    assert [wire.look(60.0) for _ in range(100)] == [[]] * 100
+    wire.alarm.raised("island 'b' is absent; 2 of 4 are left")
+    assert wire.look() == [(["island 'b' is absent; 2 of 4 are left"], 0)]
+    wire.alarm.raised("island 'b' is absent; 1 of 4 are left")
+    assert wire.look(FORGOTTEN_S / 2) == [], "too soon"
+    sent = [message for _ in range(10) for message in wire.look(FORGOTTEN_S / 4)]
+    assert sent == [(["island 'b' is absent; 1 of 4 are left"], 0)]
+
+
 def test_a_storm_is_a_message_a_minute_with_what_fits(wire):
     sent = []
     for second in range(300):
@@ -77,8 +91,11 @@ def test_what_it_remembers_is_bounded(wire, monkeypatch):
     monkeypatch.setattr(module, "REMEMBERED", 5)
     for number in range(26):
         wire.alerts = [f"alert {chr(97 + number)}"]
-        wire.look()
-    assert len(wire.alarm._seen) == 5
+        for _ in range(2):
+            wire.alarm.raised(wire.alerts[0])
+            wire.look()
+    for known in (wire.alarm._seen, wire.alarm._sent, wire.alarm._again):
+        assert len(known) == 5
     assert len(wire.alarm._waiting) <= TOGETHER
 
 

@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.coordinator import watchdog
 from diloco_jax.coordinator.watchdog import Gauges, Watchdog
 
-BUDGET_S = 10.0
+BUDGET_S, COMPILE_S = 10.0, 900.0
 GB = 1 << 30
 
 
@@ -20,12 +20,15 @@ class World:
     def __init__(self) -> None:
         self.now, self.ahead = 1000.0, 1.7e9
         self.resident, self.left, self.free = GB, (50 * GB, 100 * GB), 100 * GB
-        self.given_back = 0
+        self.given_back = self.needed = 0
+        self.speed, self.share_merged = 600.0, 0.9
+        """Of the three islands together, and what is merged of it."""
         self.islands = {name: self.island() for name in "abc"}
         self.status: dict[str, Any] = {
             "phase": "running",
             "goodput": 0.9,
             "seconds": 60.0,
+            "tokens_merged": 0,
             "islands": self.islands,
         }
         machine = Gauges(
@@ -35,7 +38,14 @@ class World:
             free=lambda folder: self.free,
             give_back=self.give_back,
         )
-        self.dog = Watchdog({"workdir": Path("/run")}, BUDGET_S, self.now, machine)
+        self.dog = Watchdog(
+            {"workdir": Path("/run")},
+            BUDGET_S,
+            self.now,
+            machine,
+            compile_budget_s=COMPILE_S,
+            needed=lambda status: {Path("/run"): self.needed},
+        )
 
     def island(self, **changes: Any) -> dict[str, Any]:
         return {
@@ -45,6 +55,7 @@ class World:
             "median_step_seconds": 0.5,
             "tokens_per_second": 200.0,
             "loss": 3.0,
+            "short": [],
             **changes,
         }
 
@@ -56,6 +67,8 @@ class World:
         told = []
         for _ in range(round(2 * seconds)):
             self.now += 0.5
+            merged = round(0.5 * self.speed * self.share_merged)
+            self.status["tokens_merged"] += merged
             for name, island in self.islands.items():
                 island["steps"] += name not in stuck
             told += self.dog.look(self.status, self.now)
@@ -67,6 +80,20 @@ def world() -> World:
     world = World()
     assert world.pass_s(60) == []
     return world
+
+
+@pytest.mark.parametrize("state", ["joining", "compiling"])
+def test_a_start_that_takes_longer_than_it_may_is_told_once(world, state):
+    world.islands["b"] |= {"state": state, "incarnation": 2}
+    assert world.pass_s(COMPILE_S - 1) == []
+    (told,) = world.pass_s(3)
+    assert f"island b has been {state} for 900 s, placement.compile_budget_s" in told
+    assert world.dog.wrong == ["b does not begin to train"]
+    assert world.pass_s(600) == []
+    world.islands["b"] |= {"incarnation": 3}
+    assert world.pass_s(COMPILE_S - 1) == [], "another incarnation starts anew"
+    world.islands["b"] |= {"state": "training"}
+    assert world.pass_s(600) == []
 
 
 def test_an_island_without_steps_hangs_after_three_budgets(world):
@@ -152,12 +179,34 @@ def test_one_of_two_that_part_cannot_be_told(world):
     assert world.pass_s(100) == []
 
 
-def test_a_low_goodput_is_told_once_the_run_is_old(world):
-    world.status["goodput"] = 0.4
-    assert world.pass_s(10) == []
-    world.status["seconds"] = 601.0
-    (told,) = world.pass_s(10)
-    assert told.startswith("goodput is 40%")
+def test_goodput_that_is_low_for_ten_minutes_is_told(world):
+    world.share_merged = 0.4
+    assert world.pass_s(8 * 60) == []
+    (told,) = world.pass_s(60 * 60)
+    assert "goodput of the last " in told
+    assert "(90% in the whole run)" in told
+    assert world.dog.wrong == ["goodput is low"]
+    world.share_merged = 0.9
+    assert world.pass_s(2 * 60 * 60) == []
+    assert world.dog.wrong == []
+    world.share_merged = 0.1
+    assert len(world.pass_s(60 * 60)) == 1, "however old the run is"
+
+
+def test_absent_islands_count_and_those_that_said_goodbye_do_not(world):
+    """No merge of two of three is missed."""
+    world.share_merged = 0.4
+    world.islands["b"] |= {"state": "gone", "tokens_per_second": 0.0}
+    world.islands["c"] |= {"state": "gone", "tokens_per_second": 0.0}
+    world.speed = 200.0
+    world.share_merged = 0.9
+    assert world.pass_s(2 * 60 * 60) == []
+    world.islands["b"] |= {"state": "training", "tokens_per_second": 200.0}
+    world.pass_s(1)
+    world.islands["b"] |= {"state": "absent", "tokens_per_second": 0.0}
+    world.share_merged = 0.8
+    (told,) = world.pass_s(2 * 60 * 60)
+    assert "goodput of the last" in told
 
 
 @pytest.mark.parametrize("jump_s", [7.0, -3600.0])
@@ -205,6 +254,34 @@ def test_a_machine_that_runs_out_of_memory_or_disk_is_told(world):
     world.free = 0
     (again,) = world.pass_s(6)
     assert "0 MB are free" in again
+
+
+def test_a_disk_without_room_for_the_next_round_is_told_long_before_it_is_full(world):
+    """A state of 144 GB needs more than one that is small."""
+    world.needed, world.free = 157 * GB, 157 * GB
+    assert world.pass_s(60) == []
+    world.free -= GB
+    (told,) = world.pass_s(6)
+    assert "167504 MB are free in /run, and the next round" in told
+    assert "needs 168577:" in told
+    assert world.dog.wrong == ["little space is left in /run"]
+    world.needed = 150 * GB
+    assert world.pass_s(6) == []
+    assert world.dog.wrong == []
+
+
+def test_what_an_island_is_short_of_is_told_once(world):
+    world.islands["b"] |= {"short": ["disk", "memory"]}
+    disk, memory = world.pass_s(60)
+    assert "island b says that little space on the disk is left on a machine" in disk
+    assert "island b says that little memory is left" in memory
+    assert world.dog.wrong == [
+        "little space is left on a disk of b",
+        "little memory is left on a machine of b",
+    ]
+    world.islands["b"] |= {"short": []}
+    assert world.pass_s(5) == []
+    assert world.dog.wrong == []
 
 
 def test_what_it_keeps_does_not_grow(world):

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.island import hanging
 from diloco_jax.island.device.mesh import require_accelerator
 from diloco_jax.island.hanging import LOOK_S, HangWatch
 
@@ -64,6 +63,41 @@ def test_without_a_budget_nothing_hangs(clock):
     assert hangs_after(watch_of(clock, 0.0), clock, 5000.0) == 5000.0
 
 
+def test_a_part_of_the_start_may_take_what_its_setting_says_and_the_budget(clock):
+    watch, told = watch_of(clock, 30.0), []
+    watch.hangs = told.append
+    with watch:
+        watch.begin("connecting", 10.0, "placement.outage_budget_s")
+        assert hangs_after(watch, clock, 39.0) == 39.0
+        watch.begin("compiling", 200.0, "placement.compile_budget_s")
+        assert hangs_after(watch, clock, 500.0) == pytest.approx(230.0, abs=2 * LOOK_S)
+        watch._tell()
+    assert "compiling may take 200 s (placement.compile_budget_s), and" in told[0]
+    assert "placement.hang_budget_s = 30" in told[0]
+
+
+def test_the_loop_has_its_own_budget_after_the_start(clock):
+    watch = watch_of(clock, 30.0)
+
+    class Loop:
+        touch = None
+
+        def run(self):
+            return hangs_after(watch, clock, 100.0)
+
+    with watch:
+        watch.begin("restoring", 1000.0, "placement.outage_budget_s")
+        hangs_after(watch, clock, 900.0)
+        assert watch.run(Loop()) == pytest.approx(30.0, abs=2 * LOOK_S)
+
+
+def test_without_a_budget_no_start_hangs(clock):
+    watch = watch_of(clock, 0.0)
+    with watch:
+        watch.begin("compiling", 1.0, "placement.compile_budget_s")
+        assert hangs_after(watch, clock, 5000.0) == 5000.0
+
+
 HANGING = """
 import logging, sys, threading
 from diloco_jax.island import hanging
@@ -82,14 +116,22 @@ def stop(ending):
     BLOCKS
 def hangs(text):
     end_hanging(stop, text, 0.3)
+PART
 HangWatch(0.5, hangs).run(Loop())
+"""
+COMPILING = """
+watch = HangWatch(0.25, hangs)
+watch.begin("compiling", 0.25, "placement.compile_budget_s")
+where_it_hangs()
 """
 
 
 @pytest.mark.parametrize("blocks", ["pass", "where_it_hangs()"])
-def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks):
+@pytest.mark.parametrize("part", ["", COMPILING])
+def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks, part):
+    code = HANGING.replace("BLOCKS", blocks).replace("PART", part)
     done = subprocess.run(
-        [sys.executable, "-c", HANGING.replace("BLOCKS", blocks)],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=120,
@@ -97,21 +139,9 @@ def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks):
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("goodbye 1 hangs: no step and no boundary for ")
-    assert "placement.hang_budget_s = 0.5" in done.stdout
+    assert ("compiling may take 0 s" in done.stdout) == bool(part)
+    assert f"placement.hang_budget_s = {0.25 if part else 0.5}" in done.stdout
     assert "in where_it_hangs" in done.stderr, "the stack of the loop's thread"
-
-
-def test_little_memory_is_in_the_log_once(clock, monkeypatch, caplog):
-    watch, left = watch_of(clock, 0.0), [(1 << 30, 100 << 30)]
-    monkeypatch.setattr(hanging.memory, "left_bytes", lambda: left[-1])
-    for _ in range(3):
-        watch._look_at_memory()
-    assert caplog.text.count("GB of memory are left") == 1
-    left.append((50 << 30, 100 << 30))
-    watch._look_at_memory()
-    left.append((1 << 30, 100 << 30))
-    watch._look_at_memory()
-    assert caplog.text.count("GB of memory are left") == 2
 
 
 def test_a_host_that_lost_its_accelerator_is_named(monkeypatch):

@@ -49,11 +49,13 @@ class Follower(Generic[L]):
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
         patience_s = config.placement.outage_budget_s + deadlines.pin_s
+        host.begin("connecting")
         heard = self._hear_unless_refused("begin", patience_s)
         begin = msgspec.msgpack.decode(heard, type=HostsBegin)
         self._check(begin)
         host.gives = begin.gives
         host.lanes.use(begin.workers)
+        host.begin("compiling")
         host.build(
             Identity(
                 run_id=begin.run_id,
@@ -73,11 +75,13 @@ class Follower(Generic[L]):
         )
         self._orders.start()
         host.compile()
+        host.begin("fetching")
         joined = self._hear_unless_refused("joined", host.join_s)
         versions = msgspec.msgpack.decode(joined, type=list[Version])
         decisions = FollowDecisions(hosts, self.mailbox, begin.lead, deadlines.budget_s)
         placement = config.placement
         faults = parse_faults(placement.faults, config.islands, placement.workers)
+        host.begin("restoring")
         self._loop = host.loop(
             versions,
             decisions,

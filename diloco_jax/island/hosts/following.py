@@ -25,7 +25,7 @@ from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Decisions, Mailbox
 from diloco_jax.protocol.island.boundary import Ahead, Decision
 from diloco_jax.protocol.island.fetching import Fetch, Part, agreed
-from diloco_jax.protocol.messages import ResendRequest
+from diloco_jax.protocol.messages import ResendRequest, Short
 from diloco_jax.wire.errors import (
     NO_TICKET,
     ConnectionLost,
@@ -93,6 +93,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     part: Part
     traffic: dict[str, int]
     """Bytes that this host counted since it started."""
+    short: tuple[Short, ...] = ()
+    """What little is left of on its machine."""
 
 
 class LeadDecisions:
@@ -211,7 +213,7 @@ class Orders:
                 )
             self._hosts.forget(key)
             answer = msgspec.msgpack.decode(heard, type=Answer)
-            self._mailbox.count_of(host, answer.traffic)
+            self._mailbox.count_of(host, answer.traffic, answer.short)
             parts[host] = answer.part
         self._forget_through(number)
         outcome = agreed(list(parts.values()))
@@ -298,6 +300,7 @@ class OrderThread:
             self._mailbox.arrivals.drop_after(order.fragment, order.accepted)
             self._mailbox.arrivals.put(arrival)
             part = Part(outcome="done", chain=arrival.chain)
-        answer = Answer(part=part, traffic=self._mailbox.traffic())
+        mailbox = self._mailbox
+        answer = Answer(part=part, traffic=mailbox.traffic(), short=mailbox.short)
         key = f"answer/{number}/{self._hosts.index}"
         self._hosts.tell(key, msgspec.msgpack.encode(answer))

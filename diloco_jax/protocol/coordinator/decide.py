@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
+    absences,
     claims,
     committing,
     cycles,
@@ -134,14 +135,15 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     state, judged = quarantine.advance(config, state, effects + moved)
     state, keeps = cycles.advance(config, before, state)
     state, watches = watching.advance(config, before, state)
-    return state, effects + moved + judged + keeps + watches
+    state, told = absences.advance(config, state, now)
+    return state, effects + moved + judged + keeps + watches + told
 
 
 def next_deadline(state: State, now: float) -> float | None:
     """Return the next time at which time alone changes something: an expiry, the end of
-    a grace window or of a flush. `now` is the time of the last step, which handled
-    everything due until then."""
-    soonest = math.inf
+    a grace window or of a flush, an absence to tell of. `now` is the time of the last
+    step, which handled everything due until then."""
+    soonest = absences.soonest(state, now)
     for island in state.islands.values():
         if now < island.lease_until < soonest and island.status == "live":
             soonest = island.lease_until

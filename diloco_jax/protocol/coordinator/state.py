@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.absences import Absences
 from diloco_jax.protocol.coordinator.granted import Departed, Lease
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.reasons import LossReason, Refusal
@@ -335,9 +336,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     next_position: int = 0
     free_spans: tuple[Span, ...] = ()
     """Positions to grant again. They are granted first, so there are no more than what
-    ended incarnations had left.
-    """
+    ended incarnations had left."""
     departed: tuple[Departed, ...] = ()
+    absences: Absences = Absences()
+    """Islands that are absent, as far as people are told of them."""
     in_merges: dict[str, tuple[Span, ...]] = msgspec.field(default_factory=dict)
     """Steps of each island's incarnation that are in some fragment's merge. They are
     not the island's, so that a merge does not change islands."""
@@ -345,9 +347,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 def initial(config: PolicyConfig) -> State:
     """Return the state of a run before its first event."""
-    return State(
-        fragments=tuple(Fragment(index=i) for i in range(config.fragments)),
-    )
+    return State(fragments=tuple(Fragment(index=i) for i in range(config.fragments)))
 
 
 def with_island(state: State, island: Island) -> State:

@@ -1,0 +1,84 @@
+"""Notice that a host's machine is short of memory or disk, and say so.
+
+The log says how much is left; the island's reports say what is short, so that people
+hear of it who do not read its log. Host 0 hears of the others as they answer it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from diloco_jax import memory
+from diloco_jax.protocol.messages import Short
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks."""
+LITTLE_LEFT = 0.03
+"""Share of the machine's memory below which little is left."""
+
+
+class ShortageWatch:
+    """Looks again and again, on a thread of its own: a disk that hangs holds up no
+    other watch. It ends with the block."""
+
+    def __init__(
+        self, folders: Sequence[Path], tell: Callable[[tuple[Short, ...]], None]
+    ) -> None:
+        """folders: those that this process writes to. tell: called with what is short
+        when that changes."""
+        self._folders, self._tell = folders, tell
+        self._short: dict[Short, str] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shortage", daemon=True)
+
+    def __enter__(self) -> ShortageWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+
+    def look(self) -> None:
+        """Look once; tell, and log what has become short."""
+        short = dict(self._found())
+        new = short.keys() - self._short.keys()
+        for what in sorted(new):
+            logger.warning("%s", short[what])
+        if short.keys() != self._short.keys():
+            self._tell(tuple(sorted(short)))
+        self._short = short
+
+    def _found(self) -> Iterator[tuple[Short, str]]:
+        left, whole = memory.left_bytes()
+        if whole and left < LITTLE_LEFT * whole:
+            if "memory" not in self._short:
+                memory.give_back()
+            yield (
+                "memory",
+                f"{left / 1e9:.1f} of {whole / 1e9:.1f} GB of memory are left on this "
+                f"machine, and this process has {memory.resident_bytes() / 1e9:.1f}: "
+                f"it may be killed for it",
+            )
+        for folder in self._folders:
+            made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+            free = shutil.disk_usage(made).free
+            if free < memory.LITTLE_DISK_BYTES:
+                yield (
+                    "disk",
+                    f"{free / 1e6:.0f} MB are free in {folder}: checkpoints and the "
+                    f"log fail once it is full; free some space there",
+                )
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            try:
+                self.look()
+            except OSError as error:
+                logger.warning("cannot look for space: %s", error)
+                return

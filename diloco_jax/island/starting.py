@@ -1,0 +1,42 @@
+"""Prepare an island's process, and meet its other hosts, before it has any part."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from diloco_jax import libtpu
+from diloco_jax.config import Config
+from diloco_jax.island.environment import generation_here, prepare_island
+from diloco_jax.island.hosts.meeting import WorldAddress
+from diloco_jax.island.hosts.world import Hosts, join_world
+
+logger = logging.getLogger(__name__)
+
+
+def meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
+    """Return the hosts of the island, once all have come; None if it has one. Raises
+    ConfigError or HostsError."""
+    island = config.island(name)
+    prepare_island(island)
+    if libtpu.VARIABLE in os.environ:
+        # libtpu ends a process whose flags it does not know: the log says which they
+        # were.
+        logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
+        generation = libtpu.generation_of(island.topology) or generation_here()
+        version = libtpu.installed_version()
+        for clash in libtpu.clashes(
+            os.environ[libtpu.VARIABLE],
+            libtpu.flags_of(generation, version),
+            f"{generation}, libtpu {version}",
+        ):
+            logger.warning("island %s: %s", name, clash)
+    if island.hosts == 1:
+        return None
+    placement = config.placement
+    return join_world(
+        where,
+        island.hosts,
+        budget_s=placement.time_budget_s,
+        meet_s=placement.hosts_budget_s,
+    )

@@ -1,0 +1,144 @@
+"""One key takes neither all threads nor all connections of control."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from wire_support import WAIT_S, Clock, deadlines, hello
+
+from diloco_jax.wire import server
+from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.principal import READER
+from diloco_jax.wire.server import CALLS_EACH, SERVICE
+from diloco_jax.wire.tls import TlsFiles
+
+
+class Held:
+    """A status that waits until a test lets it go."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+
+    def __call__(self) -> dict[str, int]:
+        self.begun.release()
+        assert self.go.wait(WAIT_S)
+        return {"merges": 1}
+
+
+@pytest.fixture
+def held(handlers, monkeypatch) -> Held:
+    held = Held()
+    monkeypatch.setattr(handlers, "status", held)
+    yield held
+    held.go.set()
+
+
+def test_a_peer_has_few_calls_at_once_and_the_others_theirs(
+    serve, connect, tls, held, certificates
+):
+    _, address = serve(tls=tls["coordinator"])
+    client = connect(address, tls=tls["island"])
+    with ThreadPoolExecutor(CALLS_EACH + 1) as pool:
+        asked = [pool.submit(client.status, WAIT_S) for _ in range(CALLS_EACH)]
+        for _ in asked:
+            assert held.begun.acquire(timeout=WAIT_S)
+        with pytest.raises(Busy, match="island a has 4 calls under way, the limit is"):
+            client.config(WAIT_S)
+        reader = connect(address, tls=TlsFiles.load(certificates, READER))
+        other = pool.submit(reader.status, WAIT_S)
+        assert held.begun.acquire(timeout=WAIT_S), "another peer has its own"
+        held.go.set()
+        answers = [call.result(WAIT_S) for call in (*asked, other)]
+    assert answers == [{"merges": 1}] * (CALLS_EACH + 1)
+    assert client.config(WAIT_S) == {}, "they are free again"
+
+
+def test_all_calls_together_leave_the_streams_their_threads(
+    serve, connect, held, monkeypatch
+):
+    """Without TLS nobody has a share of his own."""
+    monkeypatch.setattr(server, "CALLS", 3)
+    _, address = serve()
+    clients = [connect(address) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(client.status, WAIT_S) for client in clients]
+        for _ in asked:
+            assert held.begun.acquire(timeout=WAIT_S)
+        with pytest.raises(Busy, match="all 3 places for calls were taken"):
+            clients[0].status(WAIT_S)
+        for number in range(3):
+            said = hello(session=f"s{number}")
+            assert clients[number].open_control(said).alive
+        held.go.set()
+        assert [call.result(WAIT_S) for call in asked] == [{"merges": 1}] * 3
+
+
+def test_a_call_without_a_request_holds_a_thread_for_a_while(
+    serve, connect, raw_channel, clock: Clock
+):
+    _, address = serve(max_islands=1)
+    never = threading.Event()
+
+    def silence():
+        never.wait(WAIT_S)
+        yield b""
+
+    channel = raw_channel(address)
+    calls = [
+        channel.stream_unary(f"/{SERVICE}/Status").future(silence(), timeout=WAIT_S)
+        for _ in range(2)
+    ]
+    assert connect(address).status(WAIT_S)
+    clock.now += 1e6
+    connect(address).status(WAIT_S)  # Its guard wakes the watch.
+    for call in calls:
+        with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
+            call.result(WAIT_S)
+    never.set()
+
+
+def test_an_island_that_is_told_busy_may_come_again_on_its_connection(
+    serve, connect, handlers, monkeypatch
+):
+    """A stream that has ended is freed at once, and not as garbage is collected."""
+    _, address = serve()
+    client = connect(address)
+
+    def busy(hello, session):
+        raise Busy("not yet")
+
+    monkeypatch.setattr(handlers, "connect", busy)
+    gc.disable()
+    try:
+        for number in range(3 * server._STREAMS_PER_CONNECTION):
+            with pytest.raises(Busy, match="not yet"):
+                client.open_control(hello(session=f"s{number}"))
+    finally:
+        gc.enable()
+
+
+def test_a_connection_without_calls_is_closed_and_one_with_a_stream_stays(
+    serve, connect, raw_channel
+):
+    brief = deadlines(idle_s=0.5)
+    _, address = serve(deadlines=brief)
+    stream = connect(address).open_control(hello())
+    channel = raw_channel(address)
+    states, idle = [], threading.Event()
+
+    def changed(state: grpc.ChannelConnectivity) -> None:
+        states.append(state)
+        ready = grpc.ChannelConnectivity.READY in states
+        if ready and state is grpc.ChannelConnectivity.IDLE:
+            idle.set()
+
+    channel.subscribe(changed)
+    status = channel.unary_unary(f"/{SERVICE}/Status")
+    assert status(b"", timeout=WAIT_S)
+    assert idle.wait(WAIT_S), states
+    assert status(b"", timeout=WAIT_S), "it comes back when it is needed"
+    assert stream.alive
