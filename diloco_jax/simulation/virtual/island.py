@@ -284,9 +284,13 @@ class VirtualIsland:
         rate = self._pace.learning_rate(self.steps, boundary.others_tokens)
         self._body.train(positions, rate)
         seconds = self.spec.step_seconds(self.steps)
-        self._measures = Measures(median_step_seconds=seconds)
+        self._measures = self.measures(seconds)
         self._stepping = True
         self._next = self._clock.after(seconds, self._stepped)
+
+    def measures(self, seconds: float) -> Measures:
+        """Return the measures to report, at a step of so many seconds."""
+        return Measures(median_step_seconds=seconds)
 
     def _stepped(self) -> None:
         self._stepping, self._next = False, None
