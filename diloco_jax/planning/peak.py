@@ -9,7 +9,7 @@ from __future__ import annotations
 from diloco_jax.config import Config, IslandConfig, RunConfig
 from diloco_jax.launch.fleet import find_slice
 from diloco_jax.planning.chips import chip_of
-from diloco_jax.planning.formula import analytic_flops
+from diloco_jax.planning.formula import least_flops
 
 ANY_DEVICE_FLOPS_PER_S = 1e16
 """Rate that no device of the islands without a topology is above: twice the peak of the
@@ -35,10 +35,10 @@ def least_seconds(config: Config) -> dict[str, float]:
 
 
 def _flops(run: RunConfig) -> float:
-    """Return the FLOPs of a sequence; 0 for a model that there is no formula for."""
+    """Return the least FLOPs of a sequence; 0 if there is no formula for the model."""
     if run.model.factory:
         return 0.0
-    return analytic_flops(run.model, run.sequence_length)
+    return least_flops(run.model, run.sequence_length)
 
 
 def _flops_per_s(name: str, island: IslandConfig) -> float:

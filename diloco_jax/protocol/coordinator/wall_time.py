@@ -13,8 +13,7 @@ SHORTEST_STEP_S = 1e-4
 """Shortest step time that is believed of any island, in seconds."""
 FASTER = 2.0
 """Claimed steps per wall second that are believed, as a multiple of those of the
-shortest believed step. A causal kernel leaves out half of the attention that the
-formula of FLOPs counts."""
+shortest believed step: a wrong config must not put out an honest island."""
 LATE_S = 1.0
 """Wall time that the first incarnation of an island begins with: messages may come
 late."""

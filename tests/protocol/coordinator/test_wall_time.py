@@ -94,6 +94,22 @@ def test_a_liar_does_not_own_a_merge(least: dict[str, float]) -> None:
     assert d.fragment(0).accounts["a"].take is None
 
 
+def test_a_liar_outweighs_an_island_at_its_peak_by_the_margin_alone() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=8, least_seconds=PLANNED)
+    d.join("a", "b", step_seconds=LEAST_S)
+    for honest in range(20, 80, 20):
+        d.now += 20 * LEAST_S
+        d.report("b", honest, step_seconds=LEAST_S)
+        liar = int(FASTER * honest)
+        d.report("a", liar, step_seconds=LIE_S)
+        d.take("a", 0, liar)
+        (merge,) = of(d.take("b", 0, honest), Merge)
+        assert [c.tokens for c in merge.contributions] == [400, 200]
+        d.computed(0)
+    d.report("a", liar + int(FASTER * LATE_S / LEAST_S) + 1, step_seconds=LIE_S)
+    assert not is_in(d)
+
+
 # ---- the share of the others ------------------------------------------------------
 
 
