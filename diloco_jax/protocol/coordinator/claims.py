@@ -70,9 +70,9 @@ def heard(
     return island, ""
 
 
-def after_crash(config: PolicyConfig, island: Island, now: float) -> WallTime:
-    """Return the wall time of an incarnation that the coordinator did not hear for a
-    time that it does not know."""
+def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:
+    """Return the wall time of an incarnation that no coordinator has heard for a time
+    that this one does not know: after a crash, and once in a later term."""
     shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
     return WallTime(heard_at=now, unused_s=_most_unused_s(config, shortest_s))
 

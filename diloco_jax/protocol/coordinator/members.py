@@ -264,6 +264,8 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         island = replace(
             island, steps_at_tick=event.steps, records_through=event.records_through
         )
+        if before is None:
+            island = replace(island, wall_time=claims.unheard(config, island, now))
     state = joined(state, island, carried)
     state = alive(config, state, state.islands[event.island], now)
     record = records.Joined(

@@ -92,7 +92,7 @@ def recover(
             streak=0,
             granted_at=now,
             grants_left=GRANTS_AT_ONCE,
-            wall_time=claims.after_crash(config, island, now),
+            wall_time=claims.unheard(config, island, now),
         )
         state = with_island(state, island)
     for fragment in state.fragments:

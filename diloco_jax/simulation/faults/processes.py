@@ -24,7 +24,7 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
     ToHolder,
 )
-from diloco_jax.protocol.messages import AnchorRequest, Measures
+from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, DigestBody
@@ -341,8 +341,6 @@ class FaultyIsland(VirtualIsland):
             functools.partial(self._seen, monitor.adopted),
             functools.partial(self._seen, monitor.trained),
         )
-        self.boast = 1.0
-        """Step time that it says it has, as a share of its own."""
         self.takes: Counter[int] = Counter()
         """Takes by fragment."""
         self._anchors: dict[int, Anchor] = {}
@@ -359,9 +357,6 @@ class FaultyIsland(VirtualIsland):
     def is_welcome(self) -> bool:
         """True on a connection that is welcomed."""
         return self._reports.begun
-
-    def measures(self, seconds: float) -> Measures:
-        return super().measures(self.boast * seconds)
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None
