@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from kit import TOKENS_PER_STEP, Driver, of, only
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
+from diloco_jax.protocol.values import Version
 
 LIE_S = 1e-4
 """The step time that a liar says it has."""
@@ -218,3 +220,17 @@ def test_a_pause_is_no_lie() -> None:
     d.now += 20.0
     d.report("a", 100, step_seconds=1.0)
     assert d.state.islands["a"].tokens_per_second == speed == TOKENS_PER_STEP
+
+
+def test_steps_of_an_island_from_an_earlier_term_are_believed_once() -> None:
+    """Nobody knows for how long it was not heard."""
+    d = Driver(least_seconds=PLANNED)
+    fragments = tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments)
+    d.state = replace(d.state, next_position=1000, term=2, fragments=fragments)
+    earlier = {"term": 1, "steps": 10, "sequences_granted": 100}
+    d.hello("a", **earlier)
+    d.report("a", 60, step_seconds=LEAST_S)
+    assert is_in(d)
+    d.hello("a", 2, **earlier)
+    d.report("a", 60, step_seconds=LEAST_S)
+    assert not is_in(d)
