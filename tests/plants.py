@@ -19,6 +19,7 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,
     bounds,
+    claims,
     cycles,
     decide,
     fragments,
@@ -53,6 +54,10 @@ class Plant(NamedTuple):
     owner: Any
     name: str
     broken: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _believes(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda said_s, shortest_s: said_s
 
 
 def _at_once(*arguments: Any) -> bool:
@@ -350,6 +355,7 @@ PLANTS = {
         "door", admission, "unknown", _leaves_the_door_open
     ),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),
+    "boasts_are_believed": Plant("speeds", claims, "_no_shorter", _believes),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),

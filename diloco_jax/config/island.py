@@ -72,8 +72,8 @@ class IslandConfig:
     step_seconds: float = setting(
         0.0,
         SECONDS,
-        help="Emulated step time: a step takes at least this long; 0 = as fast as it "
-        "goes.",
+        help="Emulated step time: a step takes at least this long, and the coordinator "
+        "believes no island that says it is twice as fast; 0 = as fast as it goes.",
     )
     stands_for: str = setting(
         "", help='What this island stands in for, for people to read: "v6e-16".'

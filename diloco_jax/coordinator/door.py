@@ -15,9 +15,10 @@ HIGHEST_NUMBER = 2**48
 SHORTEST_MEDIAN_S = 1e-9
 """Shortest median of a step in seconds; the speed of a shorter step would not be
 finite."""
-INCARNATIONS_AHEAD = 86_400
+INCARNATIONS_AHEAD = 600
 """Incarnations beyond the present unix second that are believed. Launchers count from
-1, or in unix seconds and attempts, by clocks that are less than a day fast."""
+1, or in unix seconds and attempts, by clocks that are no more than minutes fast. A
+thief of a key shuts the island's own process out for no longer than that."""
 OF_NO_FRAGMENT = ("granted", "progress", "restored")
 
 

@@ -13,6 +13,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
+from diloco_jax.planning import peak
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.wire import addresses, principal
@@ -33,11 +34,12 @@ def policy_config(
     fragment_sizes: tuple[int, ...],
     admitted: dict[str, int | None] | None = None,
     room_each: int = 0,
+    least_seconds: dict[str, float] | None = None,
 ) -> PolicyConfig:
     """Collect the settings that decisions depend on, by name, from a config and its
     deadlines.
 
-    fragment_sizes: parameters by fragment. admitted, room_each: as in `PolicyConfig`.
+    fragment_sizes: parameters by fragment. The others: as in `PolicyConfig`.
     """
     given: dict[str, Any] = {
         "run_id": run_id,
@@ -45,6 +47,7 @@ def policy_config(
         "fragment_sizes": fragment_sizes,
         "admitted": admitted,
         "room_each": room_each,
+        "least_seconds": least_seconds or {},
     }
     named = {
         name: getattr(owner, name)
@@ -57,8 +60,15 @@ def policy_config(
 
 def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
     """Return the settings of a coordinator's decisions; see `policy_config`."""
-    names, room = admitted(config), room_each(config, plan)
-    return policy_config(config.run, config.placement, run_id, plan.sizes, names, room)
+    return policy_config(
+        config.run,
+        config.placement,
+        run_id,
+        plan.sizes,
+        admitted(config),
+        room_each(config, plan),
+        peak.least_seconds(config),
+    )
 
 
 def admitted(config: Config) -> dict[str, int | None]:

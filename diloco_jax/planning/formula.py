@@ -15,9 +15,21 @@ def analytic_flops(model: ModelConfig, length: int) -> float:
     The formula is 6 per weight of a matrix product and token, and 12 per head element
     and pair of positions.
     """
-    weights = model.vocab_size * model.d_model + model.num_layers * layer_weights(model)
     attended = model.num_layers * model.num_heads * model.head_dim
-    return 6.0 * weights * length + 12.0 * attended * length**2
+    return 6.0 * product_weights(model) * length + 12.0 * attended * length**2
+
+
+def least_flops(model: ModelConfig, length: int) -> float:
+    """Count what no kernel leaves out of it: the products with weights, without those
+    for gradients of frozen weights (LoRA). Windows and masks may leave out attention.
+    """
+    per_weight = 4.0 if model.lora_rank else 6.0
+    return per_weight * product_weights(model) * length
+
+
+def product_weights(model: ModelConfig) -> int:
+    """Weights of all matrix products, those of the logits included."""
+    return model.vocab_size * model.d_model + model.num_layers * layer_weights(model)
 
 
 def layer_weights(model: ModelConfig) -> int:

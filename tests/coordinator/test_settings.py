@@ -20,6 +20,7 @@ from diloco_jax.coordinator.settings import (
     room_needed,
 )
 from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.planning import peak
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -69,6 +70,7 @@ def test_room_is_counted_for_everyone_who_may_join():
     assert room_needed(config, plan) == 3 * policy.room_each
     assert policy.merge_buffer_bytes == placement.merge_buffer_bytes
     assert policy.admitted == {"guest": None, "a": 8, "b": 8}
+    assert policy.least_seconds == peak.least_seconds(config)
 
 
 def test_places_are_counted_by_host_and_a_guest_is_one():

@@ -41,7 +41,9 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
         code = "fenced"
         message = (
             f"island {event.island!r} is incarnation {known.incarnation} now, this "
-            f"is {event.incarnation}; stop this process"
+            f"is {event.incarnation}; stop this process. If none of yours is "
+            f"{known.incarnation}, its key is stolen: revoke that, and start this one "
+            f"with a new key and --incarnation {known.incarnation + 1}"
         )
     elif state.phase == "done" or (
         state.phase != "running" and not resumes and not is_carrying(state, event)

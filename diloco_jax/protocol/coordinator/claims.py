@@ -1,5 +1,6 @@
-"""Check an island's claims about its steps against the coordinator's leases: an island
-makes no step without data, and all of its data was leased to it.
+"""Check an island's claims about its steps against the coordinator's leases and clock:
+an island makes no step without data, all of its data was leased to it, and steps take
+time.
 
 A claim that cannot be true is a corrupt counter or worse. If it were believed, it could
 end the run, or outweigh all other islands together.
@@ -9,8 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from diloco_jax.protocol.coordinator import leases
+from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
+from diloco_jax.protocol.coordinator.wall_time import (
+    FASTER,
+    LATE_S,
+    SHORTEST_STEP_S,
+    WallTime,
+)
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import Outstanding, Record
 
@@ -30,6 +40,64 @@ def wrong_hello(island: Island, event: Hello) -> str:
     return _wrong_steps(
         event.steps, island.sequences_per_step, island.sequences_granted
     ) or _wrong_takes(steps, event.outstanding)
+
+
+def heard(
+    config: PolicyConfig, island: Island, said: Report | Hello, now: float
+) -> tuple[Island, str]:
+    """Return a known incarnation with the steps and the step time that it says it has;
+    or as it was, and why that cannot be true."""
+    shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
+    more = max(0, said.steps - island.steps)
+    before = island.wall_time
+    wall_time = before.passed(now, _most_unused_s(config, shortest_s))
+    if not wall_time.is_enough_for(more, shortest_s):
+        return island, (
+            f"it has made {more} steps more in {wall_time.unused_s:.3g} s, but no step "
+            f"takes less than {shortest_s / FASTER:.3g} s by the coordinator's config "
+            f"(islands.{island.name}: topology, mesh_*, batch_size, step_seconds); if "
+            f"that is wrong, correct it there"
+        )
+    wall_time = wall_time.used(more, shortest_s)
+    if island.counted:
+        waited_s = now - before.heard_at
+        wall_time = wall_time.measured(waited_s, more, config.lease_s)
+    else:
+        wall_time = wall_time.unmeasured()
+    step_s = _no_shorter(said.step_seconds, shortest_s) or island.step_seconds
+    steps = island.steps + more
+    island = replace(island, steps=steps, step_seconds=step_s, wall_time=wall_time)
+    return island, ""
+
+
+def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:
+    """Return the wall time of an incarnation that no coordinator has heard for a time
+    that this one does not know: after a crash, and once in a later term."""
+    shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
+    return WallTime(heard_at=now, unused_s=_most_unused_s(config, shortest_s))
+
+
+def _most_unused_s(config: PolicyConfig, shortest_s: float) -> float:
+    """Return the wall time that is kept for later claims. An island that is not heard
+    makes no more steps than that, since it has no data for them."""
+    first_s = FIRST_LEASE_STEPS * shortest_s
+    return config.outage_budget_s + first_s + LATE_S
+
+
+def shortest_step_s(config: PolicyConfig, name: str, sequences: int) -> float:
+    """Return the shortest time that is believed of an island's step, in seconds."""
+    least = config.least_seconds.get(name, config.least_seconds.get("", 0.0))
+    return max(least * sequences, SHORTEST_STEP_S)
+
+
+def believed_step_s(config: PolicyConfig, said: Hello) -> float:
+    """Return the step time of a hello as far as it is believed; 0: unknown."""
+    shortest_s = shortest_step_s(config, said.island, said.sequences_per_step)
+    return _no_shorter(said.step_seconds, shortest_s)
+
+
+def _no_shorter(step_s: float, shortest_s: float) -> float:
+    return max(step_s, shortest_s) if step_s > 0 else 0.0
 
 
 def wrong_carried(state: State, event: Hello) -> str:
@@ -62,7 +130,7 @@ def counted_tokens(config: PolicyConfig, event: Hello, *, known: bool) -> int:
         return event.steps * event.tokens_per_step
     size = event.sequences_per_step
     # The first grant goes by no speed.
-    speeds = (0.0, event.step_seconds)
+    speeds = (0.0, believed_step_s(config, event))
     largest = max(leases.largest_grant(config, speed, size) for speed in speeds)
     steps = event.steps - leases.LARGEST_GRANTS_UNHEARD * largest // size
     return max(event.own_tokens, steps * event.tokens_per_step)

@@ -175,12 +175,14 @@ def _report(
             f"stop this process",
         )
         return state, members.turned_away(event.island, event.session, fenced)
-    if wrong := claims.wrong_report(island, report):
-        return members.put_out(state, island, wrong)
     if report.phase == "training" and island.phase in ("joining", "compiling"):
         # The island joins the pacing with the steps in this report. An island that had
         # stopped by its own count and goes on after losses is in the pacing already.
         island = schedule.restart(island)
+    heard, too_fast = claims.heard(config, island, report, now)
+    if wrong := claims.wrong_report(island, report) or too_fast:
+        return members.put_out(state, island, wrong)
+    island = heard
     through, new = island.records_through, []
     for record in report.records:
         if record.seq > through:
@@ -189,8 +191,6 @@ def _report(
     island = replace(
         island,
         phase=report.phase,
-        steps=max(island.steps, report.steps),
-        step_seconds=report.step_seconds or island.step_seconds,
         records_through=through,
         watches=report.watches,
     )

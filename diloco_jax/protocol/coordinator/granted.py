@@ -6,6 +6,11 @@ import msgspec
 
 from diloco_jax.protocol.values import Span
 
+FIRST_LEASE_STEPS = 64
+"""Steps for which data is granted before an island's speed is known."""
+GRANTS_AT_ONCE = 4.0
+"""Largest grants that an island may be given in a moment."""
+
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Positions granted to an incarnation; `offset` sequences were granted before."""

@@ -14,11 +14,13 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records, spans
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
-from diloco_jax.protocol.coordinator.granted import Departed, Lease
-from diloco_jax.protocol.coordinator.state import (
+from diloco_jax.protocol.coordinator.granted import (
     FIRST_LEASE_STEPS,
     GRANTS_AT_ONCE,
-    SHORTEST_STEP_S,
+    Departed,
+    Lease,
+)
+from diloco_jax.protocol.coordinator.state import (
     Island,
     PolicyConfig,
     State,
@@ -46,8 +48,7 @@ def top_up(
 ) -> tuple[State, list[Effect]]:
     """Grant data until the island holds enough for `outage_budget_s` at its speed.
 
-    An island that uses data much faster than its step time allows gets it later. The
-    data that it holds thus bounds the steps that it can claim.
+    An island that uses data much faster than its step time allows gets it later.
     """
     island = state.islands[name]
     # One durable record serves an outage budget's worth of steps.
@@ -58,7 +59,7 @@ def top_up(
     if held >= wanted:
         return state, effects
     missing = most - held
-    step_s = max(island.step_seconds or UNKNOWN_STEP_S, SHORTEST_STEP_S)
+    step_s = island.step_seconds or UNKNOWN_STEP_S
     used_since = RATE_MARGIN * (now - island.granted_at) / step_s
     grants_left = island.grants_left + used_since * island.sequences_per_step / most
     grants_left = min(grants_left, GRANTS_AT_ONCE) - missing / most
@@ -78,10 +79,9 @@ def largest_grant(
     config: PolicyConfig, step_seconds: float, sequences_per_step: int
 ) -> int:
     """Return the sequences granted at once to an island of that speed that holds none:
-    twice the amount that it should hold."""
+    twice the amount that it should hold. step_seconds: as believed; 0: unknown."""
     steps = FIRST_LEASE_STEPS
     if step_seconds > 0:
-        step_seconds = max(step_seconds, SHORTEST_STEP_S)
         steps = math.ceil(config.outage_budget_s / step_seconds) + 1
     return 2 * steps * sequences_per_step
 

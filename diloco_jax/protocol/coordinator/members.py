@@ -44,6 +44,7 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
     with_island,
 )
+from diloco_jax.protocol.coordinator.wall_time import WallTime
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import FAILURES, EndReason
@@ -59,9 +60,10 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         return state, turned_away(event.island, event.session, refusal)
     known = state.islands.get(event.island)
     if known is not None and known.incarnation == event.incarnation:
-        if wrong := claims.wrong_hello(known, event):
+        heard, too_fast = claims.heard(config, known, event, now)
+        if wrong := claims.wrong_hello(known, event) or too_fast:
             return put_out(state, known, wrong)
-        return _resume(config, state, known, event, now)
+        return _resume(config, state, heard, event, now)
     effects: list[Effect] = []
     if known is not None and known.status != "gone":
         state, effects = end(state, known.name, "died")
@@ -237,15 +239,18 @@ def joined(state: State, island: Island, carried: records.Carrying | None) -> St
 
 
 def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
+    before = state.islands.get(event.island)
+    wall_time = WallTime(heard_at=now) if before is None else before.wall_time
     island = Island(
         name=event.island,
         incarnation=event.incarnation,
         session=event.session,
         tokens_per_step=event.tokens_per_step,
         sequences_per_step=event.sequences_per_step,
-        step_seconds=event.step_seconds,
+        step_seconds=claims.believed_step_s(config, event),
         lead=event.lead,
         phase=event.phase,
+        wall_time=wall_time.next_incarnation(now),
     )
     carried = None
     if admission.is_carrying(state, event):
@@ -259,6 +264,8 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         island = replace(
             island, steps_at_tick=event.steps, records_through=event.records_through
         )
+        if before is None:
+            island = replace(island, wall_time=claims.unheard(config, island, now))
     state = joined(state, island, carried)
     state = alive(config, state, state.islands[event.island], now)
     record = records.Joined(
@@ -284,9 +291,7 @@ def _resume(
     name = event.island
     island = replace(
         known,
-        steps=max(known.steps, event.steps),
         phase=event.phase,
-        step_seconds=event.step_seconds or known.step_seconds,
         lead=event.lead,
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator import (
     admission,
+    claims,
     cycles,
     ending,
     leases,
@@ -19,9 +20,9 @@ from diloco_jax.protocol.coordinator import (
     schedule,
 )
 from diloco_jax.protocol.coordinator.absences import Absences
+from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
-    GRANTS_AT_ONCE,
     Island,
     PolicyConfig,
     State,
@@ -92,6 +93,7 @@ def recover(
             streak=0,
             granted_at=now,
             grants_left=GRANTS_AT_ONCE,
+            wall_time=claims.unheard(config, island, now),
         )
         state = with_island(state, island)
     for fragment in state.fragments:

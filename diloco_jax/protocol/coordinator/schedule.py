@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.state import (
-    SHORTEST_STEP_S,
     Island,
     PolicyConfig,
     State,
@@ -151,7 +150,7 @@ class Fleet:
         if not (self._latest_s and island.counted and island.step_seconds):
             return 0
         ahead_s = self._latest_s - island.lead_seconds
-        return max(0, round(ahead_s / max(island.step_seconds, SHORTEST_STEP_S)))
+        return max(0, round(ahead_s / island.step_seconds))
 
     def step_seconds(self) -> float:
         """Return the step time of the pacing island, in seconds."""

@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.absences import Absences
-from diloco_jax.protocol.coordinator.granted import Departed, Lease
+from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE, Departed, Lease
+from diloco_jax.protocol.coordinator.wall_time import WallTime
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.reasons import LossReason, Refusal
 from diloco_jax.protocol.values import (
@@ -26,11 +27,6 @@ from diloco_jax.protocol.values import (
     Version,
 )
 
-FIRST_LEASE_STEPS = 64
-"""Steps for which data is granted before an island's speed is known."""
-GRANTS_AT_ONCE = 4.0
-"""Largest grants that an island may be given in a moment."""
-
 MISSED_MERGES = 10
 """Consecutive merges of one fragment without a live island, after which no merge
 counts on its next delta."""
@@ -38,10 +34,6 @@ MERGES_KNOWN = 8
 """Merges of a fragment whose tokens are known, should its worker lose it."""
 AVERAGE_KEPT = 0.8
 """Weight of the old value when a running average takes in a new one."""
-
-SHORTEST_STEP_S = 1e-4
-"""Shortest step time that is believed, in seconds: an island that reports a shorter one
-counts as no faster, and is granted no more data."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +79,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of it that each admitted island needs; 0 = nobody counts them."""
     chaos: bool = False
     """Operators may strike the run's processes."""
+    least_seconds: dict[str, float] = {}
+    """Least seconds per sequence by island, that of any other one under ""."""
 
     @property
     def fragments(self) -> int:
@@ -268,6 +262,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the last grant."""
     grants_left: float = GRANTS_AT_ONCE
     """Largest grants that the island might be given after it; see `leases.top_up`."""
+    wall_time: WallTime = WallTime()
 
     @property
     def computed_tokens(self) -> int:
@@ -279,7 +274,9 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
         """Speed of the island; 0 while it is unknown."""
         if not self.step_seconds:
             return 0.0
-        return self.tokens_per_step / max(self.step_seconds, SHORTEST_STEP_S)
+        return self.tokens_per_step / max(
+            self.step_seconds, self.wall_time.least_step_s
+        )
 
     @property
     def lead_seconds(self) -> float:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import leases, schedule
+from diloco_jax.protocol.coordinator import claims, leases, schedule
 from diloco_jax.protocol.coordinator.events import Alert, Disconnected, Said, Tell
 from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
@@ -367,7 +367,9 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
         known = known.higher(heard.known)
     term = 1 + known.term
     largest = max(
-        leases.largest_grant(config, o.step_seconds, o.sequences_per_step)
+        leases.largest_grant(
+            config, claims.believed_step_s(config, o), o.sequences_per_step
+        )
         for o in offers
     )
     islands = len(state.names | state.members.keys())

@@ -12,6 +12,7 @@ from diloco_jax.config import GraceWindow
 from diloco_jax.core.adopt import RULES
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
+from diloco_jax.simulation.faults.boasting import Boast
 from diloco_jax.simulation.faults.draw_standby import with_standby
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
@@ -45,6 +46,8 @@ REMOVED_SHARE = 0.2
 """Share of the other schedules in which an operator puts an island out for a while."""
 LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
+BOASTER_SHARE = 0.1
+"""Share of the schedules in which an island says for a while that it is faster."""
 STANDBY_SHARE = 0.3
 """Share of the schedules without faults of workers in which the coordinator has a
 standby."""
@@ -125,6 +128,18 @@ def draw(seed: int) -> Schedule:
                 island=_one_of(*names),
                 for_s=lambda rng: round(rng.uniform(0.2, 1) * storm_s, 2),
                 factor=_one_of(2.0, 8.0, 100.0),
+            )
+        )
+    boaster = random.Random(f"boaster {seed}")
+    if boaster.random() < BOASTER_SHARE:
+        faults.append(
+            _drawn(
+                Boast,
+                boaster,
+                storm_s,
+                island=_one_of(*names),
+                for_s=lambda rng: round(rng.uniform(0.2, 1) * storm_s, 2),
+                factor=_one_of(0.3, 1e-2, 1e-6),
             )
         )
     operator = random.Random(f"operator {seed}")

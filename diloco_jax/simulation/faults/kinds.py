@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from diloco_jax.protocol.coordinator.events import Timer
+from diloco_jax.simulation.faults.boasting import Boast
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.operator import Removal
@@ -372,6 +373,7 @@ AnyFault = (
     | Unfit
     | LongDeltas
     | Removal
+    | Boast
     | CoordinatorCrash
     | WorkerCrash
     | WorkerPartition

@@ -23,7 +23,7 @@ from diloco_jax.families import check_member
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault
+from diloco_jax.simulation.faults.kinds import AnyFault, StepJump
 from diloco_jax.simulation.faults.operator import Removal
 from diloco_jax.simulation.faults.standby_faults import AnyStandbyFault
 
@@ -167,8 +167,21 @@ class Schedule(
             if name not in self.scavenged
         }
         sizes = self.fragment_sizes
-        config = policy_config(run, placement, RUN_ID, sizes, batches)
+        least = {name: self._least_s(name) for name in self.islands}
+        config = policy_config(
+            run, placement, RUN_ID, sizes, batches, least_seconds=least
+        )
         return run, msgspec.structs.replace(config, workers=self.workers)
+
+    def _least_s(self, name: str) -> float:
+        """Return the seconds of a sequence in the island's shortest steps."""
+        jumps = (
+            f.factor
+            for f in self.faults
+            if isinstance(f, StepJump) and f.island == name
+        )
+        plan = self.islands[name]
+        return plan.step_s * min((1.0, *jumps)) / plan.batch_size
 
     @property
     def scavenged(self) -> frozenset[str]:

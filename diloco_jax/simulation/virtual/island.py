@@ -93,6 +93,8 @@ class VirtualIsland:
         self._coordinator: VirtualService | None = None
         self._compiled = False
         self._outgoing: dict[tuple[int, int], Any] = {}
+        self.boast = 1.0
+        """Step time that it says it has, as a share of its own."""
         self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
@@ -284,7 +286,7 @@ class VirtualIsland:
         rate = self._pace.learning_rate(self.steps, boundary.others_tokens)
         self._body.train(positions, rate)
         seconds = self.spec.step_seconds(self.steps)
-        self._measures = Measures(median_step_seconds=seconds)
+        self._measures = Measures(median_step_seconds=self.boast * seconds)
         self._stepping = True
         self._next = self._clock.after(seconds, self._stepped)
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.events import Effect
-from diloco_jax.protocol.coordinator.state import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
 from diloco_jax.protocol.messages import Granted, Refused, Welcome
 from diloco_jax.protocol.values import Outstanding, Record, Version
 
@@ -39,6 +39,7 @@ def test_an_island_may_make_every_step_that_was_leased_to_it() -> None:
     d.report("a", LEASED)
     assert d.state.islands["a"].steps == LEASED
     sequences = d.state.islands["a"].sequences_granted
+    d.now += sequences
     d.report("a", sequences)
     assert d.state.islands["a"].steps == sequences
 

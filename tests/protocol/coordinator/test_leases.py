@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
 from diloco_jax.protocol.coordinator.events import Effect, Persist
-from diloco_jax.protocol.coordinator.state import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
 from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Span
 

@@ -200,7 +200,7 @@ def test_an_island_gone_while_its_merge_is_under_way() -> None:
     [
         ({"run_id": "other"}, "run_id", ["run-1", "other"]),
         ({"fingerprint": "beef"}, "config", ["f00d", "beef"]),
-        ({"incarnation": 2}, "fenced", ["incarnation 3", "2"]),
+        ({"incarnation": 2}, "fenced", ["incarnation 3", "2", "--incarnation 4"]),
         ({"incarnation": 3, "session": "else"}, "name_in_use", ["'a'", "4"]),
     ],
 )

@@ -16,7 +16,7 @@ from diloco_jax.protocol.coordinator.schedule import (
     skip_cycle,
     steps_to_tick,
 )
-from diloco_jax.protocol.coordinator.state import SHORTEST_STEP_S
+from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
 from diloco_jax.protocol.messages import TakeRequest
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Effect
-from diloco_jax.protocol.coordinator.state import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,

@@ -1,0 +1,74 @@
+"""Bound an island's steps and speed by the coordinator's clock.
+
+An island that lies could otherwise make any number of steps at once, and end the run or
+outweigh all others; or call itself fast, idle, and make the others' merges small. So
+each claimed step uses up wall time, and an island is no faster than its claimed steps.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+SHORTEST_STEP_S = 1e-4
+"""Shortest step time that is believed of any island, in seconds."""
+FASTER = 2.0
+"""Claimed steps per wall second that are believed, as a multiple of those of the
+shortest believed step: a wrong config must not put out an honest island."""
+LATE_S = 1.0
+"""Wall time that the first incarnation of an island begins with: messages may come
+late."""
+SLOWER = 4.0
+"""Share of the wall time in training that may be no part of a step, as a divisor: an
+island's step time is a median, to which stalls and evaluations do not belong."""
+
+
+class WallTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Wall time of an incarnation by the coordinator's clock, in seconds."""
+
+    heard_at: float = 0.0
+    """Time of its last hello or report."""
+    unused_s: float = LATE_S
+    """Wall time that no claimed step has used up."""
+    training_s: float = 0.0
+    """Wall time in training; it counts for less as it gets older."""
+    steps: float = 0.0
+    """Steps claimed in that time, which count for less likewise."""
+
+    @property
+    def least_step_s(self) -> float:
+        """Shortest step time by the latest claims, in seconds; 0: nothing is known."""
+        # One step more may be under way.
+        return self.training_s / (SLOWER * (self.steps + 1))
+
+    def next_incarnation(self, now: float) -> WallTime:
+        """Return the wall time of the next incarnation, which has made no step yet."""
+        unused_s = min(self.unused_s + now - self.heard_at, LATE_S)
+        return WallTime(heard_at=now, unused_s=unused_s)
+
+    def passed(self, now: float, most_s: float) -> WallTime:
+        """Return the wall time at the next message. most_s: that is kept unused."""
+        unused_s = min(self.unused_s + now - self.heard_at, most_s)
+        return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
+
+    def is_enough_for(self, steps: int, shortest_s: float) -> bool:
+        """Tell whether so many steps may have been made in the unused time."""
+        return steps * shortest_s <= FASTER * self.unused_s
+
+    def used(self, steps: int, shortest_s: float) -> WallTime:
+        """Return what is left after so many claimed steps."""
+        unused_s = self.unused_s - steps * shortest_s / FASTER
+        return msgspec.structs.replace(self, unused_s=unused_s)
+
+    def measured(self, training_s: float, steps: int, memory_s: float) -> WallTime:
+        """Return the wall time after more of it in training, with so many steps.
+        memory_s: age at which time counts for less than half."""
+        kept = memory_s / (memory_s + training_s)
+        return msgspec.structs.replace(
+            self,
+            training_s=self.training_s * kept + training_s,
+            steps=self.steps * kept + steps,
+        )
+
+    def unmeasured(self) -> WallTime:
+        """Return the wall time without what it says of the speed."""
+        return msgspec.structs.replace(self, training_s=0.0, steps=0.0)

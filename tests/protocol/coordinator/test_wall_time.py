@@ -1,0 +1,236 @@
+"""What an island says of its steps and speed is bounded by the coordinator's clock."""
+
+from __future__ import annotations
+
+import pytest
+from kit import TOKENS_PER_STEP, Driver, of, only
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S
+from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
+from diloco_jax.protocol.values import Version
+
+LIE_S = 1e-4
+"""The step time that a liar says it has."""
+RUN_STEPS = 119_210
+"""Steps of the faster island of configs/mixed_12b.py in the whole run."""
+LEAST_S = 0.5
+"""Least seconds of a step by the config."""
+PLANNED = {"a": LEAST_S, "b": LEAST_S}
+
+
+def is_in(d: Driver, name: str = "a") -> bool:
+    return d.state.islands[name].status == "live"
+
+
+# ---- the end of the run -----------------------------------------------------------
+
+
+def test_two_messages_do_not_end_the_run() -> None:
+    d = Driver(total_tokens=TOKENS_PER_STEP * RUN_STEPS)
+    d.hello("a", step_seconds=LIE_S)
+    effects = d.report("a", RUN_STEPS, step_seconds=LIE_S)
+    assert d.state.phase == "running"
+    assert of(effects, Stop) == []
+    assert d.state.progress_tokens == 0, "the claim is not booked"
+    message = only(effects, Refused).message
+    for text in (f"{RUN_STEPS} steps more in 1 s", "islands.a", "step_seconds"):
+        assert text in message
+    d.hello("a", 2)
+    assert is_in(d)
+
+
+@pytest.mark.parametrize("every_s", [0.02, 3.0, 45.0])
+@pytest.mark.parametrize("again", [False, True])
+def test_steps_come_no_faster_than_the_config_allows(
+    every_s: float, again: bool
+) -> None:
+    """A liar that claims as much as is believed, and tries for more; again: it comes
+    back as another incarnation each time."""
+    d = Driver(least_seconds=PLANNED, outage_budget_s=1000.0)
+    d.hello("a", step_seconds=LIE_S)
+    began, incarnation, made = d.now, 1, 0
+    for _ in range(60):
+        d.now += every_s
+        island = d.state.islands["a"]
+        some = int(FASTER * (every_s + LATE_S) / LEAST_S) + 1
+        while some and is_in(d):
+            before = d.state
+            d.report("a", island.steps + some, step_seconds=LIE_S)
+            if is_in(d):
+                break
+            d.state, some = before, some - 1
+        made += some
+        if again:
+            incarnation += 1
+            d.hello("a", incarnation)
+    allowed = FASTER * (d.now - began + LATE_S) / LEAST_S
+    assert made <= allowed
+    assert again or made > 0.9 * allowed
+
+
+def test_idling_saves_up_an_outage_budget_and_no_more() -> None:
+    d = Driver(least_seconds=PLANNED, outage_budget_s=30.0)
+    d.join("a", step_seconds=LIE_S)
+    for _ in range(100):
+        d.now += 50.0
+        d.report("a", 0, step_seconds=LIE_S)
+    most = 30.0 + 64 * LEAST_S + LATE_S
+    d.report("a", int(FASTER * most / LEAST_S) + 1, step_seconds=LIE_S)
+    assert not is_in(d)
+
+
+# ---- the weight in a merge --------------------------------------------------------
+
+
+@pytest.mark.parametrize("least", [{}, PLANNED])
+def test_a_liar_does_not_own_a_merge(least: dict[str, float]) -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=2, least_seconds=least)
+    d.join("a", "b")
+    d.report("a", 0, step_seconds=LIE_S)
+    d.now += 2.0
+    d.report("b", 2)
+    d.report("a", 100_000, step_seconds=LIE_S)
+    assert not is_in(d)
+    assert d.fragment(0).accounts["a"].take is None
+
+
+def test_a_liar_outweighs_an_island_at_its_peak_by_the_margin_alone() -> None:
+    d = Driver(quorum=2, fragment_sizes=(5,), steps_per_cycle=8, least_seconds=PLANNED)
+    d.join("a", "b", step_seconds=LEAST_S)
+    for honest in range(20, 80, 20):
+        d.now += 20 * LEAST_S
+        d.report("b", honest, step_seconds=LEAST_S)
+        liar = int(FASTER * honest)
+        d.report("a", liar, step_seconds=LIE_S)
+        d.take("a", 0, liar)
+        (merge,) = of(d.take("b", 0, honest), Merge)
+        assert [c.tokens for c in merge.contributions] == [400, 200]
+        d.computed(0)
+    d.report("a", liar + int(FASTER * LATE_S / LEAST_S) + 1, step_seconds=LIE_S)
+    assert not is_in(d)
+
+
+# ---- the share of the others ------------------------------------------------------
+
+
+def shares(d: Driver, said_s: float) -> list[float]:
+    """Of merges of a, which makes steps of a second, while b is idle."""
+    d.join("a")
+    d.join("b", step_seconds=said_s)
+    found = []
+    for steps in range(2, 22, 2):
+        d.now += 2.0
+        d.report("b", 0, step_seconds=said_s)
+        d.report("a", steps)
+        found.append(only(d.take("a", 0, steps), Merge).share)
+        d.computed(0)
+    return found
+
+
+def test_an_idle_liar_does_not_cut_the_others_share() -> None:
+    found = shares(Driver(fragment_sizes=(5,), steps_per_cycle=2), LIE_S)
+    assert found[0] == pytest.approx(1 / 3), "2 s without a step: half a second each"
+    assert min(found[3:]) > 0.6
+    found = shares(
+        Driver(fragment_sizes=(5,), steps_per_cycle=2, least_seconds=PLANNED), LIE_S
+    )
+    assert min(found) == pytest.approx(1 / 3)
+
+
+def test_a_liar_that_comes_again_and_again_cuts_it_no_further_than_the_config() -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2, least_seconds=PLANNED)
+    d.join("a")
+    for steps in range(2, 22, 2):
+        d.hello("b", steps)
+        d.report("b", 0, step_seconds=LIE_S)
+        d.now += 2.0
+        d.report("a", steps)
+        assert only(d.take("a", 0, steps), Merge).share >= 1 / 3
+        d.computed(0)
+
+
+# ---- honest islands ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("least", [{}, {"a": 0.001}, {"": 0.001}])
+@pytest.mark.parametrize("every_s", [0.02, 5.0])
+def test_a_fast_honest_island_never_waits_for_data(
+    least: dict[str, float], every_s: float
+) -> None:
+    """1,000 steps per second, as its config says or does not."""
+    d = Driver(least_seconds=least, outage_budget_s=60.0)
+    d.hello("a")
+    d.report("a", 0, step_seconds=0.0)
+    steps = 0
+    for waited_s in [0.02] * 100 + [every_s] * 400:
+        d.now += waited_s
+        steps += round(waited_s / 0.001)
+        d.report("a", steps, step_seconds=0.001)
+        island = d.state.islands["a"]
+        assert is_in(d)
+        assert island.steps == steps
+        assert (island.sequences_granted - steps) * 0.001 >= 60.0
+        assert island.tokens_per_second == TOKENS_PER_STEP / 0.001
+
+
+@pytest.mark.parametrize("crash", [False, True])
+@pytest.mark.parametrize("step_s", [LEAST_S, 4 * LEAST_S])
+def test_an_island_that_was_cut_off_may_have_used_all_its_data(
+    crash: bool, step_s: float
+) -> None:
+    d = Driver(least_seconds=PLANNED, outage_budget_s=600.0)
+    d.join("a", step_seconds=step_s)
+    for steps in range(1, 20):
+        d.now += step_s
+        d.report("a", steps, step_seconds=step_s)
+    if crash:
+        d.crash()
+    else:
+        d.disconnect("a")
+        d.now += 2500.0
+    held = d.state.islands["a"].sequences_granted
+    assert (held - 19) * step_s >= 600.0
+    effects = d.hello("a", steps=held, phase="training", step_seconds=step_s)
+    assert only(effects, Welcome).resumed
+    assert d.state.islands["a"].steps == held
+    d.now += step_s
+    assert of(d.report("a", held, step_seconds=step_s), Granted)
+
+
+def test_messages_that_come_late_and_at_once_are_believed() -> None:
+    d = Driver(least_seconds=PLANNED)
+    d.join("a", step_seconds=LEAST_S)
+    for begin in range(0, 1200, 60):
+        d.now += 30.0
+        for steps in range(begin, begin + 60, 4):
+            d.report("a", steps, step_seconds=LEAST_S)
+    assert is_in(d)
+
+
+def test_a_pause_is_no_lie() -> None:
+    """An evaluation; the island is as fast as before once some steps are reported."""
+    d = Driver(least_seconds=PLANNED)
+    d.join("a", step_seconds=1.0)
+    for steps in range(100):
+        d.now += 1.0
+        d.report("a", steps, step_seconds=1.0)
+    speed = d.state.islands["a"].tokens_per_second
+    d.now += 20.0
+    d.report("a", 100, step_seconds=1.0)
+    assert d.state.islands["a"].tokens_per_second == speed == TOKENS_PER_STEP
+
+
+def test_steps_of_an_island_from_an_earlier_term_are_believed_once() -> None:
+    """Nobody knows for how long it was not heard."""
+    d = Driver(least_seconds=PLANNED)
+    fragments = tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments)
+    d.state = replace(d.state, next_position=1000, term=2, fragments=fragments)
+    earlier = {"term": 1, "steps": 10, "sequences_granted": 100}
+    d.hello("a", **earlier)
+    d.report("a", 60, step_seconds=LEAST_S)
+    assert is_in(d)
+    d.hello("a", 2, **earlier)
+    d.report("a", 60, step_seconds=LEAST_S)
+    assert not is_in(d)
