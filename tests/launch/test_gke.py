@@ -223,13 +223,11 @@ def test_a_coordinator_that_fails_is_started_again(config, shell):
 
 
 @pytest.mark.parametrize(("own", "code"), [(0, 1), (1, 1), (3, 3)])
-@pytest.mark.parametrize("max_hours", [0.0, 2.0])
 def test_sigterm_reaches_the_coordinator_and_does_not_complete_its_job(
-    config, shell, own, code, max_hours
+    config, shell, own, code
 ):
     """A node that is drained is not the end of the run."""
-    script = coordinator_script(config, int(time.time()), max_hours=max_hours)
-    process = shell(script, UNTIL_TERM % ("summary", own))
+    process = shell(coordinator_script(config), UNTIL_TERM % ("summary", own))
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=WAIT_S)[0] == "summary\n"
