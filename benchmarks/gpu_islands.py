@@ -35,7 +35,7 @@ from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.workdir import read_summary
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.py"
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.py"
 ON_GPU = "v6e"
 """The island of the quickstart that is given the GPU."""
 TOKENS, QUICK_TOKENS = 1_600_000, 100_000

@@ -98,6 +98,48 @@ def test_the_page_on_performance_says_what_its_raw_results_hold():
     assert told(RESULTS / "raw") == (RESULTS / "performance.md").read_text()
 
 
+def test_a_bound_without_rows_does_not_hold(tmp_path, capsys):
+    import support
+
+    assert not any(check.holds for check in support.each("x", []))
+    held = support.at_most("x", 1.0, 2.0)
+    assert support.each("x", iter([held])) == [held]
+    for checks, code in (([held], 0), ([], 1)):
+        assert support.write_results(tmp_path, "x", "X.", {}, checks, {}) == code
+    assert "**NO**" in (tmp_path / "x.md").read_text()
+
+
+def test_every_number_of_islands_of_coordinator_scale_has_a_bound():
+    from coordinator_scale import ISLANDS, PARAMETERS, elements_of, growth
+
+    raw = json.loads((RESULTS / "raw" / "coordinator_scale.json").read_bytes())
+    size = elements_of(PARAMETERS[1])
+    alike = [row for row in raw["cycles"] if row["parameters"] == size]
+    assert sorted(row["islands"] for row in alike) == list(ISLANDS)
+    told = {check["what"]: check["holds"] for check in raw["checks"]}
+    for check in growth("islands", alike):
+        assert told[check.what] == check.holds
+    assert not growth("islands", alike[:1])[0].holds, "there is nothing to compare"
+
+
+def test_strikes_of_the_soak_become_faults_at_the_steps_made_by_then():
+    from loss_under_faults import Times, faults_of, window
+
+    from diloco_jax.chaos.schedule import parse_strikes
+
+    texts = ("a@20s:kill", "coordinator@30s:kill", "a@40s:stop2", "a@60s:kill")
+    strikes = parse_strikes(texts, ("a", "b", "c", "d"))
+    times = Times(island_s=5.0, coordinator_s=3.0)
+    assert list(faults_of(strikes, times)) == [
+        "a#1@80:kill",
+        "a#2@60:pause2",
+        "a#2@132:kill",
+        "coordinator@60:pause3.000",
+    ]
+    later = window(strikes, 1, 30.0)
+    assert [(strike.at_s, strike.kind) for strike in later] == [(10.0, "stop")]
+
+
 def test_wrapping_changes_prose_alone():
     from support import wrapped
 

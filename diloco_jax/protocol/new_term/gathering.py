@@ -60,8 +60,7 @@ class Got(NamedTuple):
 
 
 class Offering(msgspec.Struct, frozen=True, kw_only=True):
-    """An island's offer. `gone_at`: time from which the island is no longer awaited,
-    unless it is heard before."""
+    """An island's offer. gone_at: when it is awaited no longer, unless heard before."""
 
     offer: Hello
     gone_at: float
@@ -88,8 +87,7 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     misfits: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Why the last offer of an island does not fit."""
     heard: Mapping[str, Heard] = msgspec.field(default_factory=dict)
-    """What each island heard of. Islands without anchors count: a joining island may be
-    the only one that heard of a term or got data in it."""
+    """What each island heard of; one that joins may alone know of a term, and count."""
     limits: Known | None = None
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)
