@@ -23,18 +23,18 @@ retained publishes of int8 (1.0) in both. The peak of one merge of a fragment of
 elements stands apart, for 2 and for 16 deltas.
 
 Rules but RDA have no bound: `mean` and `clipped_mean` are weighted sums like it, and
-take about as long. `trimmed_mean` takes 38, 53 and 126 times what `mean` takes of 2, 8
-and 64 deltas: XLA sorts the deltas of each element (`argsort`), on either route, and
-then gathers deltas and weights in that order. At 12 B parameters and 64 islands the
-rate of the last row is 62,000 core seconds for a cycle.
+take about as long. `trimmed_mean` is computed by XLA on either route. It sorted each
+element's deltas by itself at first (`argsort`), which took 38, 53 and 126 times what
+`mean` takes of 2, 8 and 64 deltas; a network of comparators is one loop.
 
 Prediction, before the route "native" was written: 65 bytes per element move for 16
 deltas in int8, at the copy's rate 25 ms; arithmetic makes that 75 ms, so 0.6 to 0.7 of
 the copy against 0.25 by XLA, and for f32 0.4 against 0.17; 2 CPU seconds per 1e9
 parameters for two deltas in int8 instead of 6.6; the same memory.
 
-Command: `python benchmarks/merging.py`. Cost: about 11 minutes on one core, 20 GiB of
-memory; what does not fit into the memory that is free is left out.
+Command: `python benchmarks/merging.py`; with `--rules` the other rules alone are
+measured anew. Cost: about 11 minutes on one core, 20 GiB of memory; what does not fit
+into the memory that is free is left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,9 @@ def main() -> int:
     """Run it; return 1 if a bound is broken."""
     parser = support.parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--rules", action="store_true", help="measure the other rules alone anew"
+    )
     parser.add_argument("--cell", type=int, help="used by itself")
     parser.add_argument("--memory", choices=("store", "2", "16"), help="used by itself")
     parser.add_argument("--time", choices=CODECS, help="used by itself")
@@ -140,13 +144,24 @@ def main() -> int:
         print(json.dumps(timed(BEYOND[options.cell], options.repetitions)))
         return 0
     repetitions = ["--repetitions", str(options.repetitions)]
-    rows = [r for codec in CODECS for r in here("--time", codec, *repetitions)]
-    beyond = [
-        here("--cell", str(number), *repetitions)
-        for number, cell in enumerate(BEYOND)
-        if cell.nbytes < free_bytes()
-    ]
-    memory = {what: here("--memory", what) for what in ("store", "2", "16")}
+
+    def cells(rules: Sequence[str]) -> list[dict[str, Any]]:
+        return [
+            here("--cell", str(number), *repetitions)
+            for number, cell in enumerate(BEYOND)
+            if cell.merge in rules and cell.nbytes < free_bytes()
+        ]
+
+    facts = None
+    if options.rules:
+        raw = json.loads((options.out / "raw" / "merging.json").read_bytes())
+        facts, rows, memory = support.measured_before(raw), raw["time"], raw["memory"]
+        beyond = [row for row in raw["beyond"] if row["merge"] == "rda"]
+    else:
+        rows = [r for codec in CODECS for r in here("--time", codec, *repetitions)]
+        beyond = cells(["rda"])
+        memory = {what: here("--memory", what) for what in ("store", "2", "16")}
+    others, day = cells(RULES), time.strftime("%Y-%m-%d")
     state, peak = (memory["store"][key] for key in ("state", "peak"))
     growth = memory["16"]["peak"] / memory["2"]["peak"]
     native = (bound_of(row) for row in rows if row["route"] == "native")
@@ -169,14 +184,18 @@ def main() -> int:
                 ]
                 for route in ROUTES
             },
-            "Other sizes, numbers of deltas and rules": [
+            "Other sizes and numbers of deltas": [
+                {"Mi": r["elements"] >> 20, **time_row(r)} for r in beyond
+            ],
+            f"Other rules, {day}": [
                 {"rule": r["merge"], "Mi": r["elements"] >> 20, **time_row(r)}
-                for r in beyond
+                for r in others
             ],
             "Memory": memory_rows(memory),
         },
         checks,
-        {"time": rows, "beyond": beyond, "memory": memory},
+        {"time": rows, "beyond": [*beyond, *others], "memory": memory},
+        facts=facts,
     )
 
 
