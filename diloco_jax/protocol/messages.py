@@ -199,12 +199,13 @@ class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StrikeOrder(Message, frozen=True, kw_only=True, tag=True):
-    """Strike the process of an island, or (None) the coordinator's own: SIGKILL, or
-    SIGSTOP for some seconds."""
+    """Strike a process of the run: SIGKILL, or SIGSTOP for some seconds."""
 
     who: Name | None
+    """The island; None: the coordinator itself."""
     kind: Literal["kill", "stop"]
     seconds: Annotated[float, Meta(ge=0, le=MOST_STOPPED_S)] = 0.0
+    """Time for which it is stopped; 0 for a kill."""
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -334,6 +335,7 @@ class StrikeRequest(Message, frozen=True, kw_only=True, tag=True):
 
     kind: Literal["kill", "stop"]
     seconds: float
+    """Time for which it is stopped; 0 for a kill."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):

@@ -145,12 +145,14 @@ class RevocationRequest(Message, frozen=True, kw_only=True, tag=True):
     """Ask the coordinator whether a certificate is revoked."""
 
     serial: Serial
+    """Its serial number, in hex."""
 
 
 class Revocation(Message, frozen=True, kw_only=True, tag=True):
     """Answer to it."""
 
     revoked: bool
+    """True if nobody is to be served by it."""
 
 
 class CycleRequest(Message, frozen=True, kw_only=True, tag=True):

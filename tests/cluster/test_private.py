@@ -17,6 +17,7 @@ from diloco_jax.cluster import commands
 from diloco_jax.cluster.private import private_files, with_keys, with_own_keys
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.wire.certificates import principals
+from diloco_jax.wire.issued import ISSUED
 from diloco_jax.wire.principal import COORDINATOR, OPERATOR, READER, island
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import make_workdir
@@ -56,9 +57,11 @@ def test_a_run_that_goes_on_keeps_its_keys_and_gets_those_that_it_lacks(
     with_keys(config_of(), workdir)
     keys = workdir / run_files.KEYS
     before = {path: path.read_bytes() for path in keys.iterdir()}
+    signed = before.pop(keys / ISSUED)
     more = dataclasses.replace(config_of(), islands={"d": IslandConfig()})
     with_keys(more, workdir)
     assert {path: path.read_bytes() for path in before} == before
+    assert (keys / ISSUED).read_bytes().startswith(signed)
     TlsFiles.load(keys, island("d"))
 
 

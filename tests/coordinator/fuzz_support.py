@@ -213,7 +213,7 @@ class World:
             elif move.kind in ("upload", "fetch", "bulk"):
                 self._transfer(move)
             elif move.kind == "ask":
-                self._server._status(b"", Context(move.who))
+                self._server._status(b"", None, move.who)
         self._run()
         if self.moves % CHECK_EVERY == 0:
             self.check()

@@ -16,6 +16,7 @@ from diloco_jax.coordinator.mandates.folder import FolderStore
 from diloco_jax.coordinator.standby import process
 from diloco_jax.coordinator.standby.node import StandbyOutcome
 from diloco_jax.coordinator.standby.seat import MANDATE, taken
+from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.exit_codes import EXIT_FAILED
 from diloco_jax.paths import StorageAway
 from diloco_jax.protocol.standby.mandate import Mandate
@@ -37,6 +38,8 @@ class TakesOver:
 
 class OnlySeat:
     """A coordinator that does nothing but take its seat."""
+
+    seat = Unseated()
 
     def __init__(self, config: Config, workdir: Path, *, init: bool) -> None:
         assert not init

@@ -22,9 +22,9 @@ class Host:
     def __init__(self, asked: threading.Barrier, **said: Any) -> None:
         self._asked, self._said = asked, said
 
-    def holdings(self, request: HoldingsRequest) -> Holdings:
+    def ask(self, request: HoldingsRequest, answer: type[Holdings]) -> Holdings:
         self._asked.wait(5.0)
-        return Holdings(**self._said)
+        return answer(**self._said)
 
     def cancel(self) -> None: ...
 

@@ -50,7 +50,7 @@ BATCH_SIZE = Bound(1, 1000)
 LEAD = Bound(0, 100)
 FAULT = {
     "behind": Bound(0, 1),  # The first incarnation is 1.
-    "factor": Bound(1e-3, 100),
+    "factor": Bound(1e-6, 100),
     "effects": Bound(0, 1000),
     "worker": Bound(0, 1000),
     "appends": Bound(0, 1000),
