@@ -16,10 +16,7 @@ from diloco_jax.chaos.options import ChaosOptions
 from diloco_jax.chaos.schedule import (
     Strike,
     beside_islands,
-    divided,
-    parse_strikes,
-    random_strikes,
-    read_schedule,
+    of_options,
     write_schedule,
 )
 from diloco_jax.chaos.striker import LOOK_S, Moment, Striker
@@ -98,24 +95,11 @@ def scheduled(
     """Return the strikes of the options, and faults at a step; ConfigError if they
     cannot be carried out."""
     islands, placement = tuple(config.islands), config.placement
-    texts = options.strikes
-    if options.schedule:
-        texts += read_schedule(Path(options.schedule))
-    timed, faults = divided(texts)
     beside = beside_islands(
         0 if placement.worker_addresses else placement.workers,
         standby=options.with_standby or pair.is_local(placement),
     )
-    strikes = parse_strikes(timed, islands, beside)
-    if not texts:
-        strikes = random_strikes(
-            options.schedule_seed,
-            islands,
-            every_s=options.every_s,
-            for_s=options.for_s,
-            kinds=options.kinds,
-            beside=beside,
-        )
+    strikes, faults = of_options(options, islands, beside)
     workers = placement.workers
     network = next((str(s) for s in strikes if s.of_network), "")
     if options.link_bytes_per_s:

@@ -15,14 +15,7 @@ from rich.table import Table
 
 from diloco_jax.chaos import measure
 from diloco_jax.chaos.options import ChaosOptions, RemoteChaosOptions
-from diloco_jax.chaos.schedule import (
-    Strike,
-    divided,
-    parse_strikes,
-    random_strikes,
-    read_schedule,
-    write_schedule,
-)
+from diloco_jax.chaos.schedule import Strike, of_options, write_schedule
 from diloco_jax.cluster.steer_commands import operator_at
 from diloco_jax.config import Placement
 from diloco_jax.errors import ConfigError
@@ -225,19 +218,7 @@ class _Struck:
 
 
 def _scheduled(islands: Sequence[str], options: ChaosOptions) -> tuple[Strike, ...]:
-    texts = options.strikes
-    if options.schedule:
-        texts += read_schedule(Path(options.schedule))
-    timed, faults = divided(texts)
-    strikes = parse_strikes(timed, islands)
-    if not texts:
-        strikes = random_strikes(
-            options.schedule_seed,
-            islands,
-            every_s=options.every_s,
-            for_s=options.for_s,
-            kinds=options.kinds,
-        )
+    strikes, faults = of_options(options, islands)
     others = [*faults, *(str(s) for s in strikes if s.kind not in KINDS)]
     others += ["--twin"] * options.twin + ["--with-standby"] * options.with_standby
     if options.link_bytes_per_s:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from diloco_jax.chaos.options import ChaosOptions
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.faults import COORDINATOR, is_fault, worker_name
 from diloco_jax.files import write_text
@@ -191,6 +192,28 @@ def random_strikes(
             )
         )
     return tuple(strikes)
+
+
+def of_options(
+    options: ChaosOptions, islands: Sequence[str], beside: Sequence[str] = ()
+) -> tuple[tuple[Strike, ...], tuple[str, ...]]:
+    """Return the strikes of `diloco chaos`, random ones if none is given, and faults at
+    a step. Raises ConfigError."""
+    texts = options.strikes
+    if options.schedule:
+        texts += read_schedule(Path(options.schedule))
+    timed, faults = divided(texts)
+    if texts:
+        return parse_strikes(timed, islands, beside), faults
+    drawn = random_strikes(
+        options.schedule_seed,
+        islands,
+        every_s=options.every_s,
+        for_s=options.for_s,
+        kinds=options.kinds,
+        beside=beside,
+    )
+    return drawn, faults
 
 
 def _number(value: float) -> str:
