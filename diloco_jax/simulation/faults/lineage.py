@@ -33,6 +33,8 @@ class Lineage(Invariant):
         """Places of the records of log and tape in the journal."""
         self.last = -1
         """Number of the last record, from the start of the run."""
+        self.terms = 0
+        """Terms that were opened after the first."""
         for name in OBSERVATIONS:
             setattr(self, name, functools.partial(self._observe, name))
 
@@ -41,24 +43,29 @@ class Lineage(Invariant):
         """See Monitor."""
         return self._monitor.names
 
-    def take_back(self, after: int) -> None:
-        """Forget the records after this one; look at the rest again."""
-        if after >= self.last:
+    def take_back(self, after: int, terms: int | None = None) -> None:
+        """Forget the records after this one; look at the rest again. terms: forget as
+        well the terms that were opened after so many, if it is not None."""
+        terms = self.terms if terms is None else terms
+        if after >= self.last and terms >= self.terms:
             return
-        first = self._records[after + 1]
-        history = self._journal[:first] + [
-            seen
-            for seen in self._journal[first:]
-            if seen[0] not in OF_ITS_DECISIONS and not _is_noted(*seen[:2])
-        ]
+        first = self._records[after + 1] if after < self.last else len(self._journal)
+        history, opened = [], 0
+        for number, seen in enumerate(self._journal):
+            opened += seen[0] == "opened"
+            void = seen[0] in OF_ITS_DECISIONS or _is_noted(*seen[:2])
+            void = void and number >= first
+            if not (void or (seen[0] == "opened" and opened > terms)):
+                history.append(seen)
         self._monitor, self._journal = Monitor(self.config), []
-        self._records, self.last = [], -1
+        self._records, self.last, self.terms = [], -1, 0
         for name, observation, facts in history:
             self._observe(name, *observation, **facts)
 
     def _observe(self, name: str, *observation: Any, **facts: Any) -> None:
         if name != "cut":  # It is about the disk at that moment.
             self._journal.append((name, observation, facts))
+        self.terms += name == "opened"
         if name == "persisted" or _is_noted(name, observation):
             self.last += 1
             self._records.append(len(self._journal) - 1)

@@ -109,10 +109,9 @@ class FaultyCoordinator(VirtualCoordinator):
         """True while a record waits for space."""
         return bool(self._effects)
 
-    @property
-    def holds_back(self) -> bool:
-        """True while effects wait that are decided and may not be seen yet."""
-        return False
+    def after_shown(self, act: Callable[[], None]) -> None:
+        """Do something once all that is decided by now may be seen."""
+        act()
 
     def when_awake(self, act: Callable[[], None]) -> None:
         """Do something now, or once its process is no longer stopped."""

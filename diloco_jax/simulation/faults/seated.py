@@ -139,10 +139,9 @@ class SeatedCoordinator(FaultyCoordinator):
 
     # ---- what comes while it is stopped ---------------------------------------------
 
-    @property
-    def holds_back(self) -> bool:
+    def after_shown(self, act: Callable[[], None]) -> None:
         """See FaultyCoordinator."""
-        return not self._gate.empty
+        self._gate.when_shown(act)
 
     def when_awake(self, act: Callable[[], None]) -> None:
         """See FaultyCoordinator."""

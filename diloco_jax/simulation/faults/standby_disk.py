@@ -28,6 +28,8 @@ class FollowedDisk(Disk):
         self.empty = True
         self.last = -1
         """Number of the run's record up to which it has all, in log and tape."""
+        self.terms = 0
+        """Terms that were opened up to its log."""
         self.lost = False
         """True from a loss to the next copy or term."""
         self.damaged = False
@@ -41,11 +43,12 @@ class FollowedDisk(Disk):
         """Return what makes another disk the same as this one is now."""
         kept = copy.deepcopy((self._segments, self._states, self._anchors))
         publishes, last = copy.deepcopy(self._publishes), self.last
-        copies = copy.deepcopy(self._copies)
+        copies, terms = copy.deepcopy(self._copies), self.terms
 
         def put(other: FollowedDisk) -> None:
             other._segments, other._states, other._anchors = kept
             other._publishes, other.last, other._copies = publishes, last, copies
+            other.terms = terms
             other.empty = other.lost = other.damaged = False
 
         return put

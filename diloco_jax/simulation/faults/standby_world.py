@@ -64,6 +64,8 @@ class StandbyWorld(FaultyWorld):
         """Number of the last record of which anyone may have seen something."""
         self._attempts: dict[str, int] = dict.fromkeys(schedule.islands, 0)
         self._leading: Node = self.nodes[NODES[0]]
+        self._went_back = False
+        """A person has started the older log: the terms opened since are lost."""
         self._names = 0
         """Names that were drawn for nodes that had lost theirs."""
 
@@ -194,7 +196,8 @@ class StandbyWorld(FaultyWorld):
             return
         self.monitor.goes_on(node.name, node.disk.last, self._seen)
         self._lead(node)
-        self.lineage.take_back(node.disk.last)
+        went_back, self._went_back = self._went_back, False
+        self.lineage.take_back(node.disk.last, node.disk.terms if went_back else None)
         super()._start_coordinator(clock_s)
         node.give(StateLoaded())
 
@@ -243,6 +246,7 @@ class StandbyWorld(FaultyWorld):
             node.disk.begin(opened.state, opened.anchors)
             self.monitor.opened(opened)
             node.disk.last = self._seen = self.lineage.last
+            node.disk.terms = self.lineage.terms
             node.disk.empty = False
             node.give(StateGathered())
             super()._start_coordinator(self.clock.now)
@@ -254,9 +258,11 @@ class StandbyWorld(FaultyWorld):
             self.ended(node, "standby", RESTART_S)
         self._leading.disk.find_again()
         best = max(
-            self.nodes.values(), key=lambda node: (not node.disk.empty, node.disk.last)
+            self.nodes.values(),
+            key=lambda node: (not node.disk.empty, node.disk.terms, node.disk.last),
         )
         self.object.remove()
+        self._went_back = True
         best.kill()
         self._start_again(best, "primary", RESTART_S, self.clock.now)
 

@@ -187,11 +187,11 @@ class WorkerCrashes:
         def restore() -> None:
             if coordinator.dead:
                 return
-            # The lead hears nothing of it meanwhile, or lets nothing of it be seen.
-            if coordinator.waits or coordinator.holds_back:
+            if coordinator.waits:  # The lead hears nothing of it meanwhile.
                 world.clock.after(AGAIN_S, restore)
                 return
-            self._restore(coordinator, worker)
+            # To what is decided, which nobody else may have seen yet.
+            coordinator.after_shown(lambda: self._restore(coordinator, worker))
 
         world.clock.after(noticed_s, lambda: coordinator.when_awake(notice))
         world.clock.after(noticed_s + down_s, restore)

@@ -42,8 +42,9 @@ from diloco_jax.simulation.virtual.connection import Connection
 from diloco_jax.simulation.virtual.island import IslandSpec
 
 REPORT_S = LEASE_S / 3
-MOST_CALLS = 100_000
-"""Calls of the clock at most; a run has some thousand."""
+MOST_CALLS = 500_000
+"""Calls of the clock at most; a run has some thousand, or ten times that where a rule
+loses steps beside a standby."""
 
 
 class FaultyWorld(Links):
