@@ -11,7 +11,7 @@ from diloco_jax.sealed import SealedError
 
 BROKEN = (
     *(errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV),
-    *(errno.EUCLEAN, errno.EBADMSG, errno.ESTALE),
+    *(getattr(errno, "EUCLEAN", errno.EIO), errno.EBADMSG, errno.ESTALE),
     *FULL,
 )
 """Errors of a disk that does not mend itself; space has been waited for where that is
