@@ -101,6 +101,6 @@ def test_who_ended_a_run_without_a_fragment_is_not_to_be_started_again(
         evaluation.load_params(tmp_path)
     write_json({**summary, "versions": last}, tmp_path / run_files.SUMMARY)
     (tmp_path / run_files.KEPT / "cycle-000002").mkdir(parents=True)
-    lost = rf"{behind}.*another start brings nothing; give a kept cycle \(there are: 2\)"
+    lost = rf"{behind}.*another start brings nothing; give a kept cycle \(there are: 2"
     with pytest.raises(ConfigError, match=lost):
         evaluation.load_params(tmp_path)
