@@ -1,4 +1,4 @@
-"""What a checksum costs: core seconds per GB, beside a copy of the same bytes.
+"""The cost of checksums: core seconds per GB, beside a copy of the same bytes.
 
 Question: which checksums can a path of bulk bytes afford? Frames of the wire carry
 xxh3_64 of their bytes, sealed files (snapshots, publishes) xxh3_128, records of the log

@@ -1,4 +1,4 @@
-"""What the faults of the soak do to the loss.
+"""The loss under the faults of the soak.
 
 Question: four islands train under the faults of `soak.py`: a fault every 20 s, two
 kills for one stop, coordinator and islands alike. How far is the validation loss from

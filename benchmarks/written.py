@@ -1,4 +1,4 @@
-"""What a run writes down: tape, metrics and logs, beside the steps that it makes.
+"""The cost of tape, metrics and logs, beside the steps of their run.
 
 Question: how much of the steps' time does it take to write what can be replayed, seen
 and read later? Two islands train with a merge about every second step, and the lines of

@@ -51,7 +51,7 @@ def test_what_remains_without_weight_counts_equally() -> None:
 
 @pytest.mark.optimized
 def test_a_merge_is_one_loop_without_a_sort() -> None:
-    """A sort by column took a hundred times as long, and memory for its order."""
+    """With a sort by column merges took twenty times as long, and more memory."""
     shapes = jnp.zeros((8, 64, 256)), jnp.zeros(8), jnp.float32(1.0)
     compiled = jax.jit(TRIMMED_MEAN.merge).lower(*shapes).compile()
     text = compiled.as_text()

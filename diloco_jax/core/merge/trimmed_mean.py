@@ -8,8 +8,8 @@ It tolerates islands whose deltas are wrong, up to as many as are left out at an
 all pieces and to the last merge; a mean and RDA do not.
 
 Elements are sorted by a network of comparators: the same few operations for all of
-them, which XLA makes one loop without branches. A sort of each column by itself took a
-hundred times as long (docs/results/merging.md).
+them, which XLA makes one loop without branches. With a sort of each column by itself,
+merges took twenty times as long (docs/results/merging.md).
 """
 
 from __future__ import annotations
