@@ -71,9 +71,8 @@ class StandbyWorld(FaultyWorld):
 
     def _is_over(self) -> bool:
         """Tell whether the run is over, and so are both processes."""
-        if not super()._is_over():
-            return False
-        cast(SeatedCoordinator, self.coordinator).node.finish()
+        if super()._is_over():
+            cast(SeatedCoordinator, self.coordinator).node.finish()
         return all(node.retired for node in self.nodes.values())
 
     # ---- processes ------------------------------------------------------------------
@@ -259,7 +258,12 @@ class StandbyWorld(FaultyWorld):
         self._leading.disk.find_again()
         best = max(
             self.nodes.values(),
-            key=lambda node: (not node.disk.empty, node.disk.terms, node.disk.last),
+            key=lambda node: (
+                not node.disk.empty,
+                node.disk.terms,
+                node.disk is self._leading.disk,  # The other's may be a side branch.
+                node.disk.last,
+            ),
         )
         self.object.remove()
         self._went_back = True
