@@ -213,7 +213,8 @@ class Strikes:
         if time.monotonic() < due or mandate is None:
             return False
         leader = pair.named(mandate.holder)
-        if leader in self._starts or pair.running[leader].poll() is not None:
+        gone = not leader or leader in self._starts
+        if gone or pair.running[leader].poll() is not None:
             return False
         pair.running[leader].kill()
         at = time.time()
