@@ -21,8 +21,9 @@ from diloco_jax.config import Placement
 from diloco_jax.errors import ConfigError
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.protocol.coordinator import striking
 from diloco_jax.protocol.messages import StrikeOrder
-from diloco_jax.wire.errors import ConnectionLost, WireError
+from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError
 
 KINDS = ("kill", "stop")
 LOOK_S, SETTLE_S = 0.5, 60.0
@@ -87,7 +88,8 @@ def carry_out(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Give the orders at their times; look at the status meanwhile, and afterwards
-    until every cost is known or `settle_s` is over."""
+    until every cost is known or `settle_s` is over. A strike that meets nobody, as an
+    island that is not back from the last one, is left out."""
     began = clock()
 
     def wait(until: float) -> None:
@@ -107,6 +109,11 @@ def carry_out(
                 client.strike(order, patience_s)
             except ConnectionLost as error:
                 say(f"{strike}: the coordinator is not reached ({error})")
+                continue
+            except (Refused, Busy) as error:
+                if isinstance(error, Refused) and error.code == striking.NEVER:
+                    raise
+                say(f"{strike}: {name} is not struck ({error})")
                 continue
             watch.struck(name, strike, clock())
             say(str(strike))

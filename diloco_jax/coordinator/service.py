@@ -220,7 +220,7 @@ class Service:
         """Strike an island's process, or this one; see `Client.strike`."""
         lead = self._lead
         if wrong := striking.refusal(lead.config, lead.state, order):
-            raise Refused("chaos", wrong)
+            raise Refused(wrong.code, wrong.message)
         logger.warning("an operator: %s %s", order.kind, order.who or "this process")
         if order.who is None:
             strike_soon(order.kind, order.seconds)

@@ -9,7 +9,7 @@ import time
 from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.config.resolving import with_model_of
-from diloco_jax.deadlines import Deadlines
+from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
@@ -44,6 +44,7 @@ def ask_config(
     ]
     turns = itertools.cycle(clients)
     until, told = time.monotonic() + patience_s, False
+    pauses = Backoff(deadlines)
     try:
         while True:
             client = next(turns)
@@ -58,7 +59,10 @@ def ask_config(
                 if not told:
                     logger.warning("%s; trying for %.0f s", error, patience_s)
                 told = True
-            time.sleep(deadlines.retry_max_s)
+                pause_s = pauses.next_s()
+                if isinstance(error, SecurityError):
+                    pause_s = deadlines.retry_max_s
+            time.sleep(pause_s)
     finally:
         for client in clients:
             client.close()

@@ -76,9 +76,12 @@ class ShortageWatch:
                 )
 
     def _run(self) -> None:
+        told = False
         while not self._ended.wait(LOOK_S):
             try:
                 self.look()
-            except OSError as error:
-                logger.warning("cannot look for space: %s", error)
-                return
+                told = False
+            except OSError as error:  # A folder elsewhere may be away for a while.
+                if not told:
+                    logger.warning("cannot look for space: %s", error)
+                told = True

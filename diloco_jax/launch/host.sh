@@ -80,6 +80,8 @@ run() {
       ARGUMENTS+=(--init)
       if [ -n "$SOURCE" ]; then ARGUMENTS+=("$SOURCE"); fi
     fi
+    # A run that goes on has had its last word: a watch must not find it.
+    if [ ${#LAST_WORD[@]} -gt 0 ]; then cloud "${LAST_WORD[@]}goes-on" || true; fi
   else
     # Counted on disk before it is used: no number is used twice, and a slice made
     # anew begins above all that were.

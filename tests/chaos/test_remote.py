@@ -10,8 +10,9 @@ from diloco_jax.chaos.options import ChaosOptions
 from diloco_jax.chaos.remote import CostWatch, _scheduled, carry_out
 from diloco_jax.chaos.schedule import parse_strikes
 from diloco_jax.config import ConfigError
+from diloco_jax.protocol.coordinator import striking
 from diloco_jax.protocol.messages import StrikeOrder
-from diloco_jax.wire.errors import ConnectionLost
+from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError
 
 ISLANDS = ("a", "b")
 
@@ -23,6 +24,7 @@ class Run:
     def __init__(self) -> None:
         self.now, self.killed_at, self.down_at = 0.0, float("inf"), float("inf")
         self.orders: list[tuple[float, StrikeOrder]] = []
+        self.refuses: WireError | None = None
 
     def clock(self) -> float:
         return self.now
@@ -32,6 +34,10 @@ class Run:
 
     def strike(self, order: StrikeOrder, timeout_s: float) -> dict[str, Any]:
         self._require_up()
+        if self.refuses is not None:
+            raise self.refuses
+        if order.who is not None and 0.4 < self.now - self.killed_at < 3.0:
+            raise Refused("absent", f"island {order.who!r} is absent")
         self.orders.append((self.now, order))
         if order.who is None:
             self.down_at = self.now
@@ -89,6 +95,37 @@ def test_an_island_that_is_killed() -> None:
     assert found.tokens_lost == 40
     assert watch.done
     assert said == ["a@2s:kill"]
+
+
+def test_an_island_that_is_not_back_is_left_out() -> None:
+    run, watch, said = struck("a@2s:kill", "a@3s:kill", "b@6s:stop1")
+    assert [at for at, _ in run.orders] == [2.0, 6.0]
+    assert "a@3s:kill: a is not struck (island 'a' is absent)" in said
+    assert [found.who for found in watch.outcomes()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "refused", [Refused(striking.NEVER, "placement.chaos is off"), Busy("24 calls")]
+)
+def test_only_a_run_that_lets_nobody_strike_it_ends_the_schedule(
+    refused: WireError,
+) -> None:
+    run, said = Run(), list[str]()
+    run.refuses = refused
+    strikes = parse_strikes(("a@2s:kill",), ISLANDS)
+    watch = CostWatch(run, 1.0)
+
+    def strike() -> None:
+        carry_out(
+            strikes, run, 1.0, watch, said.append, clock=run.clock, sleep=run.sleep
+        )
+
+    if isinstance(refused, Busy):
+        strike()
+        assert said == ["a@2s:kill: a is not struck (24 calls)"]
+    else:
+        with pytest.raises(Refused, match="is off"):
+            strike()
 
 
 def test_a_stop_that_nobody_notices_is_no_return() -> None:

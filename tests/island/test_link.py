@@ -20,6 +20,7 @@ from link_support import (
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.island.network import link as link_module
 from diloco_jax.island.network.link import Link, Targets
 from diloco_jax.island.network.receiver import Fetcher, Receiver
 from diloco_jax.island.network.sender import TOLD_FROM
@@ -30,8 +31,10 @@ from diloco_jax.protocol.values import Outstanding, Record, Span, Version
 from diloco_jax.wire.errors import (
     NO_TICKET,
     Busy,
+    ConnectionLost,
     Refused,
     RemoteProtocolError,
+    SecurityError,
     VersionGone,
 )
 from diloco_jax.wire.sources import FetchSource
@@ -159,6 +162,40 @@ def test_refused_at_the_first_connection(coordinator, client, mailbox):
     coordinator.refusal = Refused("config", "other config")
     with pytest.raises(Refused, match="other config"):
         Link(client, hello, mailbox, DEADLINES).connect(WAIT_S)
+
+
+class Clock:
+    """Time that passes in waits alone; `seen` are the waits."""
+
+    def __init__(self):
+        self.now, self.seen = 0.0, []
+
+    def monotonic(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.seen.append(seconds)
+        self.now += seconds
+
+
+@pytest.mark.parametrize("error", [ConnectionLost("nobody"), SecurityError("no TLS")])
+def test_an_island_that_starts_first_comes_again_soon(mailbox, monkeypatch, error):
+    """Whatever the time budget is; a coordinator that is just ending is left time."""
+
+    class Away:
+        def open_control(self, hello):
+            raise error
+
+    clock = Clock()
+    link = Link(Away(), hello, mailbox, Deadlines(300.0))
+    monkeypatch.setattr(link_module, "time", clock)
+    monkeypatch.setattr(link, "_closing", clock)
+    with pytest.raises(type(error)):
+        link.connect(100.0)
+    if isinstance(error, SecurityError):
+        assert clock.seen == [30.0]
+    else:
+        assert clock.seen == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_goodbye_is_the_last_word(coordinator, link):

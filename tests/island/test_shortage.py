@@ -79,3 +79,26 @@ def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
     watch._thread.join(30.0)
     assert not watch._thread.is_alive()
     assert machine.mailbox.report(0)[0].measures.short == ("disk",)
+
+
+def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
+    monkeypatch.setattr(shortage, "LOOK_S", 0.001)
+    looks, left = iter(range(10_000)), machine.memory
+
+    def left_bytes():
+        if next(looks) < 3:
+            raise OSError("stale file handle")
+        return left
+
+    monkeypatch.setattr(shortage.memory, "left_bytes", left_bytes)
+    machine.free = 0
+    with machine.watch as watch:
+        for _ in range(10_000):
+            if (
+                machine.mailbox.report(0)[0].measures.short
+                or not watch._thread.is_alive()
+            ):
+                break
+            watch._thread.join(0.001)
+    assert machine.mailbox.report(0)[0].measures.short == ("disk",)
+    assert caplog.text.count("stale file handle") == 1

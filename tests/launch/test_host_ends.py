@@ -80,6 +80,19 @@ def test_a_coordinator_stays_until_the_run_is_done(tmp_path, config, phase, give
         assert "compute instances delete two-coordinator --zone=us-east5-a" in calls[0]
 
 
+def test_a_run_that_goes_on_takes_its_last_word_back(tmp_path, config):
+    made = machine(tmp_path, config, "coordinator.sh")
+    assert made.start("run") == 0, made.errors
+    *before, last = made.calls
+    assert "--name diloco" in last
+    (word,) = [call for call in before if "add-labels" in call]
+    assert word.rpartition("diloco-ended=")[2].split()[0] == "goes-on"
+    # Without the right to say it, it serves all the same.
+    (made.tools / "broken").write_text("add-labels")
+    assert made.start("run") == 0, made.errors
+    assert "--name diloco" in made.calls[-1]
+
+
 @pytest.mark.parametrize("status", ["2", "3"])
 def test_a_coordinator_that_failed_says_so_to_whoever_watches(tmp_path, config, status):
     made = machine(tmp_path, config, "coordinator.sh")

@@ -190,7 +190,7 @@ def test_what_a_person_deletes_is_not_made_anew(cloud, launch, act):
     assert act("tpu_vm", "watch", then=[look]) == 0
 
 
-@pytest.mark.parametrize("word", ["", "failed"])
+@pytest.mark.parametrize("word", ["", "failed", "goes-on"])
 def test_a_coordinator_that_is_merely_gone_ends_nothing(
     cloud, launch, act, capsys, word
 ):

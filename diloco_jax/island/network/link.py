@@ -123,10 +123,10 @@ class Link:
         may be due to a coordinator that was just ending; otherwise the last error, once
         the time is over.
         """
-        began = time.monotonic()
+        began, pauses = time.monotonic(), Backoff(self._deadlines)
         suspicious = told = False
         while True:
-            welcome = self._try_to_connect()
+            welcome, pause_s = self._try_to_connect(), pauses.next_s()
             if isinstance(welcome, Welcome):
                 return welcome
             if isinstance(welcome, Busy):
@@ -137,11 +137,11 @@ class Link:
             if isinstance(welcome, SecurityError):
                 if suspicious:
                     raise welcome
-                suspicious = True
+                suspicious, pause_s = True, self._deadlines.retry_max_s
             if not told and not suspicious:
                 told = True
                 logger.warning("%s; trying for %.0f s", welcome, patience_s)
-            self._closing.wait(self._deadlines.retry_max_s)
+            self._closing.wait(pause_s)
 
     def start(self, targets: Targets) -> None:
         """Start receiving and reporting."""

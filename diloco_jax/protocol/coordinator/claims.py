@@ -62,8 +62,6 @@ def heard(
     if island.counted:
         waited_s = now - before.heard_at
         wall_time = wall_time.measured(waited_s, more, config.lease_s)
-    else:
-        wall_time = wall_time.unmeasured()
     step_s = _no_shorter(said.step_seconds, shortest_s) or island.step_seconds
     steps = island.steps + more
     island = replace(island, steps=steps, step_seconds=step_s, wall_time=wall_time)
@@ -74,7 +72,11 @@ def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:
     """Return the wall time of an incarnation that no coordinator has heard for a time
     that this one does not know: after a crash, and once in a later term."""
     shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
-    return WallTime(heard_at=now, unused_s=_most_unused_s(config, shortest_s))
+    # Steps that only the coordinator before had heard of may be many more than an
+    # outage's: no merge may have told of them since the last snapshot.
+    leased = island.sequences_granted // island.sequences_per_step - island.steps
+    most_s = max(_most_unused_s(config, shortest_s), leased * shortest_s / FASTER)
+    return WallTime(heard_at=now, unused_s=most_s)
 
 
 def _most_unused_s(config: PolicyConfig, shortest_s: float) -> float:

@@ -93,8 +93,8 @@ def recover(
             streak=0,
             granted_at=now,
             grants_left=GRANTS_AT_ONCE,
-            wall_time=claims.unheard(config, island, now),
         )
+        island = replace(island, wall_time=claims.unheard(config, island, now))
         state = with_island(state, island)
     for fragment in state.fragments:
         fragment = ledger.lose_missing(state, fragment, "coordinator")

@@ -41,13 +41,15 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         return self.training_s / (SLOWER * (self.steps + 1))
 
     def next_incarnation(self, now: float) -> WallTime:
-        """Return the wall time of the next incarnation, which has made no step yet."""
+        """Return the wall time of the next incarnation, which has made no step yet. Its
+        speed is measured on: else a liar would come again before each merge."""
         unused_s = min(self.unused_s + now - self.heard_at, LATE_S)
-        return WallTime(heard_at=now, unused_s=unused_s)
+        return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
 
     def passed(self, now: float, most_s: float) -> WallTime:
-        """Return the wall time at the next message. most_s: that is kept unused."""
-        unused_s = min(self.unused_s + now - self.heard_at, most_s)
+        """Return the wall time at the next message. most_s: that is kept unused, unless
+        there is more already (`claims.unheard`)."""
+        unused_s = min(self.unused_s + now - self.heard_at, max(self.unused_s, most_s))
         return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
 
     def is_enough_for(self, steps: int, shortest_s: float) -> bool:
@@ -68,7 +70,3 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
             training_s=self.training_s * kept + training_s,
             steps=self.steps * kept + steps,
         )
-
-    def unmeasured(self) -> WallTime:
-        """Return the wall time without what it says of the speed."""
-        return msgspec.structs.replace(self, training_s=0.0, steps=0.0)

@@ -177,14 +177,14 @@ def _offered(
     if unfit and offer.versions:
         return _put_off(state, offer, unfit)
     if not unfit:
-        claims = belief.of_offer(offer)
-        if wrong := belief.too_high(claims, state.limits):
+        known = belief.of_offer(offer)
+        if wrong := belief.too_high(known, state.limits):
             return state, [belief.disbelieved(offer, wrong)]
         before = state.heard.get(offer.island, Heard("", Known()))
         run_id = offer.run_id or before.run_id
         if before.run_id in ("", run_id):
-            claims = before.known.higher(claims)
-        heard = {**state.heard, offer.island: Heard(run_id, claims)}
+            known = before.known.higher(known)
+        heard = {**state.heard, offer.island: Heard(run_id, known)}
         state = replace(state, heard=heard)
     member = state.members.get(offer.island)
     why = ""

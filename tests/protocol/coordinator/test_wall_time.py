@@ -151,6 +151,26 @@ def test_a_liar_that_comes_again_and_again_cuts_it_no_further_than_the_config() 
         d.computed(0)
 
 
+@pytest.mark.parametrize("how", ["compiles for a moment", "comes as another one"])
+def test_a_liar_that_hides_its_idle_time_cuts_it_no_further(how: str) -> None:
+    d = Driver(fragment_sizes=(5,), steps_per_cycle=2)
+    d.join("a")
+    d.join("b", step_seconds=LIE_S)
+    found = []
+    for steps in range(2, 22, 2):
+        d.now += 2.0
+        if how == "compiles for a moment":
+            d.report("b", 0, phase="compiling", step_seconds=LIE_S)
+        else:
+            d.report("b", 0, step_seconds=LIE_S)
+            d.hello("b", steps)
+        d.report("b", 0, step_seconds=LIE_S)
+        d.report("a", steps)
+        found.append(only(d.take("a", 0, steps), Merge).share)
+        d.computed(0)
+    assert min(found[3:]) > 0.6
+
+
 # ---- honest islands ---------------------------------------------------------------
 
 
@@ -197,6 +217,25 @@ def test_an_island_that_was_cut_off_may_have_used_all_its_data(
     assert d.state.islands["a"].steps == held
     d.now += step_s
     assert of(d.report("a", held, step_seconds=step_s), Granted)
+
+
+def test_steps_that_only_the_coordinator_before_had_heard_of_are_believed() -> None:
+    """No merge has told of them since the last snapshot, as below a quorum."""
+    d = Driver(least_seconds=PLANNED, outage_budget_s=10.0, quorum=2)
+    d.join("a", step_seconds=LEAST_S)
+    steps = 0
+    for _ in range(500):
+        d.now += 2 * LEAST_S
+        steps += 2
+        d.report("a", steps, step_seconds=LEAST_S)
+    d.crash()
+    assert d.state.islands["a"].steps == 0
+    d.now += 1.0
+    effects = d.hello("a", steps=steps, phase="training", step_seconds=LEAST_S)
+    assert only(effects, Welcome).resumed
+    d.now += 1.0
+    d.report("a", steps + 2, step_seconds=LEAST_S)
+    assert is_in(d)
 
 
 def test_messages_that_come_late_and_at_once_are_believed() -> None:
