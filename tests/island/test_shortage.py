@@ -102,3 +102,11 @@ def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
             watch._thread.join(0.001)
     assert machine.mailbox.report(0)[0].measures.short == ("disk",)
     assert caplog.text.count("stale file handle") == 1
+
+
+def test_freed_memory_is_given_back_again_and_again(machine, monkeypatch):
+    given = []
+    monkeypatch.setattr(shortage.memory, "give_back", lambda: given.append(1))
+    for _ in range(3 * shortage.GIVE_BACK_LOOKS):
+        machine.short()
+    assert len(given) == 3
