@@ -20,7 +20,7 @@ from diloco_jax import config_commands
 from diloco_jax.errors import ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
-from diloco_jax.process_end import end_process
+from diloco_jax.process_end import end_process, end_when_asked
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ def script() -> NoReturn:
     """Be the `diloco` command: run it, and end this process with the exit code."""
     if sys.argv[1:2] and sys.argv[1] not in MEMBERS:
         sys.exit(main())
+    end_when_asked()
     try:
         code = main()
     except Exception:

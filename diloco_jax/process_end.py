@@ -10,8 +10,22 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
+from types import FrameType
 from typing import NoReturn
+
+
+def end_when_asked() -> None:
+    """End this process at SIGTERM until it handles that itself. The first process of a
+    container must say so: the kernel brings it no signal that it does not handle, and a
+    notice during its first seconds, as it imports jax, would be lost."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, _asked_to_end)
+
+
+def _asked_to_end(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def end_process(exit_code: int) -> NoReturn:

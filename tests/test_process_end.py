@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
@@ -62,3 +65,33 @@ def test_a_member_that_fails_for_no_known_reason_leaves_in_order(name):
         "Traceback (most recent call last):",
         "RuntimeError: a bug",
     )
+
+
+AWAY = textwrap.dedent(
+    """
+    import sys, time
+    from diloco_jax import cli
+
+    def command(arguments):
+        print("up", flush=True)  # As it would import jax.
+        time.sleep(60)
+
+    cli.COMMANDS[sys.argv[1]] = (command, "", "")
+    cli.script()
+    """
+)
+CONTAINER = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child")
+"""A container's first process is number 1 of its own."""
+
+
+@pytest.mark.parametrize("name", cli.MEMBERS)
+def test_the_first_process_of_a_container_ends_at_a_notice_that_comes_early(name):
+    if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("this machine makes no containers for its users")
+    line = [*CONTAINER, sys.executable, "-c", AWAY, name]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout.readline() == "up\n"
+        numbers = pathlib.Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
+        (first,) = map(int, numbers.read_text().split())
+        os.kill(first, signal.SIGTERM)
+        assert outside.wait(30) == 128 + signal.SIGTERM

@@ -16,6 +16,7 @@ from diloco_jax.launch import gke, orphans, sky, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
+from diloco_jax.launch.placing import Backend
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
@@ -148,7 +149,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             *flag_notes(config),
             *_image_notes(order),
             *_data_notes(order),
-            *(_account_notes(order) if options.on != "sky" else ()),
+            *_account_notes(order, options.on),
         )
         for line in (*notes, *_costs(config, prices)):
             _show(line)
@@ -249,7 +250,14 @@ def _image_notes(order: Order) -> list[str]:
     ]
 
 
-def _account_notes(order: Order) -> list[str]:
+def _account_notes(order: Order, on: Backend) -> list[str]:
+    if on == "sky":
+        return [
+            f"note: SkyPilot's machines act as {sky.account(order)}, islands and the "
+            f"coordinator alike, whatever launch.service_account says: whoever takes "
+            f"over one of them may change or delete machines, slices and buckets of "
+            f"the project; --on tpu_vm and --on gke have accounts of your own"
+        ]
     settings = order.settings
     islands, coordinator = settings.service_account, settings.coordinator_account
     notes = []

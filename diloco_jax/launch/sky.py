@@ -2,11 +2,13 @@
 
 SkyPilot buys the machines, tries one zone after the other, does so again when a slice
 is taken away, and gives the machines back when the job ends. On the machines the same
-script runs as on other TPU VMs, `host.sh`.
+script runs as on other TPU VMs, `host.sh`. What SkyPilot cannot do, and why `tpu_vm`
+stays, is in docs/sky.md; tests/launch/test_sky_limits.py asks SkyPilot itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from diloco_jax.launch.host import DISK, coordinator_script, island_script
@@ -33,6 +35,8 @@ DEAD = (
     *("FAILED_NO_RESOURCE", "FAILED_CONTROLLER"),
 )
 DONE = "SUCCEEDED"
+ACCOUNT = "skypilot-v1"
+"""Account that SkyPilot makes in each project for all of its machines."""
 
 
 def deployment(
@@ -40,6 +44,7 @@ def deployment(
 ) -> Deployment:
     """Return all that `diloco launch --on sky` makes and runs; see
     `tpu_vm.deployment`."""
+    order = _as_skypilot(order)
     (host,) = hosts(order)
     address = f"{host}:{PORT}"
     names = {COORDINATOR: order.coordinator}
@@ -56,7 +61,10 @@ def deployment(
             *(secret(order, stem, certificates) for stem in order.secrets),
             permit(order, f"{folder}/{PERMIT}"),
             disk(order),
-            *(_job(n, owner, f"{folder}/{n}.yaml") for owner, n in names.items()),
+            *(
+                _job(order, owner, n, f"{folder}/{n}.yaml")
+                for owner, n in names.items()
+            ),
         ),
         start=(),
         stop=(),
@@ -74,6 +82,19 @@ def hosts(order: Order) -> tuple[str, ...]:
     return (order.settings.coordinator_address,)
 
 
+def account(order: Order) -> str:
+    """Return the account that all machines act as."""
+    return f"{ACCOUNT}@{order.settings.project}.iam.gserviceaccount.com"
+
+
+def _as_skypilot(order: Order) -> Order:
+    """Return the order with the account that there is, which must read the secrets."""
+    settings = dataclasses.replace(
+        order.settings, service_account=account(order), coordinator_account=""
+    )
+    return dataclasses.replace(order, settings=settings)
+
+
 def island_task(
     order: Order, island: PlacedIsland, address: str, now_unix: int
 ) -> Task:
@@ -81,11 +102,9 @@ def island_task(
     found = island.slice
     wanted = {
         "accelerators": {f"tpu-{found.accelerator_type}": 1},
-        "accelerator_args": {
-            "runtime_version": found.generation.runtime_version,
-            # In a queue, unless another zone is to be tried.
-            "gcp_queued_resource": len(island.zones) == 1,
-        },
+        # Not in a queue: SkyPilot gives it up after 100 minutes and joins it anew, and
+        # deletes no queued resource. Each would become a slice that nobody uses.
+        "accelerator_args": {"runtime_version": found.generation.runtime_version},
         "use_spot": island.purchase == "spot",
     }
     script = island_script(order, island, address, now_unix, ())
@@ -125,13 +144,15 @@ def coordinator_task(order: Order, address: str, now_unix: int) -> Task:
     }
 
 
-def _job(name: str, owner: str, file: str) -> Resource:
-    launch = ("sky", "jobs", "launch", "--yes", "--detach-run", "--name", name, file)
+def _job(order: Order, owner: str, name: str, file: str) -> Resource:
+    words = ["sky", "jobs", "launch", "--yes", "--detach-run", "--name", name]
+    if order.settings.internal_ips:
+        words += ["--config", "gcp.use_internal_ips=true"]  # A job may not say so.
     return Resource(
         what=f"job {name}",
         owner=owner,
         find=Command(("sky", "jobs", "queue", "--all", "--output", "json")),
-        create=Command(launch, 1800),
+        create=Command((*words, file), 1800),
         delete=Command(("sky", "jobs", "cancel", "--yes", "--name", name), 600),
         job=name,
         dead=DEAD,
@@ -151,7 +172,8 @@ def _common(order: Order, owner: str) -> Task:
 
 def _config(order: Order) -> Task:
     """Return the settings by which all machines are in one network."""
-    inside = {"use_internal_ips": True} if order.settings.internal_ips else {}
+    subnetwork = order.settings.subnetwork
+    inside = {"subnet_names": subnetwork} if subnetwork else {}
     return {"gcp": {"vpc_name": order.settings.network, **inside}}
 
 

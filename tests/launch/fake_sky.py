@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 FLAGS = {
-    "launch": ({"--name", "--env", "--secret"}, {"--yes", "--detach-run"}),
+    "launch": ({"--name", "--env", "--secret", "--config"}, {"--yes", "--detach-run"}),
     "queue": ({"--output", "--limit"}, {"--all", "--refresh", "--skip-finished"}),
     "cancel": ({"--name"}, {"--yes", "--all"}),
     "logs": ({"--name", "--tail"}, {"--follow", "--no-follow", "--controller"}),

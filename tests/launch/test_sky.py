@@ -31,10 +31,8 @@ def test_an_island_is_one_job_of_one_slice(config):
     resources = task["resources"]
     assert resources["infra"] == "gcp/us-east5/us-east5-b"
     assert resources["accelerators"] == {"tpu-v6e-16": 1}
-    assert resources["accelerator_args"] == {
-        "runtime_version": "v2-alpha-tpuv6e",
-        "gcp_queued_resource": True,
-    }
+    # In no queue: tests/launch/test_sky_limits.py says why.
+    assert resources["accelerator_args"] == {"runtime_version": "v2-alpha-tpuv6e"}
     assert resources["use_spot"] is True
     assert resources["labels"] == {"diloco-run": "two", "diloco-part": "v6e-b"}
     assert tasks(config)["two-v5p.yaml"]["resources"]["use_spot"] is False
@@ -48,8 +46,31 @@ def test_zones_are_tried_in_order(config):
         {"infra": "gcp/us-central1/us-central1-a"},
     ]
     assert "infra" not in resources
-    # A queue would wait in the first zone.
-    assert resources["accelerator_args"]["gcp_queued_resource"] is False
+
+
+def test_all_machines_are_in_the_launchs_network(cloud, launch, config):
+    place = {"network": "own", "subnetwork": "inner"}
+    for name, task in tasks(config, **place).items():
+        if name.endswith(".yaml"):
+            assert task["config"] == {
+                "gcp": {"vpc_name": "own", "subnet_names": "inner"}
+            }
+    assert launch("sky", internal_ips=True, **PLACE) == 0
+    calls = [call for call in cloud.changes() if call[:3] == ["sky", "jobs", "launch"]]
+    assert len(calls) == 3
+    for call in calls:
+        assert call[call.index("--config") + 1] == "gcp.use_internal_ips=true"
+
+
+def test_the_account_that_skypilot_has_reads_the_secrets(cloud, launch, capsys):
+    own = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
+    assert launch("sky", **PLACE, **own) == 0
+    account = "skypilot-v1@my-project.iam.gserviceaccount.com"
+    granted = [call for call in cloud.changes() if "add-iam-policy-binding" in call]
+    assert len(granted) == 4
+    for call in granted:
+        assert f"--member=serviceAccount:{account}" in call
+    assert f"SkyPilot's machines act as {account}" in capsys.readouterr().err
 
 
 def test_the_coordinators_disk_outlives_its_job(config):

@@ -10,6 +10,7 @@ import fake_kubectl
 import pytest
 
 from diloco_jax import cli
+from diloco_jax.launch import sky
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("tpu.md", "gke.md", "sky.md")
@@ -81,6 +82,12 @@ def test_no_account_of_the_page_deletes_what_is_not_its_own():
             "compute.disks.get": own,
             "compute.disks.setLabels": own,
         },
+        # Whatever SkyPilot gives it besides.
+        sky.ACCOUNT: {
+            "roles/artifactregistry.reader": "None",
+            "roles/logging.logWriter": "None",
+            "roles/dns.admin": "None",
+        },
     }
 
 
@@ -89,7 +96,8 @@ def test_the_pages_accounts_are_those_of_its_config(cloud, configs):
     assert cli.main([*LAUNCHES[1][1:], "--yes"]) == 0
     slice_ = cloud.things["queued resource"]["two-slices-v5p"]["--service-account"]
     machine = cloud.things["instance"]["two-slices-coordinator"]["--service-account"]
-    assert made == {slice_.partition("@")[0], machine.partition("@")[0]}
+    used = {slice_.partition("@")[0], machine.partition("@")[0]}
+    assert made == used | {sky.ACCOUNT}
     assert slice_ != machine
 
 
