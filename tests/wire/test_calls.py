@@ -98,6 +98,7 @@ def test_a_call_without_a_request_holds_a_thread_for_a_while(
     for call in calls:
         with pytest.raises((grpc.RpcError, grpc.FutureCancelledError)):
             call.result(WAIT_S)
+        assert call.code() is grpc.StatusCode.CANCELLED, "the server ended it"
     never.set()
 
 

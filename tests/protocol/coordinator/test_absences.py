@@ -79,6 +79,22 @@ def test_islands_that_are_cut_off_together_are_one_alert(driver):
     assert " and 14 more are back; 23 of 23" in found[0]
 
 
+def test_islands_that_are_cut_off_one_after_the_other_are_one_alert():
+    """Whoever drives the protocol by its deadlines comes at the first one's time."""
+    driver = Driver(reunion_s=5.0)
+    driver.join("a", "b", "c", "d")
+    for name, pause in (("b", 2.0), ("c", 4.0), ("d", 0.0)):
+        driver.disconnect(name)
+        driver.wait(pause)
+    lost = driver.state.absences.due
+    driver.report("a")
+    (text,) = told(driver.wait(lost["b"] - driver.now))
+    assert "islands 'b', 'c' are absent" in text
+    driver.report("a")
+    (text,) = told(driver.wait(lost["d"] - driver.now))
+    assert "island 'd' is absent" in text
+
+
 def test_no_island_left_is_told_apart_even_if_they_said_goodbye(driver):
     driver.goodbye("a", "preempted")
     driver.wait(10.0)

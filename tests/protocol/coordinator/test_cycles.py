@@ -184,8 +184,9 @@ def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     d.report("a", 3)
     d.report("a", 3, phase="stopped")
     assert [f.phase for f in d.state.fragments] == ["open", "open"]
+    assert d.state.tick == 3, "in the next cycle"
+    assert (d.state.kept_cycle, d.state.keeping) == (1, False)
     before = len(d.effects)
-    d.state = replace(d.state, keeping=False, unkept=())
     d.feed(KeepAsked())
     again = recover(d.config, initial(d.config), d.log, d.now)
     assert not cycles.ask(d.config, again).keeping

@@ -70,6 +70,29 @@ def test_steps_come_no_faster_than_the_config_allows(
     assert again or made > 0.9 * allowed
 
 
+def test_a_step_takes_the_time_of_all_its_sequences() -> None:
+    d = Driver(least_seconds=PLANNED, outage_budget_s=100.0)
+    d.hello("a", sequences_per_step=8, step_seconds=LIE_S)
+    assert d.state.islands["a"].step_seconds == 8 * LEAST_S
+    d.report("a", 0)
+    d.now += 80 * LEAST_S
+    d.report("a", int(FASTER * (80 + LATE_S / LEAST_S) / 8))
+    assert is_in(d)
+    d.report("a", int(FASTER * (80 + LATE_S / LEAST_S) / 8) + 1)
+    assert not is_in(d)
+
+
+def test_a_hello_is_believed_no_more_than_a_report() -> None:
+    d = Driver(least_seconds=PLANNED)
+    d.join("a", step_seconds=LIE_S)
+    d.disconnect("a")
+    d.now += 1.0
+    some = int(FASTER * (1.0 + LATE_S) / LEAST_S) + 1
+    effects = d.hello("a", steps=some, phase="training", step_seconds=LIE_S)
+    assert f"{some} steps more in 2 s" in only(effects, Refused).message
+    assert not is_in(d)
+
+
 def test_idling_saves_up_an_outage_budget_and_no_more() -> None:
     d = Driver(least_seconds=PLANNED, outage_budget_s=30.0)
     d.join("a", step_seconds=LIE_S)

@@ -133,3 +133,21 @@ def test_a_turn_is_given_in_the_step_in_which_its_cycle_begins() -> None:
         assert d.state.watched_cycle == given[-1], "no merge gives one"
     assert given == sorted(given)
     assert given[-1] > given[0]
+
+
+def test_no_turn_begins_once_the_run_has_stopped() -> None:
+    """The flush's ticks come out of turn; b is in a long step all the while."""
+    d = Able(watch_every=1, total_tokens=50)
+    d.join("a")
+    run(d, 4)
+    d.join("b")
+    d.report("a", 5)
+    assert d.state.phase == "stopping"
+    d.now = d.state.deadline - 1.0
+    d.report("a", phase="stopped")
+    d.report("b", phase="training")
+    assert (d.state.tick, d.state.watched_cycle) == (2, 1)
+    d.wait(1.0)
+    assert d.state.tick > 2, "of the next cycle"
+    assert d.state.islands["b"].counted
+    assert d.state.watched_cycle == 1

@@ -316,3 +316,24 @@ def test_an_anchor_arrives_at_about_the_version_that_was_offered() -> None:
     assert of(effects, Discard)
     assert asked(effects) == [("b", 0)]
     assert asked(g.arrive("b", 0, 5)) == [("b", 1)], "a is asked last"
+
+
+def test_an_island_that_says_it_is_fast_uses_up_no_more_positions() -> None:
+    """They follow from the grants that nobody may have heard of."""
+    g = Gatherer("a")
+    g.config = replace(g.config, least_seconds={"a": 0.25})
+    g.offer("a", 1, 1, step_seconds=1e-9)
+    g.arrive("a", 0, 1)
+    (opened,) = of(g.arrive("a", 1, 1), Open)
+    assert opened.next_position == LARGEST_GRANTS_UNHEARD * largest_grant(
+        CONFIG, 0.5, 2
+    )
+
+
+def test_what_an_island_heard_of_another_run_does_not_count() -> None:
+    g = Gatherer()
+    g.offer("a", 1, 1, run_id="run-2", tokens=400, next_position=90)
+    g.offer("a", 1, 1, incarnation=2, tokens=20, next_position=8)
+    g.offer("b", 1, 1, tokens=30, next_position=6)
+    assert g.state.heard["a"].known.tokens == 20
+    assert g.state.heard["a"].known.next_position == 8

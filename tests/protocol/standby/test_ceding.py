@@ -8,7 +8,7 @@ from standby_play import STRIKES, calm, named, play
 from standby_world import LOAD_S
 
 from diloco_jax.protocol.coordinator.events import Timer
-from diloco_jax.protocol.standby import following
+from diloco_jax.protocol.standby import following, primary
 from diloco_jax.protocol.standby.events import (
     DiskBroken,
     MandateRead,
@@ -50,6 +50,9 @@ def test_one_in_step_cedes_as_it_leads_and_shows_nothing_from_then_on() -> None:
     world.cut.add("A")
     world._give(node, DiskBroken())
     shown, written = len(world.visible), len(node.disk)
+    machine = node.machine
+    assert machine is not None
+    assert not primary.may_show(machine, machine.visible, machine.valid_until - 1e-3)
     world.run(1.0)
     assert len(node.disk) > written, "its standby has answered for more"
     world.cut.add("line")
