@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -35,7 +35,7 @@ def machine_facts() -> dict[str, str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
     return {
-        "command": f"`{shlex.join([*command, *sys.argv[1:]])}`",
+        "command": f"`{shlex.join([*command, *without_paths(sys.argv[1:])])}`",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{cores} cores, {processor()}, {memory:.0f} GiB",
         "load": "{:.1f}, {:.1f} and {:.1f} over 1, 5 and 15 minutes, at the end".format(
@@ -44,6 +44,20 @@ def machine_facts() -> dict[str, str]:
         "versions": f"jax {importlib.metadata.version('jax')}, "
         f"Python {platform.python_version()}",
     }
+
+
+def without_paths(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with the option's name in capitals in place of each
+    path of this machine, which says nothing elsewhere."""
+    found: list[str] = []
+    for word in words:
+        option, equals, value = word.rpartition("=")
+        if Path(value).expanduser().is_absolute():
+            named = option or (found[-1] if found else "")
+            place = named.lstrip("-").upper() if named.startswith("--") else "PATH"
+            word = f"{option}{equals}{place}"
+        found.append(word)
+    return found
 
 
 def processor() -> str:

@@ -125,6 +125,9 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
+    options.check_run(config.placement)
+    if options.run_id:
+        going_on.require_run(workdir, options.run_id)
     if not options.init:
         config = going_on.with_beginning_of(config, workdir)
     config = resolve(config, copied=True)
@@ -135,7 +138,13 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
         code = run_standby(config, workdir, options.standby_of)
     else:
-        code = run(config, workdir, init=bool(options.init), resume=options.resume)
+        code = run(
+            config,
+            workdir,
+            init=bool(options.init),
+            resume=options.resume,
+            gathers=options.run_id,
+        )
     return code
 
 

@@ -2,6 +2,7 @@
 agree with the raw results."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,30 @@ def test_the_share_of_lines_that_python_parses(text, share):
     from finetune import parsed
 
     assert parsed(text) == share
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--minutes", "60", "--folder", "/a/run"], "--minutes 60 --folder FOLDER"),
+        (["--out=/a/b", "--quick"], "--out=OUT --quick"),
+        (["~/run", "--preset", "0.3m"], "PATH --preset 0.3m"),
+        (["--folder", "runs/a"], "--folder runs/a"),
+    ],
+)
+def test_a_page_names_no_path_of_the_machine_that_made_it(words, shown):
+    from machine import without_paths
+
+    assert without_paths(words) == shown.split()
+
+
+def test_no_result_names_one():
+    pages = [*RESULTS.glob("*.md"), *(RESULTS / "raw").glob("*.json")]
+    commands = [
+        line
+        for page in pages
+        for line in page.read_text().splitlines()
+        if line.lstrip('- "').startswith("command")
+    ]
+    assert len(commands) > 20
+    assert [c for c in commands if re.search(r"[ =](/|~)", c)] == []

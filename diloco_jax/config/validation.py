@@ -261,13 +261,6 @@ def _check_workers(placement: Placement, fragments: int) -> None:
             f"placement.worker_addresses = {', '.join(given)} has a port twice; each "
             f"worker needs its own two, that of its address and the next one"
         )
-    for field in ("mandate", "standby"):
-        if value := getattr(placement, field):
-            raise ConfigError(
-                f"placement.{field} = {value!r} and placement.worker_addresses: a "
-                f"standby follows the files of one machine, and these workers have "
-                f"theirs on others; leave one of them out"
-            )
 
 
 def _port(field: str, address: str) -> int:
@@ -277,11 +270,12 @@ def _port(field: str, address: str) -> int:
 def require_followable(placement: Placement, by: str) -> None:
     """Raise ConfigError for a placement whose files a standby cannot have. by: what
     asks for the standby."""
-    for field, wanted in (("checkpoints", ""), ("first_from", "")):
-        value = getattr(placement, field)
-        if value != wanted:
+    for field, why in (
+        ("checkpoints", "both coordinators would write their snapshots to one place"),
+        ("first_from", "a standby goes on from files, and there are none before it"),
+    ):
+        if value := getattr(placement, field):
             raise ConfigError(
                 f"placement.{field} = {value!r} and {by}: a standby follows the files "
-                f"of one workdir, so beside one it has to be {wanted!r}; leave one of "
-                f"them out"
+                f"of one workdir, and {why}; leave one of them out"
             )

@@ -11,7 +11,6 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.config import Config
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.alarm import Alarm
 from diloco_jax.coordinator.disk_need import DiskNeed
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.exporter import Exporter
@@ -24,6 +23,7 @@ from diloco_jax.coordinator.watchdog import Watchdog
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import write_text
+from diloco_jax.observability.alarm import Alarm
 from diloco_jax.observability.exported import Snapshot
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.wire.tls import TlsFiles

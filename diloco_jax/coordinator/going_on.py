@@ -13,7 +13,7 @@ from diloco_jax.config.resolving import with_model_of
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run
+from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run, read_facts
 
 
 def facts_of(config: Config, workdir: Path, *, init: bool, resume: bool) -> RunFacts:
@@ -30,6 +30,15 @@ def facts_of(config: Config, workdir: Path, *, init: bool, resume: bool) -> RunF
     if resume or holds_run(workdir):
         return find_run(config, workdir, extends=resume)
     return RunFacts(run_id="", begun_unix=time.time())
+
+
+def require_run(workdir: Path, run_id: str) -> None:
+    """Raise ConfigError if another run than this one is in the workdir."""
+    if holds_run(workdir) and (here := read_facts(workdir).run_id) != run_id:
+        raise ConfigError(
+            f"{workdir} holds run {here}, and --run-id is {run_id}; leave --run-id out "
+            f"to go on with the run there, or give an empty --workdir"
+        )
 
 
 def with_beginning_of(config: Config, workdir: Path) -> Config:

@@ -87,6 +87,7 @@ class Holders:
             self.plan.sizes,
             self.kept,
             self.seat.heard,
+            self.seat.reign,
         )
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)

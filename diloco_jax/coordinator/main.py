@@ -64,7 +64,14 @@ from diloco_jax.workdir import RunFacts
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> int:
+def run(
+    config: Config,
+    workdir: Path,
+    *,
+    init: bool,
+    resume: bool = False,
+    gathers: str = "",
+) -> int:
     """Serve one run until it is over; return the exit code.
 
     Args:
@@ -72,6 +79,7 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
       workdir: the run's folder.
       init: begin a new run there; otherwise the run there goes on.
       resume: the run was stopped as a whole; islands begin anew.
+      gathers: the run whose state was lost, if it is known.
 
     Raises:
       ConfigError: neither the workdir nor any island has a run to go on with; the
@@ -81,14 +89,16 @@ def run(config: Config, workdir: Path, *, init: bool, resume: bool = False) -> i
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    return serve(Coordinator(config, workdir, init=init, resume=resume))
+    coordinator = Coordinator(config, workdir, init=init, resume=resume)
+    coordinator.gathers = gathers
+    return serve(coordinator)
 
 
 class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
     gathers = ""
-    """The run that it took over as a standby that was not in step; before `start`."""
+    """The run whose state was lost, as a person or the mandate says; before `start`."""
 
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
@@ -132,11 +142,9 @@ class Coordinator:
             )
         compilation.use_cache(compilation.of_run(workdir))
         run_id, sizes = self._facts.run_id, self._plan.sizes
-        self.policy_config = policy_of(config, self._plan, run_id)
+        self.policy_config = policy = policy_of(config, self._plan, run_id)
         whose = checkpoint.whose(run, run_id, self._plan)
-        self._states = StateSnapshots(
-            self._folder, placement, self.policy_config, whose
-        )
+        self._states = StateSnapshots(self._folder, placement, policy, whose)
         found = self._states.newest()
         giver = "" if workdirs.has_begun(workdir) else placement.first_from
         given, new = None, found is None and gathered is None
@@ -146,9 +154,7 @@ class Coordinator:
             # Left by a start that failed: no run exists before the first snapshot.
             remove_tape(workdir / run_files.TAPE)
         if new and giver:
-            given = term.first_given(
-                config, self.policy_config, self._plan, self._serve_early
-            )
+            given = term.first_given(config, policy, self._plan, self._serve_early)
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         self._kept = KeptCycles(workdir, placement.exports_kept, whose, sizes)
@@ -167,7 +173,7 @@ class Coordinator:
         self._sessions = sessions = Sessions()
         sessions.completed = self.holder.completed
         self.lead = Lead(
-            self.policy_config,
+            policy,
             state,
             holder=self.holder,
             log=self._log,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from diloco_jax.config import Placement
 from diloco_jax.config.fields import setting
 from diloco_jax.errors import ConfigError
 from diloco_jax.options import TRUST_CODE
@@ -32,7 +33,31 @@ class CoordinatorOptions:
         help="Follow the coordinator there, and take over when it is gone; both need "
         "the same placement.mandate, and workdirs of their own.",
     )
+    run_id: str = setting(
+        "",
+        metavar="RUN",
+        help="The run whose state was lost: of islands that offer their anchors, those "
+        "of this run alone are gathered. Status and log of a coordinator that gathers "
+        "name the run of each island.",
+    )
     trust_code: bool = setting(False, help=TRUST_CODE)
+
+    def check_run(self, placement: Placement) -> None:
+        """Raise ConfigError for a --run-id beside what says which run it is."""
+        others = {
+            "--init begins a run": self.init,
+            "--resume goes on from the workdir": self.resume,
+            "a standby has its run from placement.mandate": self.standby_of,
+            "placement.mandate says which run it is (use --standby-of)": (
+                placement.mandate
+            ),
+        }
+        for why, given in others.items():
+            if self.run_id and given:
+                raise ConfigError(
+                    f"--run-id {self.run_id} is for a coordinator that has lost its "
+                    f"state, and {why}; leave one of them out"
+                )
 
     def check_standby(self) -> None:
         """Raise ConfigError for options that a standby cannot have."""

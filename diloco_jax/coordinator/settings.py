@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +15,18 @@ from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.planning import peak
+from diloco_jax.planning.flops import least_sequence_flops
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
+from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.principal import Principal
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
 
 SPARE_ISLANDS = 8
 """Places for streams of islands that are refused, so that they can be told why."""
@@ -59,15 +64,23 @@ def policy_config(
 
 
 def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
-    """Return the settings of a coordinator's decisions; see `policy_config`."""
+    """Return the settings of a coordinator's decisions; see `policy_config`. The log
+    names islands whose speed nothing bounds: the key of one is enough to end the run.
+    """
+    least = peak.least_seconds(config, least_sequence_flops(config.run))
+    known = admitted(config)
+    names = [n for n in known if not least.get(n, least[peak.UNDESCRIBED])]
+    if names and config.placement.certificates:
+        logger.warning(
+            "nothing bounds the speed of islands %s but %g s a step: whoever has the "
+            "key of one could claim all steps of the run, and end it; set "
+            "islands.NAME.step_seconds of each to a little less than a step takes",
+            ", ".join(names),
+            SHORTEST_STEP_S,
+        )
+    room = room_each(config, plan)
     return policy_config(
-        config.run,
-        config.placement,
-        run_id,
-        plan.sizes,
-        admitted(config),
-        room_each(config, plan),
-        peak.least_seconds(config),
+        config.run, config.placement, run_id, plan.sizes, known, room, least
     )
 
 

@@ -22,6 +22,7 @@ from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.launch.watch import LaunchWatch
+from diloco_jax.observability.alarm import WITHIN_S, Alarm
 from diloco_jax.paths import absolute
 from diloco_jax.planning import price
 
@@ -177,8 +178,14 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             case "results":
                 submitter.results()
             case "watch":
+                alarm = Alarm(config.placement, order.name, tuple)
                 show = print if options.dry_run else _show
-                LaunchWatch(submitter, renew, show).run(order.ends_unix or math.inf)
+                watch = LaunchWatch(submitter, renew, show, alarm.raised)
+                alarm.start()
+                try:
+                    watch.run(order.ends_unix or math.inf)
+                finally:
+                    alarm.close(WITHIN_S)
             case "stop":
                 submitter.stop()
             case "delete":

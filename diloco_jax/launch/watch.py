@@ -1,7 +1,8 @@
 """Watch over a launched run: make anew what is taken away, delete the rest at its end.
 
 Nobody sits beside it. So no failing call ends it, or holds up other calls: each is made
-again in the next round, and one that fails round after round is told in capitals.
+again in the next round, and one that fails round after round is told in capitals, and
+goes where the run's alerts go.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class LaunchWatch:
     """The rounds of `--action watch`.
 
     renew: renders the deployment anew, since a slice that is made anew begins above
-    all incarnations before it. show: prints a line.
+    all incarnations before it. show: prints a line. raise_alert: sends an alert to
+    people; it must not block.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class LaunchWatch:
         submitter: Submitter,
         renew: Callable[[], Deployment],
         show: Callable[[str], None],
+        raise_alert: Callable[[str], None],
     ) -> None:
         self._submitter, self._renew, self._show = submitter, renew, show
+        self._raise_alert = raise_alert
         self._failed: dict[str, tuple[int, float]] = {}
         """By what was tried: rounds in which it failed, and since when."""
 
@@ -95,11 +99,14 @@ class LaunchWatch:
             self._show(f"error: {error}")
             if (rounds + 1) % LOUD_ROUNDS == 0:
                 began = time.strftime("%d %b %H:%M", time.localtime(since))
-                self._show(
-                    f"ALARM: {what.upper()} HAS FAILED FOR {rounds + 1} ROUNDS, since "
-                    f"{began}; the error above says why. Nothing else waits for it, "
-                    f"and it is tried again in {EVERY_S:g} s"
+                why = " ".join(str(error).split())  # An alert is one line.
+                told = (
+                    f"ALARM: {what.upper()} HAS FAILED FOR {rounds + 1} ROUNDS of "
+                    f"`diloco launch --action watch`, since {began}: {why}. Nothing "
+                    f"else waits for it, and it is tried again in {EVERY_S:g} s"
                 )
+                self._show(told)
+                self._raise_alert(told)
             return otherwise
         self._failed.pop(what, None)
         return answer

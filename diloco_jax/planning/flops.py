@@ -11,14 +11,17 @@ kernel leaves out more. Elementwise operations are left out.
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import jax
 
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.models.build import build
 from diloco_jax.models.model import abstract_batch
-from diloco_jax.planning.formula import analytic_flops
+from diloco_jax.planning.formula import analytic_flops, least_flops
 from diloco_jax.planning.products import product_flops
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,28 @@ def count_flops(run: RunConfig, island: IslandConfig) -> Flops:
         analytic=None if analytic is None else island.batch_size * analytic,
         executed=island.batch_size * _products(run, island),
     )
+
+
+def least_sequence_flops(run: RunConfig) -> float:
+    """Count what no kernel leaves out of one sequence, of any model: its products with
+    weights, which grow with its tokens. Attention grows with their square, and products
+    among weights do not grow; so three lengths tell them apart.
+
+    Return 0 if the program of a user's own model does not tell, which the log says.
+    """
+    if not run.model.factory:
+        return least_flops(run.model, run.sequence_length)
+    quarter = run.sequence_length // 4
+    try:
+        one, two, four = (
+            _products(dataclasses.replace(run, sequence_length=n), IslandConfig())
+            for n in (quarter, 2 * quarter, 4 * quarter)
+        )
+    except Exception as error:  # The model's own.
+        logger.warning("the FLOPs of model.factory cannot be counted: %s", error)
+        return 0.0
+    linear = 8 * (two - one) - 2 * (four - two)
+    return max(0.0, min(linear, four)) * run.sequence_length / max(4 * quarter, 1)
 
 
 def _products(run: RunConfig, island: IslandConfig) -> float:

@@ -6,10 +6,9 @@ The coordinator believes no island that says it is much faster.
 
 from __future__ import annotations
 
-from diloco_jax.config import Config, IslandConfig, RunConfig
+from diloco_jax.config import Config, IslandConfig
 from diloco_jax.launch.fleet import find_slice
 from diloco_jax.planning.chips import chip_of
-from diloco_jax.planning.formula import least_flops
 
 ANY_DEVICE_FLOPS_PER_S = 1e16
 """Rate that no device of the islands without a topology is above: twice the peak of the
@@ -20,9 +19,9 @@ UNDESCRIBED = ""
 """The key of such islands."""
 
 
-def least_seconds(config: Config) -> dict[str, float]:
-    """Return the least seconds of a sequence by island; 0 if nothing is known."""
-    sequence = _flops(config.run)
+def least_seconds(config: Config, sequence: float) -> dict[str, float]:
+    """Return the least seconds of a sequence by island; 0 if nothing is known.
+    sequence: its least FLOPs; 0 if they are not known."""
     described = {
         name: max(
             sequence / _flops_per_s(name, island),
@@ -32,13 +31,6 @@ def least_seconds(config: Config) -> dict[str, float]:
     }
     others = sequence / (UNDESCRIBED_DEVICES * ANY_DEVICE_FLOPS_PER_S)
     return {**described, UNDESCRIBED: others}
-
-
-def _flops(run: RunConfig) -> float:
-    """Return the least FLOPs of a sequence; 0 if there is no formula for the model."""
-    if run.model.factory:
-        return 0.0
-    return least_flops(run.model, run.sequence_length)
 
 
 def _flops_per_s(name: str, island: IslandConfig) -> float:

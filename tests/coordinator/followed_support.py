@@ -20,14 +20,16 @@ ALIVE_S = 0.01
 class Pair:
     """A primary's files, and the standby's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, placement: Placement | None = None) -> None:
         self.here, self.there = folder / "primary", folder / "standby"
         self.here.mkdir()
         self.there.mkdir()
         RunFacts(run_id="r", begun_unix=0.0).write(self.here)
         (self.here / "config.json").write_text("{}")
         self.lost: list[str] = []
-        self.out = Outflow(self.here, Placement(), ALIVE_S, self.lost.append)
+        self.out = Outflow(
+            self.here, placement or Placement(), ALIVE_S, self.lost.append
+        )
         self.log = RecordLog(self.here / "log")
         self.tape = Tape(self.here / "tape.jsonl", segment_bytes=200)
         self.publishes = Publishes(self.here / "publishes")

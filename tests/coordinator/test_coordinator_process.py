@@ -6,13 +6,15 @@ import jax
 import pytest
 import tiny
 
-from diloco_jax import checkpoint, run_files
+from diloco_jax import checkpoint, cli, run_files
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
+from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import main
 from diloco_jax.coordinator.snapshots import states
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
+from diloco_jax.workdir import RunFacts
 
 
 @pytest.fixture
@@ -87,3 +89,18 @@ def test_an_address_file_is_for_this_machine(config, tmp_path):
     address = (tmp_path / "run" / run_files.ADDRESS).read_text()
     coordinator.close()
     assert address == coordinator.address.replace("0.0.0.0", "127.0.0.1")
+
+
+def test_the_run_that_a_person_names_is_gathered(config, tmp_path, monkeypatch):
+    """Unless the workdir holds another one."""
+    write_config_json(config, tmp_path / "config.json")
+    given = []
+    monkeypatch.setattr(main, "serve", lambda made: given.append(made.gathers) or 0)
+    words = ["coordinator", str(tmp_path / "config.json"), "--run-id", "run-1"]
+    words += ["--bind", "127.0.0.1:0", "--workdir", str(tmp_path / "run")]
+    assert cli.main(words) == 0
+    assert given == ["run-1"]
+    (tmp_path / "run").mkdir(exist_ok=True)
+    RunFacts(run_id="run-2", begun_unix=0.0).write(tmp_path / "run")
+    assert cli.main(words) == EXIT_CONFIG
+    assert given == ["run-1"]

@@ -1,5 +1,7 @@
 """The policy's settings are those of the config, under the same names."""
 
+import dataclasses
+
 import pytest
 
 from diloco_jax import machine
@@ -11,6 +13,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
+from diloco_jax.coordinator import settings
 from diloco_jax.coordinator.settings import (
     admitted_hosts,
     largest_delta,
@@ -21,6 +24,7 @@ from diloco_jax.coordinator.settings import (
 )
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.planning import peak
+from diloco_jax.planning.formula import least_flops
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -70,7 +74,23 @@ def test_room_is_counted_for_everyone_who_may_join():
     assert room_needed(config, plan) == 3 * policy.room_each
     assert policy.merge_buffer_bytes == placement.merge_buffer_bytes
     assert policy.admitted == {"guest": None, "a": 8, "b": 8}
-    assert policy.least_seconds == peak.least_seconds(config)
+    flops = least_flops(RUN.model, RUN.sequence_length)
+    assert policy.least_seconds == peak.least_seconds(config, flops)
+
+
+def test_islands_whose_speed_nothing_bounds_are_named(caplog, monkeypatch):
+    islands = {"a": IslandConfig(step_seconds=0.2), "b": IslandConfig()}
+    keys = Placement(certificates="keys", admit=("guest",))
+    config = Config(run=RUN, islands=islands, placement=keys)
+    plan = plan_fragments({"x": (4, 30)}, {"x": ("layers", "embed")}, 4)
+    policy_of(config, plan, "r")
+    # As of a model of one's own whose program does not tell.
+    monkeypatch.setattr(settings, "least_sequence_flops", lambda run: 0.0)
+    policy_of(dataclasses.replace(config, placement=Placement()), plan, "r")
+    assert not caplog.text
+    policy_of(config, plan, "r")
+    assert "the speed of islands guest, b but 0.0001 s a step" in caplog.text
+    assert "set islands.NAME.step_seconds" in caplog.text
 
 
 def test_places_are_counted_by_host_and_a_guest_is_one():

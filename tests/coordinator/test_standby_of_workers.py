@@ -44,6 +44,7 @@ from diloco_jax.wire.errors import Busy
 from diloco_jax.wire.follow import CHUNK_BYTES
 
 LATE_S = 30.0
+ELSEWHERE = ("a:1", "b:1")
 SNAPSHOTS = "checkpoints/coordinator"
 CONFIG = policy_config(RUN, Placement(workers=2), "r", PLAN.sizes, ADMITTED)
 
@@ -56,7 +57,7 @@ class Worker:
     def __init__(
         self, begin: BeginWorker, config: Config, hear: Callable[[Heard], None], _: Any
     ) -> None:
-        self.hear = hear
+        self.hear, self.lead = hear, begin.lead
         self.begun: list[RestoreFragments] = []
 
     def begin(self, asked: RestoreFragments) -> None:
@@ -70,12 +71,18 @@ def held(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     on_disk: OnDisk,
+    elsewhere: tuple[str, ...] = (),
+    reign: int = 1,
 ) -> tuple[WorkersHolder, list[Worker]]:
     monkeypatch.setattr(workers_module, "Supervised", Worker)
-    placement = Placement(workers=2, mandate=str(folder / "mandate"))
+    placement = Placement(
+        workers=2, worker_addresses=elsewhere, mandate=str(folder / "mandate")
+    )
     config = Config(islands={"a": IslandConfig()}, placement=placement)
     kept = cast(Any, None)
-    made = WorkersHolder(config, folder, "r", CONFIG.fragment_sizes, kept, on_disk)
+    made = WorkersHolder(
+        config, folder, "r", CONFIG.fragment_sizes, kept, on_disk, reign
+    )
     return made, cast(list[Worker], made._workers)
 
 
@@ -283,6 +290,47 @@ def test_no_record_goes_without_a_publish_that_is_gone(site: Site) -> None:
     site.say(gone)
     assert site.lost == ["a file cannot be read"]
     assert list(site.messages) == []
+
+
+def test_files_of_workers_on_other_machines_stay_there(tmp_path: Path) -> None:
+    """The record counts at the standby all the same: who takes over has the worker."""
+    pair = Pair(tmp_path, Placement(workers=2, worker_addresses=ELSEWHERE))
+    pair.begin()
+    pair.take()
+    version, told = Version(1, 1), []
+    prepared = Prepared(digest="", payload_bytes=1)
+    for message in (
+        MergePrepared(fragment=0, version=version, prepared=prepared),
+        FragmentSaved(fragment=0, version=version),
+        AnchorKept(
+            fragment=0,
+            island="a",
+            incarnation=1,
+            replaced=version,
+            version=Version(2, 1),
+            digest="",
+        ),
+    ):
+        pair.out.heard(message, lambda m=message: told.append(m), pytest.fail)
+    assert [type(m) for m in told] == [MergePrepared, FragmentSaved, AnchorKept]
+    assert pair.lost == []
+    pair.log.append({"fragment": 0})
+    assert pair.take() == ["log/log-000000.bin", ""]
+    pair.close()
+
+
+def test_of_two_nodes_the_mandate_says_which_one_workers_obey(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the second one is far behind, and its disk has no number."""
+    numbers = []
+    for reign, clock in ((1, 2e9), (2, 1e9)):
+        folder = tmp_path / str(reign)
+        folder.mkdir()
+        monkeypatch.setattr(workers_module.time, "time", lambda clock=clock: clock)
+        _, workers = held(monkeypatch, folder, Unseated().heard, ELSEWHERE, reign)
+        numbers.append(workers[0].lead)
+    assert numbers[1] > numbers[0]
 
 
 class Seat(Unseated):

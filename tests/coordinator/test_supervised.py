@@ -6,6 +6,7 @@ A script stands in for a process here, and a thread for one on another machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import queue
@@ -84,7 +85,9 @@ class OtherMachine:
     serves: Iterator[bool] = itertools.repeat(True)
     """Whether the worker serves before the line breaks."""
     last_word = ""
-    """The outpost's, before each line breaks."""
+    """The worker's or the outpost's, before each line breaks."""
+    number = 0
+    """Of the system's error that it tells."""
     lines = 0
 
     def __init__(self, *_) -> None: ...
@@ -106,7 +109,7 @@ class OtherMachine:
                 write_frame(end, restored)
                 write_frame(end, WorkerServes(address="127.0.0.1:7079"))
             if self.last_word:
-                write_frame(end, WorkerFailed(text=self.last_word))
+                write_frame(end, WorkerFailed(text=self.last_word, errno=self.number))
 
     def silent_s(self) -> float:
         return math.inf
@@ -191,6 +194,18 @@ def test_a_worker_that_fails_with_its_disk_says_so(ending, monkeypatch):
     failure = heard.get(timeout=PATIENCE_S)
     assert "its disk is read-only" in str(failure)
     assert is_of_broken_disk(failure)
+
+
+def test_a_disk_on_another_machine_is_not_that_of_the_lead(breaking):
+    """No mandate is ceded for it: whoever leads finds the same disk there."""
+    worker, heard = breaking(
+        itertools.repeat("p"), last_word="its disk is read-only", number=errno.EROFS
+    )
+    while not isinstance(failure := heard.get(timeout=PATIENCE_S), Exception):
+        if isinstance(failure, WorkerAway):
+            worker.begin(NOTHING)
+    assert "its disk is read-only" in str(failure)
+    assert not is_of_broken_disk(failure)
 
 
 def test_one_that_does_not_come_up_with_its_disk_says_so(begun, monkeypatch):

@@ -191,14 +191,18 @@ def launch(config: Config):
 def act(config: Config, monkeypatch: pytest.MonkeyPatch):
     """`act("gke", "watch", then=[...])`; functions run instead of waits."""
 
-    def act(on, action, *, then=(), price="", **settings):
+    def act(on, action, *, then=(), price="", alert_url="", **settings):
         steps = iter(then)
         monkeypatch.setattr(
             "diloco_jax.launch.command.time.sleep", lambda seconds: next(steps)()
         )
-        changed = dataclasses.replace(config.launch, **settings)
+        changed = dataclasses.replace(
+            config,
+            launch=dataclasses.replace(config.launch, **settings),
+            placement=dataclasses.replace(config.placement, alert_url=alert_url),
+        )
         options = LaunchOptions(on=on, action=action, yes=True, price=price)
-        code = run(dataclasses.replace(config, launch=changed), "two.py", options)
+        code = run(changed, "two.py", options)
         assert next(steps, None) is None, "it ended early"
         return code
 

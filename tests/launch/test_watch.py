@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from webhook import webhook
 
 
 def test_watch_deletes_all_but_the_run_once_it_is_done(cloud, launch, act):
@@ -140,6 +141,26 @@ def test_what_fails_round_after_round_is_told_aloud(cloud, launch, act, capsys):
     told = [line for line in alarms if "THE COORDINATOR HAS" in line]
     assert ["10 ROUNDS" in told[0], "20 ROUNDS" in told[1]] == [True, True]
     assert len(told) == 2
+
+
+def test_such_an_alarm_goes_where_the_runs_alerts_go(cloud, launch, act):
+    launch("tpu_vm")
+    cloud.fail(MACHINE, 1, "no route to host")
+    rounds = 11
+
+    def put_right():
+        cloud.fail("", 0, "")
+        cloud.say_last("done")
+
+    with webhook() as hook:
+        then = [*[lambda: None] * (rounds - 1), put_right]
+        assert act("tpu_vm", "watch", then=then, alert_url=hook.url) == 0
+    assert {message["run_id"] for message in hook.posted} == {"two"}
+    sent = [alert for message in hook.posted for alert in message["alerts"]]
+    (told,) = [alert for alert in sent if "THE COORDINATOR HAS" in alert]
+    assert told.startswith("ALARM: THE COORDINATOR HAS FAILED FOR 10 ROUNDS of")
+    assert "no route to host" in told
+    assert "\n" not in told
 
 
 def test_a_slice_that_could_not_be_made_at_once_is_made_later(cloud, launch, act):

@@ -17,7 +17,9 @@ from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import with_absolute_paths
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.models.build import build
-from diloco_jax.planning.flops import count_flops
+from diloco_jax.models.presets import preset
+from diloco_jax.planning.flops import count_flops, least_sequence_flops
+from diloco_jax.planning.formula import least_flops
 from diloco_jax.planning.report import fragments_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
@@ -67,8 +69,9 @@ def test_its_products_are_counted(path: Path) -> None:
     assert fragments_of(config).total == 256 * 32 * 2 + 64 * 32
 
 
-def test_products_in_a_loop_count_as_often_as_it_turns(tmp_path: Path) -> None:
-    factory = tmp_path / "bundled.py"
+def bundled_in(folder: Path) -> Path:
+    """A file whose `make` returns the bundled model."""
+    factory = folder / "bundled.py"
     factory.write_text(
         "import dataclasses\n"
         "from diloco_jax.models.build import build\n"
@@ -76,6 +79,66 @@ def test_products_in_a_loop_count_as_often_as_it_turns(tmp_path: Path) -> None:
         "    model = dataclasses.replace(run.model, factory='')\n"
         "    return build(dataclasses.replace(run, model=model), island, layout)\n"
     )
+    return factory
+
+
+def test_the_least_of_it_is_its_products_with_weights(
+    path: Path, tmp_path: Path
+) -> None:
+    """Attention is left out, which a kernel may leave out, too."""
+    page = load_config(path).run
+    assert least_sequence_flops(page) == count_flops(page, IslandConfig()).model / 8
+    # Half of the bundled model's products are attention at this length.
+    run = made_by(f"{bundled_in(tmp_path)}:make", sequence_length=1024)
+    run = dataclasses.replace(
+        run, model=dataclasses.replace(preset("2m"), factory=run.model.factory)
+    )
+    least = least_flops(run.model, 1024)
+    assert least_sequence_flops(run) == pytest.approx(least, rel=0.02)
+    assert count_flops(run, IslandConfig()).model > 8 * 1.3 * least
+
+
+def test_products_among_weights_are_none_of_a_sequence(tmp_path: Path) -> None:
+    factory = tmp_path / "merged.py"
+    factory.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "from diloco_jax.models.model import Model\n"
+        "def init(key): return {'a': jnp.ones((32, 8)), 'b': jnp.ones((8, 32))}\n"
+        "def loss(params, batch):\n"
+        "    hot = jax.nn.one_hot(batch['tokens'][:, 1:] % 32, 32)\n"
+        "    loss = jnp.mean(hot @ (params['a'] @ params['b']))\n"
+        "    return loss, {'loss': loss, 'tokens': jnp.ones(())}\n"
+        "AXES = {'a': ('embed', 'mlp'), 'b': ('mlp', 'embed')}\n"
+        "def make(run, island, layout): return Model(init, loss, AXES)\n"
+    )
+    run = made_by(f"{factory}:make", sequence_length=64)
+    # Forward, and backward to the product of the weights.
+    assert least_sequence_flops(run) == 64 * 2 * 2 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        "lambda run, island, layout: loop_model(init)",
+        "lambda run, island, layout: Model(init, broken, AXES)",
+    ],
+)
+def test_a_program_that_cannot_be_traced_bounds_nothing_and_is_named(
+    tmp_path: Path, caplog, make: str
+) -> None:
+    factory = tmp_path / "untold.py"
+    factory.write_text(
+        f"{MODEL}from diloco_jax.models.model import loop_model\n"
+        "def broken(params, batch): raise RuntimeError('for a TPU alone')\n"
+        f"make = {make}\n"
+    )
+    run = made_by(f"{factory}:make")
+    assert least_sequence_flops(run) == 0.0
+    assert "the FLOPs of model.factory cannot be counted: " in caplog.text
+
+
+def test_products_in_a_loop_count_as_often_as_it_turns(tmp_path: Path) -> None:
+    factory = bundled_in(tmp_path)
     # So deep that the layers are a loop.
     run = made_by(f"{factory}:make", sequence_length=64)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_layers=12))

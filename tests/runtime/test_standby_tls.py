@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import support
 import tape_checks
-from standby_support import ASKING, BUDGET_S, TIMEOUT_S, Site, trained
+from standby_support import (
+    ASKING,
+    BUDGET_S,
+    WHO,
+    Site,
+    handed_out,
+    keys_of,
+    trained,
+)
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.exit_codes import EXIT_CONFIG
 from diloco_jax.wire import follow
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.following import FollowStream
-from diloco_jax.wire.principal import COORDINATOR, READER, STANDBY, Principal, island
+from diloco_jax.wire.principal import STANDBY
 from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
 MERGES = 4
-WHO = {
-    "one": COORDINATOR,
-    "two": STANDBY,
-    "a": island("a"),
-    "b": island("b"),
-    ASKING: READER,
-}
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory) -> dict[str, Path]:
     """Folders of the keys that one command made, by the process that has them."""
-    made = tmp_path_factory.mktemp("keys")
-    command = [*support.DILOCO, "certs", str(made / "all"), "--standby"]
-    command += ["--hosts", "127.0.0.1", "--islands", "a", "b"]
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
-    return {n: handed_out(made / "all", who, made / n) for n, who in WHO.items()}
-
-
-def handed_out(made: Path, who: Principal, folder: Path) -> Path:
-    """A folder of this key alone."""
-    folder.mkdir()
-    for name in ("ca.pem", f"{who.stem}.pem", f"{who.stem}.key"):
-        shutil.copy(made / name, folder)
-    return folder
+    return keys_of(tmp_path_factory.mktemp("keys"))
 
 
 def followed_with(site: Site, tls: TlsFiles) -> None:

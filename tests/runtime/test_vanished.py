@@ -21,7 +21,7 @@ from runtime_support import (
     report,
 )
 
-from diloco_jax.coordinator import alarm
+from diloco_jax.observability import alarm
 
 LEASE_S = 1.0
 

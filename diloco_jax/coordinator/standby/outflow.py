@@ -2,9 +2,10 @@
 
 Everything is listed and numbered on the lead's thread, which alone appends to log and
 tape; publishes and snapshots come from other threads, or from workers, whose messages
-tell of them. A publish goes ahead of the record that commits it. The anchor of a lost
-fragment may have many times its size: it goes beside what is appended, and the lead
-hears of it once it has gone. Snapshots go when there is nothing else to send.
+tell of them; those of workers on other machines stay there. A publish goes ahead of the
+record that commits it. The anchor of a lost fragment may have many times its size: it
+goes beside what is appended, and the lead hears of it once it has gone. Snapshots go
+when there is nothing else to send.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Outflow:
         # The lead waits for twice as long, from when it hears that an anchor is here.
         self._beside_s = placement.outage_budget_s / 2
         self._snapshots = checkpoint.snapshots_folder(placement, workdir)
+        self._elsewhere = bool(placement.worker_addresses)
+        """Workers have their files on other machines, whoever leads."""
         self._lock = threading.Lock()
         self._outgoing: StandbyFeed | None = None
         self.number = 0
@@ -105,6 +108,9 @@ class Outflow:
         """Take note of what a worker says that it has on its disk. then: called, on
         some thread, once records of it may be written. waits: called first if that
         takes a while."""
+        if self._elsewhere:
+            then()
+            return
         match message:
             case MergePrepared(fragment=fragment, version=version):
                 folder = self._workdir / run_files.PUBLISHES

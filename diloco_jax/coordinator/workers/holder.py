@@ -60,6 +60,8 @@ from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 
+LEADS_OF_REIGN = 1 << 32
+"""Numbers of leads that one reign has: more than unix time has seconds."""
 
 Tell = Callable[[FromHolder | AnchorWaits | WorkerAway | WorkerBack], None]
 OnDisk = Callable[[Heard, Callable[[], None], Callable[[], None]], None]
@@ -76,11 +78,13 @@ class WorkersHolder:
         sizes: tuple[int, ...],
         kept: KeptCycles,
         on_disk: OnDisk,
+        reign: int = 1,
     ) -> None:
         """sizes: parameters by fragment. kept: makes cycles of what workers write.
         on_disk: called with a worker's message, what tells the lead of it, and what
         tells the lead first that it takes a while; it has a standby sent the file of
-        which the message speaks. No process is started before `restore`."""
+        which the message speaks. reign: see `Unseated.reign`. No process is started
+        before `restore`."""
         self._kept, self._on_disk = kept, on_disk
         count = config.placement.workers
         self._lives = [0] * count
@@ -99,8 +103,11 @@ class WorkersHolder:
         self._uncompiled = count
         self._lock = threading.Lock()
         self._patience_s = config.placement.outage_budget_s
-        # A lead that has lost its disk counts on, for workers on other machines.
-        at_least = int(time.time()) if config.placement.worker_addresses else 1
+        at_least = 1
+        if config.placement.worker_addresses:
+            # A lead that has lost its disk counts on. Of two nodes the mandate says
+            # which one leads, whatever their clocks show.
+            at_least = reign * LEADS_OF_REIGN + int(time.time())
         lead = rendezvous.next_lead(workdir, at_least)
         fields, self._over = dataclasses.asdict(config), False
         self._workers = [

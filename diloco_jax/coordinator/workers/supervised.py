@@ -100,7 +100,7 @@ class Supervised:
         self._memory_bytes, self._resident_bytes = 0, 0
         self._serves, self._failure, self._refusal = False, "", ""
         self._cause: OSError | None = None
-        """The system's error with which it failed, if it was one."""
+        """The system's error with which it failed, if it was one of this machine."""
         self._thread = threading.Thread(
             target=self._supervise, name=self.name, daemon=True
         )
@@ -335,11 +335,16 @@ class Supervised:
                     # Its own word says why; that of its outpost follows.
                     if not self._failure:
                         self._failure = text
-                        self._cause = OSError(number, text) if number else None
+                        self._cause = self._of_own_disk(number, text)
                 case WorkerRefused(text=text):
                     self._refusal = text
                 case _:
                     self._hear(message)
+
+    def _of_own_disk(self, number: int, text: str) -> OSError | None:
+        """Return the system's error that a worker failed with, if it is of this
+        machine: another node that leads finds a disk elsewhere as it is."""
+        return OSError(number, text) if number and self.elsewhere is None else None
 
     def _came_up(self, bound: str) -> None:
         """Note where it serves; a later process serves at the same place."""

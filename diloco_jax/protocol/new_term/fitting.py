@@ -62,7 +62,8 @@ def parted(offers: Iterable[Hello]) -> str:
     return (
         f"islands of {len(sides)} runs offer anchors: {_listed(sides)}; the run of "
         f"most islands goes on, and among as many each nobody can tell which is the "
-        f"coordinator's: end the islands of the other run, or revoke their keys"
+        f"coordinator's: start it again with --run-id and its own run, or end the "
+        f"islands of the other one, or revoke their keys"
     )
 
 

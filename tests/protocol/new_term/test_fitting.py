@@ -93,7 +93,17 @@ def test_of_two_runs_with_as_many_islands_neither_is_chosen() -> None:
     assert gathering.next_deadline(g.state, g.now) <= g.now + 0.5 * CONFIG.lease_s
     (given_up,) = of(g.wait(0.5 * CONFIG.lease_s), GiveUp)
     assert "'a' in run run-1; 'b' in run run-2" in given_up.message
-    assert "end the islands of the other run" in given_up.message
+    assert "with --run-id and its own run, or end the islands" in given_up.message
+
+
+def test_a_coordinator_that_is_told_its_run_waits_for_no_other_one() -> None:
+    g = Gatherer("ab", run_id="run-1")
+    g.offer("a", 1, 1)
+    assert of(g.offer("b", 1, 1, run_id="run-2"), Postpone)
+    for _ in range(3):
+        assert asked(g.wait(0.25 * PATIENCE_S)) == []
+        g.hear("a")
+    assert asked(g.wait(0.25 * PATIENCE_S)) == [("a", 0)]
 
 
 def test_a_tie_is_over_once_an_island_has_gone() -> None:

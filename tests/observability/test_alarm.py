@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from webhook import Hook, webhook
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.coordinator import alarm as module
-from diloco_jax.coordinator.alarm import EVERY_S, FORGOTTEN_S, TOGETHER, Alarm
+from diloco_jax.observability import alarm as module
+from diloco_jax.observability.alarm import EVERY_S, FORGOTTEN_S, TOGETHER, Alarm
 
 
 class Wire:
@@ -103,27 +101,9 @@ def test_what_it_remembers_is_bounded(wire, monkeypatch):
 
 
 @pytest.fixture
-def hook() -> Iterator[tuple[str, list[dict]]]:
-    """The URL of a server, and what was posted there."""
-    posted: list[dict] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            posted.append(json.loads(self.rfile.read(length)))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            """Nothing."""
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/hook", posted
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+def hook() -> Iterator[Hook]:
+    with webhook() as served:
+        yield served
 
 
 def test_a_command_and_a_url_get_the_alerts(tmp_path, hook):
