@@ -15,7 +15,7 @@ from diloco_jax.core.codecs import CODECS
 from diloco_jax.launch.placing import slice_of
 from diloco_jax.merge_route import passes_of
 from diloco_jax.planning import measuring, merge_rate, wire_rate
-from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.merge_rate import ELEMENTS, MergeTimes
 from diloco_jax.planning.rates import (
     CONSTANTS,
@@ -25,6 +25,7 @@ from diloco_jax.planning.rates import (
     write_rates,
 )
 from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.terms import Terms, needs_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "four_regions.py"
 RUN = RunConfig(
