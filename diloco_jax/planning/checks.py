@@ -92,6 +92,7 @@ def _checks(terms: Terms) -> list[Check]:
         _memory(terms, needs),
         _buffer(terms),
         _cores(terms, needs),
+        _merging(terms, needs),
         _disk_bytes(terms, needs),
         _disk_speed(terms, needs),
         _restart(terms, needs),
@@ -208,6 +209,36 @@ def _cores(terms: Terms, needs: Needs) -> Check:
         f"the coordinator needs {needs.coordinator.machine_cores} cores"
         f"{needs.coordinator.for_whom} and {machine.name} has {machine.cores}",
         lambda: _machines_or_fewer_workers(needs, machine.cores),
+    )
+
+
+def _merging(terms: Terms, needs: Needs) -> Check:
+    """Count what one process can do in a cycle: more cores than its merges keep busy
+    are of no use to it."""
+    merges, sync = needs.coordinator.merges, terms.config.run.sync
+    cost, placement = merges.cost, terms.config.placement
+    took, summed = merges.seconds, merges.seconds_of_weighted_sum
+    less = f" (a weighted sum such as rda: {summed:.3g})" * (summed < took)
+    each = f" in the largest of {placement.workers} workers" * (placement.workers > 1)
+
+    def changes() -> Iterator[dict[str, Any]]:
+        yield {"placement.merge_route": "native"}
+        for workers in range(placement.workers + 1, len(terms.fragments.fragments) + 1):
+            yield {"placement.workers": workers}
+        yield from _machines(needs)
+        cycle = math.ceil(sync.steps_per_cycle * merges.share)
+        yield {"sync.steps_per_cycle": cycle}
+        yield {"sync.steps_per_cycle": cycle + 1}
+
+    return Check(
+        "merging",
+        took,
+        needs.cycle_seconds,
+        f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
+        f"cycle {needs.cycle_seconds:.3g} s: {cost.deltas} deltas, by route "
+        f"{terms.rates.merge_route}, sync.merge = {cost.rule!r}{less}, "
+        f"sync.steps_per_cycle = {sync.steps_per_cycle}",
+        changes,
     )
 
 

@@ -93,7 +93,7 @@ def plan_run(
         sync,
         fragments.total,
         machines,
-        merge_seconds=needs.coordinator.merge_core_seconds,
+        merge_seconds=needs.coordinator.merges.fragment_core_seconds,
         assumptions=assumptions,
     )
     rate = sum(machine.tokens_per_second for machine in machines.values())

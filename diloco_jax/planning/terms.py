@@ -12,7 +12,7 @@ from diloco_jax.planning.changes import changed as changed_config
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
 from diloco_jax.planning.network import IslandNetwork, island_network
-from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates
+from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates, constants_of
 from diloco_jax.protocol.coordinator import schedule
 
 
@@ -84,5 +84,9 @@ def needs_of(terms: Terms) -> Needs:
 
 
 def changed(terms: Terms, change: Change) -> Terms:
-    """Return the terms with other values of fields of the config."""
-    return dataclasses.replace(terms, config=changed_config(terms.config, change))
+    """Return the terms with other values of fields of the config. Constants of a merge
+    route follow the config's."""
+    config, rates = changed_config(terms.config, change), terms.rates
+    if rates == constants_of(terms.config.placement.merge_route):
+        rates = constants_of(config.placement.merge_route)
+    return dataclasses.replace(terms, config=config, rates=rates)

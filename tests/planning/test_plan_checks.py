@@ -61,6 +61,12 @@ REFUSED = [
         "needs 3 cores and n2-highmem-2 has 2",
     ),
     (
+        "merging",
+        {"launch.coordinator_machine": "n2-highmem-2", "sync.steps_per_cycle": 64},
+        5.0,
+        "on 2 cores and a cycle 60.8 s: 2 deltas, by route xla, sync.merge = 'rda', ",
+    ),
+    (
         "disk bytes",
         {"launch.coordinator_disk_gb": 300},
         5.0,
@@ -103,7 +109,7 @@ REFUSED = [
 
 def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert [check.name for check in checks._checks(mixed)] == [
-        *("link", "egress", "join", "memory", "merge buffer", "cores"),
+        *("link", "egress", "join", "memory", "merge buffer", "cores", "merging"),
         *("disk bytes", "disk speed", "restart", "places"),
     ]
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}
