@@ -218,14 +218,21 @@ def _merging(terms: Terms, needs: Needs) -> Check:
     merges, sync = needs.coordinator.merges, terms.config.run.sync
     cost, placement = merges.cost, terms.config.placement
     took, summed = merges.seconds, merges.seconds_of_weighted_sum
-    less = f" (a weighted sum such as rda: {summed:.3g})" * (summed < took)
+    less = f"; a weighted sum such as rda takes {summed:.3g} s" * (summed < took)
     each = f" in the largest of {placement.workers} workers" * (placement.workers > 1)
 
     def changes() -> Iterator[dict[str, Any]]:
         yield {"placement.merge_route": "native"}
-        for workers in range(placement.workers + 1, len(terms.fragments.fragments) + 1):
-            yield {"placement.workers": workers}
+        most = len(terms.fragments.fragments)
+        more = [
+            {"placement.workers": workers}
+            for workers in range(placement.workers + 1, most + 1)
+        ]
+        yield from more
         yield from _machines(needs)
+        for change in more:
+            for machine in _machines(needs_of(changed(terms, change))):
+                yield change | machine
         cycle = math.ceil(sync.steps_per_cycle * merges.share)
         yield {"sync.steps_per_cycle": cycle}
         yield {"sync.steps_per_cycle": cycle + 1}
@@ -235,9 +242,9 @@ def _merging(terms: Terms, needs: Needs) -> Check:
         took,
         needs.cycle_seconds,
         f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
-        f"cycle {needs.cycle_seconds:.3g} s: {cost.deltas} deltas, by route "
-        f"{terms.rates.merge_route}, sync.merge = {cost.rule!r}{less}, "
-        f"sync.steps_per_cycle = {sync.steps_per_cycle}",
+        f"cycle {needs.cycle_seconds:.3g} s, with {cost.deltas} deltas, sync.merge = "
+        f"{cost.rule!r}, sync.steps_per_cycle = {sync.steps_per_cycle} and the merge "
+        f"route {terms.rates.merge_route!r}{less}",
         changes,
     )
 

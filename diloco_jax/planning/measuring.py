@@ -44,7 +44,8 @@ DEADLINE_S = 600.0
 FEW, MANY = 2, 8
 """Deltas of the two merges through which the line is drawn."""
 MOST = 64
-"""Most deltas with which a rule is measured, to keep within a GB."""
+"""Deltas of the third merge by a rule that is no weighted sum, whose cost need not lie
+on a line."""
 WEIGHTED_SUM = "mean"
 """Rule to which one that is no weighted sum is compared."""
 RULE_ROWS = SIDE // 4
@@ -86,7 +87,7 @@ def measure(config: Config, folder: str, progress: Progress) -> MachineRates:
 
 
 def measure_here(
-    run: RunConfig, islands: int, folder: Path, report: Report, passes: Passes | None
+    run: RunConfig, folder: Path, report: Report, passes: Passes | None
 ) -> MachineRates:
     """Measure in this process. run: with a resolved outer optimizer; passes: the merge
     route."""
@@ -114,8 +115,7 @@ def measure_here(
     if not by_sum:
         rules[run.sync.merge] = RuleRates(
             beyond_core_seconds=tuple(
-                (deltas, _beyond(run, deltas, passes))
-                for deltas in sorted({FEW, MANY, min(max(MANY, islands), MOST)})
+                (deltas, _beyond(run, deltas, passes)) for deltas in (FEW, MANY, MOST)
             ),
             rule_from=whence,
         )
@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> None:
         config = resolve_outer(read_config(path))
         passes = merge_route.passes_of(config.placement.merge_route)
         rates: Any = msgspec.to_builtins(
-            measure_here(config.run, len(config.islands), Path(folder), report, passes)
+            measure_here(config.run, Path(folder), report, passes)
         )
         tell({"result": rates})
     except ConfigError as error:

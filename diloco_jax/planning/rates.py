@@ -91,10 +91,10 @@ class MachineRates(
             f"route {self.merge_route}): "
             f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
             f" [{self.merges_from}]",
+            *(rates.line(rule) for rule, rates in self.rules.items()),
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
         ]
-        lines += [rates.line(rule) for rule, rates in self.rules.items()]
         lines.append(
             f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}"
         )

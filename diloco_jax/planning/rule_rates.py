@@ -35,7 +35,7 @@ class RuleRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         around = (pair for pair in pairwise(points) if deltas <= pair[1][0])
         (few, less), (many, more) = next(around, points[-2:])
         power = math.log(more / less) / math.log(many / few)
-        return less * (deltas / few) ** power
+        return float(less * (deltas / few) ** power)
 
     def line(self, rule: str) -> str:
         """Return a line for people."""

@@ -64,7 +64,7 @@ REFUSED = [
         "merging",
         {"launch.coordinator_machine": "n2-highmem-2", "sync.steps_per_cycle": 64},
         5.0,
-        "on 2 cores and a cycle 60.8 s: 2 deltas, by route xla, sync.merge = 'rda', ",
+        "on 2 cores and a cycle 60.8 s, with 2 deltas, sync.merge = 'rda', ",
     ),
     (
         "disk bytes",

@@ -127,12 +127,12 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
     monkeypatch.setattr(measuring, "disk_rates", lambda folder: (disk, 0.25))
     told = []
 
-    def measure(run, islands):
+    def measure(run):
         return measuring.measure_here(
-            run, islands, tmp_path, lambda *line: told.append(line), None
+            run, tmp_path, lambda *line: told.append(line), None
         )
 
-    found = measure(RUN, 2)
+    found = measure(RUN)
     assert found.rules == CONSTANTS.rules
     assert set(found.merge_core_seconds) == set(CODECS.table)
     assert found.merging("int4") == pytest.approx(5.0)
@@ -145,9 +145,9 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
     assert "measured: `diloco plan --measure`" in found.merges_from
     assert [done for _, done, _ in told] == list(range(7))
     assert {parts for *_, parts in told} == {7}
-    # A rule that is no weighted sum is measured beyond one, with the config's islands.
+    # A rule that is no weighted sum is measured beyond one.
     sync = dataclasses.replace(RUN.sync, merge="trimmed_mean")
-    other = measure(dataclasses.replace(RUN, sync=sync), 100)
+    other = measure(dataclasses.replace(RUN, sync=sync))
     assert other.merge == "mean"
     assert other.merge_core_seconds == found.merge_core_seconds
     rates = other.rules["trimmed_mean"]
