@@ -244,6 +244,18 @@ def test_a_file_that_holds_no_rates_is_refused(tmp_path, text):
         read_rates(str(path))
 
 
+@pytest.mark.parametrize(
+    "points", [[], [[2, 1.0]], [[8, 1.0], [2, 2.0]], [[2, 0.0], [8, 1.0]]]
+)
+def test_points_between_which_nothing_can_be_known_are_refused(tmp_path, points):
+    rates = msgspec.to_builtins(CONSTANTS)
+    rates["rules"]["trimmed_mean"]["beyond_core_seconds"] = points
+    path = tmp_path / "machine.json"
+    path.write_bytes(msgspec.json.encode(rates))
+    with pytest.raises(ConfigError, match="two points or more, of rising numbers"):
+        read_rates(str(path))
+
+
 def test_a_file_reads_as_it_was_written(tmp_path):
     disk = DiskRates(write_bytes_per_s=1.5e8, read_bytes_per_s=3e8)
     rates = msgspec.structs.replace(CONSTANTS, disk=disk, disk_from="there")
