@@ -223,11 +223,10 @@ def _merging(terms: Terms, needs: Needs) -> Check:
 
     def changes() -> Iterator[dict[str, Any]]:
         yield {"placement.merge_route": "native"}
+        # None of more workers has more cores than one has now.
+        least = max(placement.workers + 1, math.ceil(placement.workers * merges.share))
         most = len(terms.fragments.fragments)
-        more = [
-            {"placement.workers": workers}
-            for workers in range(placement.workers + 1, most + 1)
-        ]
+        more = [{"placement.workers": count} for count in range(least, most + 1)]
         yield from more
         yield from _machines(needs)
         for change in more:
