@@ -18,13 +18,14 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.launch.placing import slice_of
 from diloco_jax.planning.changes import Change
-from diloco_jax.planning.checks import Needs, Shortfall, Terms, needs_of, refusals
+from diloco_jax.planning.checks import Shortfall, refusals
 from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.evenness import to_even
 from diloco_jax.planning.formula import analytic_flops
 from diloco_jax.planning.price import price_per_hour
 from diloco_jax.planning.rates import MachineRates
 from diloco_jax.planning.results import Advice
+from diloco_jax.planning.terms import Needs, Terms, needs_of
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""

@@ -9,25 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from diloco_jax.config import Config
 from diloco_jax.coordinator.settings import admitted, room_needed
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.planning.changes import Change, shown
-from diloco_jax.planning.changes import changed as changed_config
-from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
+from diloco_jax.planning.changes import shown
 from diloco_jax.planning.machines import (
     MIB,
     MOST_DISK_GB,
-    disk_bytes_per_s,
     machine_of,
     smallest_machine,
 )
-from diloco_jax.planning.network import IslandNetwork, island_network
-from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates
-from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.planning.terms import Needs, Terms, changed, needs_of
 from diloco_jax.restart_time import outage_seconds
 from diloco_jax.wire.places import MOST_PLACES
 
@@ -39,42 +32,6 @@ DISK_EGRESS = 1.16
 """Bytes that a machine sends for each byte that it writes to a persistent disk
 (cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24)."""
 GB = 1e9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Terms:
-    """Every input of a plan's arithmetic."""
-
-    config: Config
-    """With a resolved outer optimizer."""
-    fragments: FragmentPlan
-    hosts: Mapping[str, int]
-    step_seconds: Mapping[str, float]
-    link_gbit_per_s: float
-    rates: MachineRates = CONSTANTS
-
-    @property
-    def disk(self) -> DiskRates:
-        """Rates of the coordinator's disk: as measured, or as published."""
-        launch = self.config.launch
-        published = min(
-            disk_bytes_per_s(launch.coordinator_disk_gb),
-            machine_of(launch.coordinator_machine).disk_bytes_per_s,
-        )
-        return self.rates.disk or DiskRates(
-            write_bytes_per_s=published, read_bytes_per_s=published
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Needs of the coordinator and of each link."""
-
-    pacing_step_seconds: float
-    cycle_seconds: float
-    coordinator: CoordinatorPlan
-    restart_seconds: float
-    networks: dict[str, IslandNetwork]
 
 
 class Check(NamedTuple):
@@ -107,37 +64,6 @@ class Shortfall:
     """
 
 
-def needs_of(terms: Terms) -> Needs:
-    """Do the arithmetic. Raises ConfigError."""
-    config, sync = terms.config, terms.config.run.sync
-    pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
-    cycle_s = sync.steps_per_cycle * pace
-    coordinator = plan_coordinator(
-        config.run,
-        config.placement,
-        terms.fragments,
-        len(terms.hosts),
-        cycle_s,
-        machine_of(config.launch.coordinator_machine).cores,
-        terms.disk.write_bytes_per_s,
-        terms.rates,
-        cycles=config.merges_per_fragment(),
-        apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
-    )
-    return Needs(
-        pacing_step_seconds=pace,
-        cycle_seconds=cycle_s,
-        coordinator=coordinator,
-        restart_seconds=coordinator.restart_seconds(terms.disk.read_bytes_per_s),
-        networks={
-            name: island_network(
-                sync, terms.fragments, pace, seconds, terms.link_gbit_per_s
-            )
-            for name, seconds in terms.step_seconds.items()
-        },
-    )
-
-
 def refusals(terms: Terms) -> list[Shortfall]:
     """Return what would not run, each with the smallest change that would.
 
@@ -145,11 +71,6 @@ def refusals(terms: Terms) -> list[Shortfall]:
     """
     failing = {c.name for c in _checks(terms) if not c.holds}
     return [_refusal(terms, c, failing) for c in _checks(terms) if not c.holds]
-
-
-def changed(terms: Terms, change: Change) -> Terms:
-    """Return the terms with other values of fields of the config."""
-    return dataclasses.replace(terms, config=changed_config(terms.config, change))
 
 
 def _refusal(terms: Terms, check: Check, failing: set[str]) -> Shortfall:
@@ -171,6 +92,7 @@ def _checks(terms: Terms) -> list[Check]:
         _memory(terms, needs),
         _buffer(terms),
         _cores(terms, needs),
+        _merging(terms, needs),
         _disk_bytes(terms, needs),
         _disk_speed(terms, needs),
         _restart(terms, needs),
@@ -287,6 +209,42 @@ def _cores(terms: Terms, needs: Needs) -> Check:
         f"the coordinator needs {needs.coordinator.machine_cores} cores"
         f"{needs.coordinator.for_whom} and {machine.name} has {machine.cores}",
         lambda: _machines_or_fewer_workers(needs, machine.cores),
+    )
+
+
+def _merging(terms: Terms, needs: Needs) -> Check:
+    """Count what one process can do in a cycle: more cores than its merges keep busy
+    are of no use to it."""
+    merges, sync = needs.coordinator.merges, terms.config.run.sync
+    cost, placement = merges.cost, terms.config.placement
+    took, summed = merges.seconds, merges.seconds_of_weighted_sum
+    less = f"; a weighted sum such as rda takes {summed:.3g} s" * (summed < took)
+    each = f" in the largest of {placement.workers} workers" * (placement.workers > 1)
+
+    def changes() -> Iterator[dict[str, Any]]:
+        yield {"placement.merge_route": "native"}
+        # None of more workers has more cores than one has now.
+        least = max(placement.workers + 1, math.ceil(placement.workers * merges.share))
+        most = len(terms.fragments.fragments)
+        more = [{"placement.workers": count} for count in range(least, most + 1)]
+        yield from more
+        yield from _machines(needs)
+        for change in more:
+            for machine in _machines(needs_of(changed(terms, change))):
+                yield change | machine
+        cycle = math.ceil(sync.steps_per_cycle * merges.share)
+        yield {"sync.steps_per_cycle": cycle}
+        yield {"sync.steps_per_cycle": cycle + 1}
+
+    return Check(
+        "merging",
+        took,
+        needs.cycle_seconds,
+        f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
+        f"cycle {needs.cycle_seconds:.3g} s, with {cost.deltas} deltas, sync.merge = "
+        f"{cost.rule!r}, sync.steps_per_cycle = {sync.steps_per_cycle} and the merge "
+        f"route {terms.rates.merge_route!r}{less}",
+        changes,
     )
 
 

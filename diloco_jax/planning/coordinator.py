@@ -25,6 +25,7 @@ from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.disk import DiskPlan, Owner, plan_disk
+from diloco_jax.planning.merges import MergePlan, cost_of, plan_merges
 from diloco_jax.planning.rates import CONSTANTS, MachineRates
 from diloco_jax.protocol.coordinator.workers import deal
 
@@ -94,8 +95,7 @@ class CoordinatorPlan:
     """Each worker is on a machine of its own, and so is the lead."""
     disks: tuple[DiskPlan, ...]
     """The lead's disk and the workers', if they are apart; else empty."""
-    merge_core_seconds: float
-    """Core seconds of the merge of the largest fragment."""
+    merges: MergePlan
     disk: DiskPlan
     """As if one machine had all."""
     replayed: float
@@ -248,9 +248,9 @@ def plan_coordinator(
         sum(up) * rates.upload_core_seconds + sum(down) * rates.fetch_core_seconds
     )
     wire = islands * both_ways / 1e9 / cycle_seconds
-    merging_rate = rates.merging(run.sync.codec_down)
-    each = (merging_rate + islands * rates.per_delta(run.sync.codec_up)) / 1e9
-    merge_cores = each * plan.total / cycle_seconds
+    by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
+    cost = cost_of(run.sync, rates, islands, by_rule / plan.total)
+    merge_cores = cost.core_seconds / 1e9 * plan.total / cycle_seconds
 
     def disk_of(number: int, fragments: int, owner: Owner) -> DiskPlan:
         """Return the plan of a disk for so many parameters."""
@@ -276,6 +276,14 @@ def plan_coordinator(
     memory, busy = sum(parts.values()), wire + merge_cores + disk_cores
     dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
     needed = math.ceil(busy) if not dealt else 0
+    merges = plan_merges(
+        cost,
+        largest,
+        max((w.params for w in dealt), default=plan.total),
+        cycle_seconds,
+        cores,
+        cores if apart else cores / workers,
+    )
     disks: tuple[DiskPlan, ...] = ()
     if apart and dealt:
         lead = disk_of(plan.total, len(plan.fragments), "lead")
@@ -291,7 +299,7 @@ def plan_coordinator(
         workers=dealt,
         apart=apart and bool(dealt),
         disks=disks,
-        merge_core_seconds=each * largest,
+        merges=merges,
         disk=disk,
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sum(down),

@@ -8,6 +8,7 @@ disk are seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import platform
@@ -29,10 +30,12 @@ from diloco_jax.config.loading import read_config, write_config_json
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import CODECS
 from diloco_jax.core.kernels.passes import Passes
+from diloco_jax.core.merge import RULES
 from diloco_jax.machine import cores
 from diloco_jax.planning import wire_rate
-from diloco_jax.planning.merge_rate import ELEMENTS, time_merges
+from diloco_jax.planning.merge_rate import ELEMENTS, SIDE, time_merges
 from diloco_jax.planning.rates import DiskRates, MachineRates
+from diloco_jax.planning.rule_rates import RULES_OF_PACKAGE, RuleRates
 from diloco_jax.planning.workers import Progress, Workers, last_lines, tell
 
 WORKER = "diloco_jax.planning.measuring"
@@ -40,6 +43,15 @@ DEADLINE_S = 600.0
 """Seconds for all of it; it takes less than one minute on two cores."""
 FEW, MANY = 2, 8
 """Deltas of the two merges through which the line is drawn."""
+MOST = 64
+"""Deltas of the third merge by a rule that is no weighted sum, whose cost need not lie
+on a line."""
+WEIGHTED_SUM = "mean"
+"""Rule to which one that is no weighted sum is compared."""
+RULE_ROWS = SIDE // 4
+"""Rows of the merges by such a rule: many deltas of a fourth of the size."""
+LEAST_BEYOND = 0.01
+"""Core seconds per 1e9 parameters that a rule takes beyond a weighted sum at least."""
 REPETITIONS = 5
 WIRE_BYTES, WIRE_REPETITIONS = 64 << 20, 5
 DISK_BYTES, DISK_FILES = 128 << 20, 4
@@ -80,13 +92,15 @@ def measure_here(
     """Measure in this process. run: with a resolved outer optimizer; passes: the merge
     route."""
     codecs = list(CODECS.table)
-    parts = len(codecs) + 2
+    parts = len(codecs) + 3
+    by_sum = RULES.find(run.sync.merge).needs == "sum"
+    summed = run if by_sum else _with_rule(run, WEIGHTED_SUM)
     merging, per_delta, replaying, copies = {}, {}, {}, []
     for done, codec in enumerate(codecs):
         report(f"merges, {codec}", done, parts)
         few, many = (
-            time_merges(run, codec, islands, REPETITIONS, passes)
-            for islands in (FEW, MANY)
+            time_merges(summed, codec, deltas, REPETITIONS, passes)
+            for deltas in (FEW, MANY)
         )
         copies += [few.copy, many.copy]
         slope = max(0.0, (many.merge - few.merge) / (MANY - FEW))
@@ -94,27 +108,53 @@ def measure_here(
         merging[codec] = (few.merge - FEW * slope) * each
         per_delta[codec] = (slope + min(few.check, many.check)) * each
         replaying[codec] = min(few.replay, many.replay) * each
-    report("wire", len(codecs), parts)
-    up, down = wire_rate.core_seconds(WIRE_BYTES, WIRE_REPETITIONS)
-    report("disk", len(codecs) + 1, parts)
-    disk, write = disk_rates(folder)
     whence = f"measured: `diloco plan --measure`, {_machine()}"
+    route = merge_route.route_of(passes)
+    rules = dict(RULES_OF_PACKAGE[route])
+    report(f"the rule {run.sync.merge}", len(codecs), parts)
+    if not by_sum:
+        rules[run.sync.merge] = RuleRates(
+            beyond_core_seconds=tuple(
+                (deltas, _beyond(run, deltas, passes)) for deltas in (FEW, MANY, MOST)
+            ),
+            rule_from=whence,
+        )
+    report("wire", len(codecs) + 1, parts)
+    up, down = wire_rate.core_seconds(WIRE_BYTES, WIRE_REPETITIONS)
+    report("disk", len(codecs) + 2, parts)
+    disk, write = disk_rates(folder)
     return MachineRates(
         merge_core_seconds=merging,
         delta_core_seconds=per_delta,
+        rules=rules,
         replay_core_seconds=replaying,
-        merge_route=merge_route.route_of(passes),
+        merge_route=route,
         upload_core_seconds=up,
         fetch_core_seconds=down,
         write_core_seconds=write,
         copy_bytes_per_s=4 * ELEMENTS / min(copies),
         disk=disk,
-        merge=run.sync.merge,
+        merge=summed.sync.merge,
         outer=str(run.outer.optimizer),
         merges_from=whence,
         wire_from=whence,
         disk_from=f"{whence}, in {folder}",
     )
+
+
+def _beyond(run: RunConfig, deltas: int, passes: Passes | None) -> float:
+    """Return what the config's rule takes beyond a weighted sum, core seconds per 1e9
+    parameters."""
+    rule, summed = (
+        time_merges(tried, run.sync.codec_up, deltas, REPETITIONS, passes, RULE_ROWS)
+        for tried in (run, _with_rule(run, WEIGHTED_SUM))
+    )
+    beyond = (rule.merge - summed.merge) * 1e9 / (RULE_ROWS * SIDE)
+    return max(beyond, LEAST_BEYOND)
+
+
+def _with_rule(run: RunConfig, rule: str) -> RunConfig:
+    return dataclasses.replace(run, sync=dataclasses.replace(run.sync, merge=rule))
 
 
 def disk_rates(folder: Path) -> tuple[DiskRates, float]:

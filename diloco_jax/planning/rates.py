@@ -14,6 +14,7 @@ import msgspec
 from diloco_jax import files
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError
+from diloco_jax.planning.rule_rates import RULES_OF_PACKAGE, RuleRates
 
 
 class DiskRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,11 +30,13 @@ class MachineRates(
     """Work that a core does, and the rates of disk and memory."""
 
     merge_core_seconds: dict[str, float]
-    """Core seconds per 1e9 parameters of a merge, whatever its deltas: the outer step
-    and the encoded publish. By codec of the publish."""
+    """Core seconds per 1e9 parameters of a merge by a weighted sum, whatever its
+    deltas: the outer step and the encoded publish. By codec of the publish."""
     delta_core_seconds: dict[str, float]
     """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
     codec of the deltas."""
+    rules: dict[str, RuleRates]
+    """What rules take beyond that, by `sync.merge`."""
     replay_core_seconds: dict[str, float]
     """Core seconds per 1e9 parameters of a publish in recovery, which decodes it, adds
     it and advances the outer optimizer by it, on any route. By codec of the publish."""
@@ -51,7 +54,7 @@ class MachineRates(
     disk: DiskRates | None
     """None: the published rate of the config's disk."""
     merge: str
-    """`sync.merge` of the measured merges."""
+    """`sync.merge` of the measured weighted sums."""
     outer: str
     """`outer.optimizer` of the measured merges."""
     merges_from: str
@@ -88,6 +91,7 @@ class MachineRates(
             f"route {self.merge_route}): "
             f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
             f" [{self.merges_from}]",
+            *(rates.line(rule) for rule, rates in self.rules.items()),
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
         ]
@@ -105,36 +109,39 @@ class MachineRates(
 
 
 CONSTANTS = MachineRates(
-    merge_core_seconds={"f32": 4.5, "int8": 5.7},
-    delta_core_seconds={"f32": 0.9, "int8": 0.44},
-    replay_core_seconds={"f32": 4.5, "int8": 5.7},
+    merge_core_seconds={"f32": 7.6, "bf16": 6.9, "int8": 7.3, "int4": 10.9},
+    delta_core_seconds={"f32": 2.56, "bf16": 1.75, "int8": 1.50, "int4": 1.93},
+    rules=RULES_OF_PACKAGE["xla"],
+    replay_core_seconds={"f32": 5.7, "int8": 5.7},
     merge_route="xla",
     upload_core_seconds=0.73,
     fetch_core_seconds=0.44,
     write_core_seconds=0.6,
-    copy_bytes_per_s=20.3e9,
+    copy_bytes_per_s=8.4e9,
     disk=None,
     merge="rda",
     outer="nesterov",
-    merges_from="constant: `python benchmarks/merging.py`, 2 cores, AMD EPYC, "
-    "2026-11-24",
+    merges_from="constant: `python benchmarks/merging.py`, 2 cores, Intel Xeon, "
+    "2026-11-26",
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
     disk_from="",
 )
 """Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that
-needs no compiler. Replay: at most as much as a merge without deltas. Wire: the
-coordinator's end in docs/results/wire.md. Sealed files: `measuring.disk_rates` on 2
-cores, Intel Xeon, 2026-11-26."""
+needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-11-24 and
+25, merges took about half as much. The Xeon's rates are taken: the machines of
+`machines.py` have Xeons, a store of 1 B parameters took there what these say
+(docs/results/coordinator_scale.md), and of two measurements the slower one promises
+less. Replay: the most of that page, about. Wire: the coordinator's end in
+docs/results/wire.md. Sealed files: `measuring.disk_rates` on the Xeon, 2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
-    merge_core_seconds={"f32": 0.9, "bf16": 1.1, "int8": 1.1, "int4": 1.3},
-    delta_core_seconds={"f32": 0.50, "bf16": 0.33, "int8": 0.24, "int4": 0.28},
+    merge_core_seconds={"f32": 2.1, "bf16": 2.0, "int8": 2.2, "int4": 2.5},
+    delta_core_seconds={"f32": 0.90, "bf16": 0.64, "int8": 0.50, "int4": 0.52},
+    rules=RULES_OF_PACKAGE["native"],
     merge_route="native",
-    merges_from="constant: `python benchmarks/merging.py`, 2 cores, AMD EPYC, "
-    "2026-11-25",
 )
-"""The same by the route "native"."""
+"""The same by the route "native", through 2 to 64 deltas: within 6 % of each."""
 
 
 def constants_of(route: MergeRoute) -> MachineRates:

@@ -13,13 +13,14 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.price import price_per_hour
 from diloco_jax.planning.rates import CONSTANTS, MachineRates
 from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
+from diloco_jax.planning.terms import Terms, needs_of
 
 SECONDS_PER_DAY = 86400
 
@@ -92,7 +93,7 @@ def plan_run(
         sync,
         fragments.total,
         machines,
-        merge_seconds=needs.coordinator.merge_core_seconds,
+        merge_seconds=needs.coordinator.merges.fragment_core_seconds,
         assumptions=assumptions,
     )
     rate = sum(machine.tokens_per_second for machine in machines.values())

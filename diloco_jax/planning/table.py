@@ -202,6 +202,7 @@ def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ..
         f"dies",
         *(_disk(whose, disk) for whose, disk in disks),
         *workers,
+        plan.merges.line,
     )
 
 

@@ -14,10 +14,11 @@ from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.launch.placing import slice_of
 from diloco_jax.planning import checks
-from diloco_jax.planning.checks import Terms, changed, needs_of, refusals
+from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
 from diloco_jax.planning.price import parse_prices, price_per_hour
 from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.terms import Terms, changed, needs_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -58,6 +59,12 @@ REFUSED = [
         {"launch.coordinator_machine": "n2-highmem-2"},
         5.0,
         "needs 3 cores and n2-highmem-2 has 2",
+    ),
+    (
+        "merging",
+        {"launch.coordinator_machine": "n2-highmem-2", "sync.steps_per_cycle": 64},
+        5.0,
+        "on 2 cores and a cycle 60.8 s, with 2 deltas, sync.merge = 'rda', ",
     ),
     (
         "disk bytes",
@@ -102,7 +109,7 @@ REFUSED = [
 
 def test_every_check_has_a_case_in_which_it_refuses(mixed):
     assert [check.name for check in checks._checks(mixed)] == [
-        *("link", "egress", "join", "memory", "merge buffer", "cores"),
+        *("link", "egress", "join", "memory", "merge buffer", "cores", "merging"),
         *("disk bytes", "disk speed", "restart", "places"),
     ]
     assert {name for name, *_ in REFUSED} == {c.name for c in checks._checks(mixed)}

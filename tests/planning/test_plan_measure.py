@@ -15,8 +15,8 @@ from diloco_jax.core.codecs import CODECS
 from diloco_jax.launch.placing import slice_of
 from diloco_jax.merge_route import passes_of
 from diloco_jax.planning import measuring, merge_rate, wire_rate
-from diloco_jax.planning.checks import Terms, needs_of, refusals
-from diloco_jax.planning.merge_rate import ELEMENTS, MergeTimes
+from diloco_jax.planning.checks import refusals
+from diloco_jax.planning.merge_rate import ELEMENTS, SIDE, MergeTimes
 from diloco_jax.planning.rates import (
     CONSTANTS,
     DiskRates,
@@ -25,6 +25,7 @@ from diloco_jax.planning.rates import (
     write_rates,
 )
 from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.terms import Terms, needs_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "four_regions.py"
 RUN = RunConfig(
@@ -65,7 +66,7 @@ def test_measured_rates_stand_in_for_the_constants(terms):
     )
     found = needs_of(slow).coordinator
     assert found.merge_cores == pytest.approx(2 * plain.merge_cores)
-    assert found.merge_core_seconds == pytest.approx(2 * plain.merge_core_seconds)
+    assert found.merges.seconds == pytest.approx(2 * plain.merges.seconds)
     assert found.wire_cores == pytest.approx(3 * plain.wire_cores)
     assert found.disk_cores == pytest.approx(4 * plain.disk_cores)
     assert needs_of(slow).restart_seconds > needs_of(terms).restart_seconds
@@ -83,8 +84,11 @@ def test_constants_follow_the_route_that_is_sure(setting, route, capsys):
 
 
 def test_codecs_that_were_not_measured_count_as_the_dearest():
-    assert CONSTANTS.per_delta("f32") == CONSTANTS.per_delta("int4") == 0.9
-    assert CONSTANTS.per_delta("int8") < 0.9
+    some = msgspec.structs.replace(
+        CONSTANTS, delta_core_seconds={"f32": 0.9, "int8": 0.4}
+    )
+    assert some.per_delta("f32") == some.per_delta("int4") == 0.9
+    assert some.per_delta("int8") == 0.4
 
 
 def test_a_slow_disk_is_refused_whatever_its_size_promises(terms):
@@ -112,8 +116,9 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
 ):
     each = ELEMENTS / 1e9
 
-    def time_merges(run, codec, islands, repetitions, passes):
-        merge = (5 + 0.5 * islands) * each
+    def time_merges(run, codec, islands, repetitions, passes, rows=SIDE):
+        sort = islands**2 if run.sync.merge == "trimmed_mean" else 0
+        merge = (5 + 0.5 * islands + sort) * each * rows / SIDE
         return MergeTimes(copy=0.01, check=0.2 * each, merge=merge, replay=3 * each)
 
     disk = DiskRates(write_bytes_per_s=1.0, read_bytes_per_s=2.0)
@@ -121,7 +126,14 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
     monkeypatch.setattr(wire_rate, "core_seconds", lambda size, times: (1.5, 1.25))
     monkeypatch.setattr(measuring, "disk_rates", lambda folder: (disk, 0.25))
     told = []
-    found = measuring.measure_here(RUN, tmp_path, lambda *line: told.append(line), None)
+
+    def measure(run):
+        return measuring.measure_here(
+            run, tmp_path, lambda *line: told.append(line), None
+        )
+
+    found = measure(RUN)
+    assert found.rules == CONSTANTS.rules
     assert set(found.merge_core_seconds) == set(CODECS.table)
     assert found.merging("int4") == pytest.approx(5.0)
     assert found.per_delta("int4") == pytest.approx(0.7)
@@ -131,8 +143,18 @@ def test_a_line_goes_through_the_merges_of_few_and_of_many_deltas(
     assert found.copy_bytes_per_s == pytest.approx(4 * ELEMENTS / 0.01)
     assert (found.disk, found.merge, found.outer) == (disk, "rda", "nesterov")
     assert "measured: `diloco plan --measure`" in found.merges_from
-    assert [done for _, done, _ in told] == list(range(6))
-    assert {parts for *_, parts in told} == {6}
+    assert [done for _, done, _ in told] == list(range(7))
+    assert {parts for *_, parts in told} == {7}
+    # A rule that is no weighted sum is measured beyond one.
+    sync = dataclasses.replace(RUN.sync, merge="trimmed_mean")
+    other = measure(dataclasses.replace(RUN, sync=sync))
+    assert other.merge == "mean"
+    assert other.merge_core_seconds == found.merge_core_seconds
+    rates = other.rules["trimmed_mean"]
+    assert rates.beyond_core_seconds == tuple(
+        (deltas, pytest.approx(deltas**2)) for deltas in (2, 8, 64)
+    )
+    assert "measured: " in rates.rule_from
 
 
 @pytest.mark.parametrize(("codec", "route"), [("f32", "xla"), ("int4", "native")])
@@ -219,6 +241,18 @@ def test_a_file_that_holds_no_rates_is_refused(tmp_path, text):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match="--measure --machine FILE"):
+        read_rates(str(path))
+
+
+@pytest.mark.parametrize(
+    "points", [[], [[2, 1.0]], [[8, 1.0], [2, 2.0]], [[2, 0.0], [8, 1.0]]]
+)
+def test_points_between_which_nothing_can_be_known_are_refused(tmp_path, points):
+    rates = msgspec.to_builtins(CONSTANTS)
+    rates["rules"]["trimmed_mean"]["beyond_core_seconds"] = points
+    path = tmp_path / "machine.json"
+    path.write_bytes(msgspec.json.encode(rates))
+    with pytest.raises(ConfigError, match="two points or more, of rising numbers"):
         read_rates(str(path))
 
 

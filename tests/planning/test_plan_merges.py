@@ -1,0 +1,197 @@
+"""Merges cost what their rule costs, and a plan refuses a cycle that they outlast."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from diloco_jax.config import SyncConfig
+from diloco_jax.config.loading import load_config
+from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.core.merge.trimmed_mean import comparators
+from diloco_jax.planning.arithmetic import plan_by_arithmetic
+from diloco_jax.planning.checks import refusals
+from diloco_jax.planning.merges import cost_of, plan_merges
+from diloco_jax.planning.rates import CONSTANTS, NATIVE
+from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.rule_rates import RULES_OF_PACKAGE, RuleRates
+from diloco_jax.planning.table import render_arithmetic
+from diloco_jax.planning.terms import Terms, changed, needs_of
+
+ROOT = Path(__file__).parents[2]
+RAW = ROOT / "docs" / "results" / "raw" / "merging.json"
+MIXED = ROOT / "configs" / "mixed_12b.py"
+OWN = """
+from diloco_jax.core.merge.rule import Elementwise
+
+
+class First(Elementwise):
+    embeddings_by_mean = True
+
+    def merge(self, deltas, weights, share):
+        return share * deltas[0]
+
+
+FIRST = First()
+"""
+
+
+@pytest.fixture(scope="module")
+def terms():
+    """12 B parameters and 64 islands, by the route "native"."""
+    config = resolve_outer(load_config(MIXED))
+    names = [f"island-{i:02}" for i in range(64)]
+    return Terms(
+        config=config,
+        fragments=fragments_of(config),
+        hosts=dict.fromkeys(names, 1),
+        step_seconds=dict.fromkeys(names, 0.95),
+        link_gbit_per_s=5.0,
+        rates=NATIVE,
+    )
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Return the name of a rule that is not in the package."""
+    path = tmp_path / "own_rule.py"
+    path.write_text(OWN)
+    return f"{path}:FIRST"
+
+
+def merging(terms):
+    return [refusal for refusal in refusals(terms) if refusal.check == "merging"]
+
+
+# ---- rates -----------------------------------------------------------------------
+
+
+def measured():
+    raw = json.loads(RAW.read_bytes())
+    return [*raw["time"], *raw["beyond"]]
+
+
+@pytest.mark.parametrize("row", measured(), ids=lambda row: row["merge"])
+def test_the_constants_are_those_of_the_page(row):
+    """A page that was measured on another machine needs other constants."""
+    sync = SyncConfig(
+        merge=row["merge"], codec_up=row["codec"], codec_down=row["codec"]
+    )
+    rates = NATIVE if row["route"] == "native" else CONSTANTS
+    found = cost_of(sync, rates, row["islands"], 1.0)
+    assert found.known
+    assert 0.75 < found.core_seconds / row["seconds_per_1e9_parameters"] < 1.33
+
+
+def test_a_rule_costs_its_points_and_a_power_between_them():
+    rates = RuleRates(beyond_core_seconds=((2, 1.0), (8, 16.0)), rule_from="here")
+    assert rates.beyond(2) == pytest.approx(1.0)
+    assert rates.beyond(4) == pytest.approx(4.0)
+    assert rates.beyond(8) == pytest.approx(16.0)
+    assert rates.beyond(16) == pytest.approx(64.0)
+    assert rates.beyond(1) == 1.0
+
+
+def test_a_sort_grows_as_its_comparators_do():
+    """Between the points that were measured, and beyond them."""
+    rates = RULES_OF_PACKAGE["native"]["trimmed_mean"]
+    swaps = {m: sum(1 for _ in comparators(m)) for m in (16, 32, 64, 128)}
+    for deltas in (16, 32, 128):
+        found = rates.beyond(deltas) / rates.beyond(64)
+        assert found == pytest.approx(swaps[deltas] / swaps[64], rel=0.15)
+
+
+# ---- plans -----------------------------------------------------------------------
+
+
+def test_weighted_sums_cost_alike_and_a_sort_costs_more(terms):
+    plans = {
+        rule: needs_of(changed(terms, {"sync.merge": rule})).coordinator
+        for rule in ("rda", "mean", "clipped_mean", "trimmed_mean")
+    }
+    sums = [plans[rule].merge_cores for rule in ("rda", "mean", "clipped_mean")]
+    assert sums == pytest.approx([sums[0]] * 3)
+    assert plans["trimmed_mean"].merge_cores > 6 * sums[0]
+    assert plans["trimmed_mean"].cores > plans["rda"].cores + 20
+    merges = plans["trimmed_mean"].merges
+    assert merges.fragment_core_seconds > 6 * plans["rda"].merges.fragment_core_seconds
+    assert merges.share > 1 > plans["rda"].merges.share
+
+
+def test_a_rule_that_outlasts_the_cycle_is_refused(terms):
+    assert merging(terms) == []
+    sorting = changed(terms, {"sync.merge": "trimmed_mean"})
+    (found,) = merging(sorting)
+    merges, cycle = needs_of(sorting).coordinator.merges, needs_of(sorting)
+    assert f"merges of a cycle take {merges.seconds:.3g} s on 16 cores" in found.text
+    assert f"a cycle {cycle.cycle_seconds:.3g} s" in found.text
+    assert "a weighted sum such as rda takes " in found.text
+    assert "placement.workers" in found.change
+    assert merging(changed(sorting, found.change)) == []
+
+
+def test_a_longer_cycle_helps_where_workers_do_not(terms):
+    """One worker for each fragment is the most."""
+    slow = msgspec.structs.replace(
+        NATIVE.rules["trimmed_mean"], beyond_core_seconds=((2, 1e5), (64, 2e5))
+    )
+    rates = msgspec.structs.replace(NATIVE, rules={"trimmed_mean": slow})
+    sorting = dataclasses.replace(
+        changed(terms, {"sync.merge": "trimmed_mean"}), rates=rates
+    )
+    (found,) = merging(sorting)
+    assert set(found.change) == {"sync.steps_per_cycle"}
+    assert merging(changed(sorting, found.change)) == []
+
+
+def test_the_route_with_a_compiler_is_proposed_first(terms):
+    by_xla = dataclasses.replace(terms, rates=CONSTANTS)
+    (found,) = merging(by_xla)
+    assert "the merge route 'xla'" in found.text
+    assert found.change == {"placement.merge_route": "native"}
+    # It is no remedy where a machine was measured that has none.
+    here = msgspec.structs.replace(CONSTANTS, merges_from="measured: here")
+    (found,) = merging(dataclasses.replace(terms, rates=here))
+    assert set(found.change) == {"placement.workers"}
+
+
+def test_workers_divide_the_merges_and_the_cores(terms):
+    cost = cost_of(terms.config.run.sync, NATIVE, 64, 1.0)
+    alone = plan_merges(cost, 10**9, 12 * 10**9, 90.0, 48, 48)
+    of_four = plan_merges(cost, 10**9, 3 * 10**9, 90.0, 48, 12)
+    assert (alone.cores, of_four.cores) == (16, 12)
+    assert of_four.seconds == pytest.approx(alone.seconds / 4 * 16 / 12)
+    small = plan_merges(cost, 10**9, 12 * 10**9, 90.0, 2, 2)
+    assert small.cores == 2
+    assert small.share == pytest.approx(small.seconds / 90)
+
+
+# ---- rules of one's own ----------------------------------------------------------
+
+
+def test_a_rule_that_nobody_measured_is_said_to_be_one(own, terms):
+    config = changed(terms, {"sync.merge": own}).config
+    console = Console(record=True, width=500)
+    plan = plan_by_arithmetic("x.py", config, terms.fragments, 5.0, {}, NATIVE)
+    render_arithmetic(plan, console)
+    assert "nobody measured this rule" in console.export_text()
+    assert plan.fits
+    assert plan.needs.coordinator.merges.cost.known is False
+    assert merging(changed(terms, {"sync.merge": own})) == []
+
+
+def test_a_rule_of_ones_own_counts_where_it_was_measured(own, terms):
+    rates = RuleRates(beyond_core_seconds=((2, 100.0), (64, 500.0)), rule_from="here")
+    known = msgspec.structs.replace(NATIVE, rules={own: rates})
+    mine = dataclasses.replace(changed(terms, {"sync.merge": own}), rates=known)
+    (found,) = merging(mine)
+    assert own in found.text
+    cost = needs_of(mine).coordinator.merges.cost
+    # Embeddings are merged by the mean.
+    pieces = terms.fragments.pieces
+    part = sum(p.size for p in pieces if not p.embedding) / terms.fragments.total
+    assert 0 < part < 1
+    assert cost.core_seconds - cost.of_weighted_sum == pytest.approx(500 * part)
