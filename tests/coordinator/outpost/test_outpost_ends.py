@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 from outpost_support import elsewhere
@@ -47,3 +48,27 @@ def test_an_outpost_waits_for_the_next_lead_as_long_as_the_last_one_said():
     with waits.led(0.0), waits.led(0.0):
         assert waits.left_s() == math.inf
     assert waits.left_s() <= 0.0
+
+
+class Process:
+    """In place of the processes of a worker."""
+
+    def __init__(self) -> None:
+        self.ended: list[bool] = []
+
+    def end(self, *, kill: bool) -> None:
+        self.ended.append(kill)
+
+
+def test_a_process_that_fails_is_awaited_unless_a_newer_lead_has_another(config, serve):
+    outpost, process = serve(config), Process()
+    outpost._here = process
+    older, newer = socket.socketpair()
+    with older, newer:
+        outpost._line = newer
+        outpost._await_end(older, True)
+        assert process.ended == []
+        outpost._await_end(newer, False)
+        outpost._await_end(newer, True)
+    assert process.ended == [False, True]
+    outpost._line = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,9 +25,26 @@ from diloco_jax.protocol.working import (
 PATIENCE_S = 60.0
 
 
+def relayed(lead, outer, inner, deadlines) -> bool | None:
+    """Relay; return whether the worker hung, None if it neither hung nor failed. The
+    lead has not heard of it by then."""
+    left = []
+
+    def gone(hung: bool) -> None:
+        left.append(hung)
+        # The words of the process itself come before.
+        waiting, _, _ = select.select([lead], [], [], 0.0)
+        heard = lead.recv(1 << 16, socket.MSG_PEEK) if waiting else b""
+        assert encode(WorkerFailed(text=relays.ENDED)) not in heard
+        assert encode(WorkerFailed(text=relays.HUNG)) not in heard
+
+    relay(outer, inner, deadlines, gone)
+    return left[0] if left else None
+
+
 @pytest.fixture
 def relaying():
-    """Begins to relay; gives the lead's end, the worker's, and what is relayed."""
+    """Begins to relay; gives the lead's end, the worker's, and how the worker left."""
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1))
 
@@ -36,7 +54,7 @@ def relaying():
                 end.settimeout(PATIENCE_S)
                 stack.callback(end.close)
             (lead, outer), (worker, inner) = pairs
-            found = pool.submit(relay, outer, inner, Deadlines(budget_s))
+            found = pool.submit(relayed, lead, outer, inner, Deadlines(budget_s))
             stack.callback(lead.close)
             stack.callback(worker.close)
             return lead, worker, found
@@ -58,7 +76,7 @@ def test_messages_pass_as_they_are_and_the_last_word_arrives(relaying):
         encode(WorkerFailed(text=relays.ENDED)),
         None,
     ]
-    assert found.result(PATIENCE_S) is False
+    assert found.result(PATIENCE_S) is False, "it failed"
 
 
 def test_a_worker_that_is_told_to_end_hears_it_though_the_lead_is_gone(relaying):
@@ -67,14 +85,24 @@ def test_a_worker_that_is_told_to_end_hears_it_though_the_lead_is_gone(relaying)
     lead.close()
     assert read_frame(worker) == encode(EndWorker())
     worker.close()
-    assert found.result(PATIENCE_S) is False
+    assert found.result(PATIENCE_S) is None
+
+
+def test_a_worker_that_leaves_a_silent_lead_is_not_ended(relaying):
+    """It lives on, for the next lead."""
+    lead, worker, found = relaying()
+    write_frame(worker, WorkerServes(address="127.0.0.1:1"))
+    worker.close()
+    read_frame(lead)
+    assert read_frame(lead) == encode(WorkerFailed(text=relays.ENDED))
+    assert found.result(PATIENCE_S) is None
 
 
 def test_a_lead_that_is_gone_is_noticed_by_the_worker(relaying):
     lead, worker, found = relaying()
     lead.close()
     assert read_frame(worker) is None
-    assert found.result(PATIENCE_S) is False
+    assert found.result(PATIENCE_S) is None
 
 
 def test_a_worker_that_says_nothing_hangs(relaying, monkeypatch):
@@ -103,7 +131,7 @@ def test_a_lead_that_is_gone_makes_no_worker_hang(relaying, monkeypatch):
     monkeypatch.setattr(relays.time, "monotonic", lambda: next(clock))
     lead, _, found = relaying()
     lead.close()
-    assert found.result(PATIENCE_S) is False
+    assert found.result(PATIENCE_S) is None
 
 
 def test_a_process_that_starts_may_be_silent_for_longer_than_one_that_runs():
@@ -111,7 +139,7 @@ def test_a_process_that_starts_may_be_silent_for_longer_than_one_that_runs():
     (lead, outer), (worker, inner) = pairs
     with lead, outer, worker, inner, ThreadPoolExecutor(1) as pool:
         lead.settimeout(PATIENCE_S)
-        found = pool.submit(relay, outer, Impatient(inner), Deadlines(1.0))
+        found = pool.submit(relayed, lead, outer, Impatient(inner), Deadlines(1.0))
         write_frame(lead, LeadAlive())
         assert read_frame(worker) == encode(LeadAlive()), "it is relayed by now"
         write_frame(worker, WorkerFailed(text="its first word"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import socket
 import ssl
@@ -240,15 +241,25 @@ class Outpost:
         try:
             write_frame(there, replace(own, life=self._here.life))
             with self.patience.led(theirs.alone_s):
-                hung = relay(end, there, theirs.deadlines)
+                gone = functools.partial(self._await_end, end)
+                relay(end, there, theirs.deadlines, gone)
         finally:
             hang_up(there)
             with self._begins:
                 if self._line is end:
                     self._line = None
-        if hung:
-            logger.error("worker %d says nothing any more: it is killed", self._index)
-            self._here.end(kill=True)
+
+    def _await_end(self, end: End, hung: bool) -> None:
+        """Wait for the process that has failed, before the lead at this end dials
+        again: it would find one that ends. Kill it if it hangs."""
+        with self._begins:
+            if self._line is not end:
+                return  # A newer lead may have another process.
+            if hung:
+                logger.error(
+                    "worker %d says nothing any more: it is killed", self._index
+                )
+            self._here.end(kill=hung)
 
     def _finish(self) -> None:
         """End the worker. A lead that has a line says so there as well, and the worker

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from diloco_jax.coordinator.workers.line import (
     START_S,
     pass_frame,
@@ -15,16 +17,20 @@ from diloco_jax.coordinator.workers.line import (
     write_frame,
 )
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.working import WorkerFailed
+from diloco_jax.protocol.working import WorkerFailed, from_worker
 from diloco_jax.wire.duplex import End
 
 ENDED = "its process there ended; see the log of `diloco worker` there"
 HUNG = "its process there said nothing any more, and is killed"
 
 
-def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
-    """Pass messages on in both directions until an end is closed or silent; tell
-    whether it is the worker that says nothing any more, though it has the line.
+def relay(
+    lead: End, worker: End, deadlines: Deadlines, gone: Callable[[bool], None]
+) -> None:
+    """Pass messages on in both directions until an end is closed or silent.
+
+    gone: called, before the lead hears that the worker is gone, if it has said that it
+    failed; or, with True, if it says nothing any more, though it has the line.
 
     A worker shows that it lives far more often than `silence_s`, once it has started,
     and the lead waits longer for it. What the worker says is passed on to its end: its
@@ -34,12 +40,13 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
     silence_s = 2 * deadlines.lease_s
     lead.settimeout(3 * deadlines.lease_s)
     worker.settimeout(max(silence_s, START_S))
-    heard, left = time.monotonic(), threading.Event()
-    """When the worker last said something, and whether the lead's end broke."""
+    heard, failed, left = time.monotonic(), False, threading.Event()
+    """When the worker last said something, whether it has said that it failed, and
+    whether the lead's end broke."""
 
-    def hear(_: bytes) -> None:
-        nonlocal heard
-        heard = time.monotonic()
+    def hear(frame: bytes) -> None:
+        nonlocal heard, failed
+        heard, failed = time.monotonic(), failed or _is_failure(frame)
         worker.settimeout(silence_s)
 
     def inwards() -> None:
@@ -51,13 +58,22 @@ def relay(lead: End, worker: End, deadlines: Deadlines) -> bool:
     thread.start()
     said_all = _pass_on(worker, lead, hear)
     silent = said_all and not left.is_set()
-    hung = silent and time.monotonic() - heard >= silence_s
     if silent:
+        hung = time.monotonic() - heard >= silence_s
+        if hung or failed:
+            gone(hung)
         with contextlib.suppress(OSError):
             write_frame(lead, WorkerFailed(text=HUNG if hung else ENDED))
     cut(lead)
     thread.join()
-    return hung
+
+
+def _is_failure(frame: bytes) -> bool:
+    """Tell whether this is the word of a worker that ends."""
+    try:
+        return isinstance(from_worker(frame), WorkerFailed)
+    except msgspec.DecodeError:  # It is of another version.
+        return False
 
 
 def cut(end: End) -> None:
