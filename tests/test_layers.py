@@ -16,6 +16,7 @@ ALLOWED = {
     "protocol": {"msgspec", "diloco_jax.protocol"},
 }
 MODULES = {
+    "skypilot": "sky",
     "orbax-checkpoint": "orbax",
     "array-record": "array_record",
     "grpcio": "grpc",
@@ -135,12 +136,17 @@ def test_the_check_sees_circles() -> None:
 
 
 PEERS = PACKAGE.parent / "benchmarks" / "peers" / "requirements.txt"
+SKY = PACKAGE.parent / ".ci" / "sky"
 
 
 def declared(extra: str | None = None) -> set[str]:
-    """Top modules of what setup.cfg installs, or of what the peers' venv has."""
+    """Top modules of what setup.cfg installs, or of what the venvs of the peers and of
+    SkyPilot have."""
     if extra == "peers":
         return set(re.findall(r"^\w+", PEERS.read_text(), re.M))
+    if extra == "sky":
+        packages = re.findall(r"^SKYPILOT=(\w+)==", SKY.read_text(), re.M)
+        return {MODULES[package] for package in packages}
     setup = configparser.ConfigParser()
     setup.read(PACKAGE.parent / "setup.cfg")
     lines = (
@@ -156,7 +162,7 @@ def declared(extra: str | None = None) -> set[str]:
     ("folder", "extras"),
     [
         ("diloco_jax", ("gcs", "text", "eval", "wandb")),
-        ("tests", ("test", "fixtures")),
+        ("tests", ("test", "fixtures", "sky")),
         ("benchmarks", ("test", "fixtures", "peers")),
     ],
 )
