@@ -53,8 +53,8 @@ PEER_MAX = 0.002
 class Moments:
     """Moments of all islands of one emulation, by how they are kept."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, every: int) -> None:
+        self.kind, self.every = kind, every
         self.bodies: dict[str, KeepingBody] = {}
         """The newest incarnation of each island."""
         self.saved: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class KeepingBody(TrainedBody):
         """Make a step, and save now and then."""
         super().train(positions, learning_rate)
         self.steps += 1
-        if self.steps % SAVE_EVERY == 0:
+        if self.steps % self.kept.every == 0:
             self.kept.saved[self.name] = self.moments()
 
     def moments(self) -> Any:
@@ -105,9 +105,9 @@ class KeepingBody(TrainedBody):
 
 
 @contextmanager
-def keeping(kind: str) -> Iterator[Moments]:
-    """Let emulations in the block keep moments so."""
-    kept, make = Moments(kind), emulation._Emulator._make_body
+def keeping(kind: str, every: int = SAVE_EVERY) -> Iterator[Moments]:
+    """Let emulations in the block keep moments so. every: steps between checkpoints."""
+    kept, make = Moments(kind, every), emulation._Emulator._make_body
 
     def make_body(self: Any, name: str) -> TrainedBody:
         body = make(self, name)
