@@ -88,8 +88,8 @@ ROWS = (
         "island_memory",
         "an island's memory over that of the loop alone and the anchors",
         ("island_memory",),
-        "The peak is within a step. Beyond the anchors an island holds residuals (as "
-        "large) and bases of open takes.",
+        "Residuals of error feedback, as large as the anchors, make 1.10 of it alone; "
+        "then there are bases of open takes, and ten seconds' freed memory.",
     ),
     Row(
         "simulator",
