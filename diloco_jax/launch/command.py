@@ -23,7 +23,7 @@ from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.launch.watch import LaunchWatch
 from diloco_jax.observability.alarm import WITHIN_S, Alarm
-from diloco_jax.paths import absolute
+from diloco_jax.paths import absolute, is_bucket
 from diloco_jax.planning import price
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
@@ -150,6 +150,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             *flag_notes(config),
             *_image_notes(order),
             *_data_notes(order),
+            *_source_notes(order),
             *_account_notes(order, options.on),
         )
         for line in (*notes, *_costs(config, prices)):
@@ -254,6 +255,15 @@ def _image_notes(order: Order) -> list[str]:
         f"which `docker {shows[field]}` has shown"
         for field, image in images.items()
         if "@sha256:" not in image
+    ]
+
+
+def _source_notes(order: Order) -> list[str]:
+    if not is_bucket(order.source.partition(":")[2]):
+        return []
+    return [
+        f"note: the weights of --init {order.source} are not read here, so what they "
+        f"need of the coordinator's machine was judged by run.model of the config"
     ]
 
 

@@ -54,3 +54,13 @@ def test_it_is_launched_all_the_same_if_somebody_says_so(
     options = LaunchOptions(on="tpu_vm", yes=True, unplanned=True)
     assert run(small, "configs/two.py", options) == 0
     assert cloud.calls
+
+
+def test_weights_that_are_not_read_here_are_not_judged(
+    config: Config, cloud: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for init in ("", "hf:gs://weights/two"):
+        options = LaunchOptions(on="tpu_vm", yes=True, init=init, dry_run=True)
+        assert run(config, "configs/two.py", options) == 0
+        told = "hf:gs://weights/two are not read here" in capsys.readouterr().err
+        assert told == bool(init)
