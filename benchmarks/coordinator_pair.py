@@ -18,6 +18,7 @@ from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.mandates.folder import FolderStore
+from diloco_jax.coordinator.standby.name import read_name
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.standby.mandate import Mandate
 
@@ -97,7 +98,7 @@ class Pair:
         """Return the coordinator that is this node; empty if none is."""
         for name in NODES:
             path = self.workdir(name) / run_files.NODE
-            if node and path.exists() and path.read_text() == node:
+            if node and path.exists() and read_name(self.workdir(name)) == node:
                 return name
         return ""
 

@@ -213,8 +213,7 @@ class Strikes:
         if time.monotonic() < due or mandate is None:
             return False
         leader = pair.named(mandate.holder)
-        gone = not leader or leader in self._starts
-        if gone or pair.running[leader].poll() is not None:
+        if leader in self._starts or pair.running[leader].poll() is not None:
             return False
         pair.running[leader].kill()
         at = time.time()

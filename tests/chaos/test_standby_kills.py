@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import soak
+from coordinator_pair import NODES, Pair
 from standby_kills import Kill, Look, facts_of, gap_rows, going_back, outcomes
+
+from diloco_jax.coordinator.standby.name import node_of
 
 
 def adopted(version, at=0.0, island="a"):
@@ -82,3 +86,11 @@ def test_a_run_that_never_merges_again_has_no_finite_gap():
     (outcome,) = outcomes([kill(10.0)], [Look.at(FIRST)], 4.0)
     assert not outcome.recovered
     assert dataclasses.astuple(outcome)[-1] == math.inf
+
+
+def test_a_coordinator_is_known_by_the_name_that_its_workdir_has(tmp_path):
+    pair = Pair(soak.soak_config(60.0), tmp_path)
+    for name in NODES:
+        pair.workdir(name).mkdir()
+    assert pair.named(node_of(pair.workdir("two"))) == "two"
+    assert pair.named("") == ""
