@@ -76,7 +76,7 @@ def _with_tls(
             f"that this is the coordinator's address, and that its machine and the "
             f"network between are not overloaded"
         )
-    except (ssl.SSLEOFError, ConnectionError) as error:
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError) as error:
         # A server without TLS answers in its own way; a relay has nobody to ask.
         return ConnectionLost(
             f"{address}: the connection ended before an answer ({error}); check that "

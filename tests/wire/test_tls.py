@@ -18,6 +18,7 @@ from wire_support import BUDGET_S, ISLAND, WAIT_S, deadlines, hello
 from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.principal import COORDINATOR, READER, island
+from diloco_jax.wire.reachability import explain
 from diloco_jax.wire.tls import TlsFiles
 
 ME = island(ISLAND)
@@ -234,6 +235,23 @@ def test_a_relay_whose_coordinator_is_away_is_no_breach(connect, tls):
             client.config(WAIT_S)
         listener.shutdown(socket.SHUT_RDWR)
         relay.join()
+
+
+@pytest.mark.parametrize(
+    "ended", [ssl.SSLZeroReturnError, ssl.SSLEOFError, ConnectionResetError]
+)
+def test_however_a_handshake_ends_early_it_is_no_breach(tls, monkeypatch, ended):
+    """Which error it is depends on what has been read by then."""
+
+    def shake_hands(*_, **__):
+        raise ended("it is closed")
+
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", shake_hands)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        cause = explain(address, tls["island"], WAIT_S)
+    assert isinstance(cause, ConnectionLost)
+    assert "the connection ended before an answer" in str(cause)
 
 
 def _end_all(listener):
