@@ -86,6 +86,8 @@ class Fetching:
         self._have: list[Version | None] = [None] * len(versions)
         self._accepted: dict[int, Version] = {}
         self._under_way: set[int] = set()
+        self._behind = set(range(len(versions)))
+        """Fragments of which a newer version is wanted than the island has, or any."""
 
     @property
     def joined(self) -> bool:
@@ -97,18 +99,22 @@ class Fetching:
         one are ignored."""
         if version >= self._wanted[fragment]:
             self._wanted[fragment], self._tickets[fragment] = version, ticket
+            self._compare(fragment)
 
     def next(self, away: Set[int] = frozenset()) -> Fetch | None:
         """Begin the next fetch; None if nothing lags or no more fetches may run at a
         time. Each fetch ends with `got`, `failed` or `gone`. away: fragments that
         cannot be fetched now, or belong to another lane, whose fetches do not count."""
-        limit = 1 if self.joined else JOIN_FETCHES
+        joined = self.joined
         lagging = [
-            f for f in range(len(self._wanted)) if f not in away and self._lags(f)
+            fragment
+            for fragment in self._behind - self._under_way
+            if fragment not in away and (joined or self._have[fragment] is None)
         ]
+        limit = 1 if joined else JOIN_FETCHES
         if not lagging or len(self._under_way - away) >= limit:
             return None
-        return self._begin(min(lagging, key=self.order))
+        return self._begin(min(lagging, key=lambda f: (self.order(f), f)))
 
     def again(self, fragment: int) -> Fetch:
         """Begin a failed fetch of a join anew."""
@@ -122,6 +128,7 @@ class Fetching:
         """Note a version that all hosts have now."""
         self._under_way.discard(fragment)
         self._have[fragment] = self._accepted[fragment] = version
+        self._compare(fragment)
 
     def failed(self, fragment: int) -> None:
         """Note that a fetch brought nothing."""
@@ -132,6 +139,7 @@ class Fetching:
         fetch is in full."""
         self._under_way.discard(fragment)
         self._have[fragment] = None
+        self._compare(fragment)
 
     def disconnected(self) -> None:
         """Note that all fetches under way are lost."""
@@ -147,8 +155,9 @@ class Fetching:
             ticket=self._tickets[fragment],
         )
 
-    def _lags(self, fragment: int) -> bool:
+    def _compare(self, fragment: int) -> None:
         have = self._have[fragment]
-        if fragment in self._under_way or (not self.joined and have is not None):
-            return False
-        return have is None or have < self._wanted[fragment]
+        if have is None or have < self._wanted[fragment]:
+            self._behind.add(fragment)
+        else:
+            self._behind.discard(fragment)
