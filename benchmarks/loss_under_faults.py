@@ -28,8 +28,9 @@ Seen, 2026-11-27: both means are within the bound. The 95 % intervals of five pa
 wider than it, ± 1.7 % and ± 2.5 %, and pairs lie on both sides of 0: an effect of less
 than a percent does not show in runs so short. (At 2 M tokens rounding alone moves a run
 of this model by 0.6 %: docs/results/quality.md.) At equal time the run with faults has
-4.3 % fewer tokens. When islands returned with fresh moments, whose rate rises again, it
-was +0.5 % (± 1.2) at equal tokens and +1.1 % (± 1.2) at equal time.
+4.3 % fewer tokens. A first series, in which islands returned with fresh moments and a
+rate that rises again, had +0.5 % (± 1.2) at equal tokens and +1.1 % (± 1.2) at equal
+time, above the bound. Returns were made like the soak's, from checkpoints, after that.
 
 What an emulation leaves out: a restart that takes longer than others, and what Theta
 has beyond the anchors, which a killed coordinator has as of its last snapshot.
