@@ -36,7 +36,7 @@ class MachineRates(
     """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
     codec of the deltas."""
     rules: dict[str, RuleRates]
-    """What rules take beyond that, by `sync.merge`."""
+    """Costs of rules beyond that, by `sync.merge`."""
     replay_core_seconds: dict[str, float]
     """Core seconds per 1e9 parameters of a publish in recovery, which decodes it, adds
     it and advances the outer optimizer by it, on any route. By codec of the publish."""

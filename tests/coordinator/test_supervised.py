@@ -87,7 +87,7 @@ class OtherMachine:
     last_word = ""
     """The worker's or the outpost's, before each line breaks."""
     number = 0
-    """Of the system's error that it tells."""
+    """Number of the system's error that it tells; 0: none."""
     lines = 0
 
     def __init__(self, *_) -> None: ...

@@ -1,4 +1,4 @@
-"""What SkyPilot says: run by a Python that has it, with a HOME of its own.
+"""Answers of SkyPilot: run by a Python that has it, with a HOME of its own.
 
     ask_sky.py choose FILE...     loads and optimizes jobs, as a failover would
     ask_sky.py load FILE...       loads jobs that are refused

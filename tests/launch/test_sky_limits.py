@@ -1,5 +1,5 @@
-"""What SkyPilot cannot do, as docs/sky.md says, asked of SkyPilot itself: as long as
-these pass, queued resources of our own are needed. `.ci/sky` runs it."""
+"""Limits of SkyPilot that docs/sky.md names, asked of SkyPilot itself: as long as these
+pass, queued resources of our own are needed. `.ci/sky` runs it."""
 
 import dataclasses
 import json

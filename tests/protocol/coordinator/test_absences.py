@@ -80,7 +80,7 @@ def test_islands_that_are_cut_off_together_are_one_alert(driver):
 
 
 def test_islands_that_are_cut_off_one_after_the_other_are_one_alert():
-    """Whoever drives the protocol by its deadlines comes at the first one's time."""
+    """The first deadline is the first island's, and the alert waits for the others."""
     driver = Driver(reunion_s=5.0)
     driver.join("a", "b", "c", "d")
     for name, pause in (("b", 2.0), ("c", 4.0), ("d", 0.0)):
