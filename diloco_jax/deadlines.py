@@ -46,6 +46,11 @@ class Deadlines:
         return self.budget_s
 
     @property
+    def rest_s(self) -> float:
+        """Time after which a connection that no transfer needed is closed."""
+        return 3 * self.budget_s
+
+    @property
     def retry_min_s(self) -> float:
         """First pause before an attempt is repeated (`Backoff`)."""
         return min(FIRST_RETRY_S, self.budget_s / 100)

@@ -1,10 +1,16 @@
-"""Connections to a bulk port, made when needed and kept for the next transfer."""
+"""Connections to a bulk port, made when needed and kept for the next transfer.
+
+The one that was given back last is taken first. So those that only a burst of transfers
+needed, as the start of an island is, rest at the bottom, and are closed after `rest_s`:
+each costs a descriptor at either end.
+"""
 
 from __future__ import annotations
 
 import socket
 import ssl
 import threading
+import time
 
 from cryptography import x509
 
@@ -39,7 +45,8 @@ class Connections:
         self._context: ssl.SSLContext | None = None
         """That of the idle connections."""
         self._lock = threading.Lock()
-        self._idle: list[BulkConnection] = []
+        self._idle: list[tuple[float, BulkConnection]] = []
+        """With the time since which each rests, longest rest first."""
         self._closed = False
 
     def take(self) -> BulkConnection:
@@ -56,7 +63,7 @@ class Connections:
             with self._lock:
                 if self._closed:
                     raise ConnectionLost(f"the client of {self.address} is closed")
-                found = self._idle.pop() if self._idle else None
+                found = self._idle.pop()[1] if self._idle else None
             if found is None:
                 return self._dial(context)
             if not found.spoken():
@@ -65,12 +72,18 @@ class Connections:
 
     def give(self, connection: BulkConnection) -> None:
         """Give a connection back; it is kept if its transfer ended well."""
+        now = time.monotonic()
+        ended = []
         with self._lock:
+            while self._idle and now - self._idle[0][0] > self._deadlines.rest_s:
+                ended.append(self._idle.pop(0)[1])
             keep = connection.between and not self._closed
-            if keep := keep and len(self._idle) < self._most:
-                self._idle.append(connection)
-        if not keep:
-            connection.close()
+            if keep and len(self._idle) < self._most:
+                self._idle.append((now, connection))
+            else:
+                ended.append(connection)
+        for one in ended:
+            one.close()
 
     def close(self) -> None:
         """Close the idle connections; later calls of `take` raise ConnectionLost."""
@@ -82,7 +95,7 @@ class Connections:
         """Close the idle connections. context: that of later ones."""
         with self._lock:
             idle, self._idle, self._context = self._idle, [], context
-        for connection in idle:
+        for _, connection in idle:
             connection.close()
 
     def _dial(self, context: ssl.SSLContext | None) -> BulkConnection:

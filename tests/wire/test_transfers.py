@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from wire_support import (
     WAIT_S,
+    Clock,
     Dribble,
     answer_to,
     deadlines,
@@ -22,7 +23,7 @@ from wire_support import (
 )
 
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import frames
+from diloco_jax.wire import dialing, frames
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -210,7 +211,27 @@ def test_transfers_follow_one_another_on_their_connections(
         client.transfers.upload(upload_start(4 * MIB), bytes(4 * MIB))
     # One may do for both stripes, where the second begins after the first.
     assert 1 <= len(dialled) <= 2
-    assert set(connections._idle) == set(dialled)
+    assert {connection for _, connection in connections._idle} == set(dialled)
+
+
+def test_connections_that_only_a_burst_needed_are_closed(serve, connect, monkeypatch):
+    _, address = serve()
+    client = connect(address)
+    connections, clock = client.transfers._connections, Clock()
+    monkeypatch.setattr(dialing, "time", clock)
+    burst = [connections.take() for _ in range(4)]
+    for connection in burst:
+        connections.give(connection)
+    rest_s = client.transfers._deadlines.rest_s
+
+    def one_after(seconds):
+        clock.now += seconds
+        client.transfers.upload(upload_start(1), b"1")
+        return [connection.fileno() == -1 for connection in burst]
+
+    assert one_after(0.9 * rest_s) == [False] * 4
+    assert one_after(0.2 * rest_s) == [True, True, True, False]
+    assert one_after(2 * rest_s) == [True, True, True, False]
 
 
 def test_fetch_larger_than_allowed_is_refused_before_allocation(
