@@ -48,9 +48,15 @@ def machine_facts() -> dict[str, str]:
 
 def without_paths(words: Sequence[str]) -> list[str]:
     """Return the words of a command with the option's name in capitals in place of each
-    path of this machine, which says nothing elsewhere."""
+    path of this machine, which says nothing elsewhere, and without those that only say
+    where results go (`--out DIR`, `--json`)."""
     found: list[str] = []
-    for word in words:
+    rest = iter(words)
+    for word in rest:
+        if word == "--out":
+            next(rest, None)
+        if word in ("--out", "--json") or word.startswith("--out="):
+            continue
         option, equals, value = word.rpartition("=")
         if Path(value).expanduser().is_absolute():
             named = option or (found[-1] if found else "")

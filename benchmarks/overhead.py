@@ -6,39 +6,42 @@ one is adopted, int8 both ways. Each island has a core of its own; the coordinat
 on either. The same loop alone (the same model, batch, optimizer and data, the loss read
 one step late) runs twice side by side, on the same cores.
 
-Live and alone take turns. *Step* is the ratio of median times between steps. The
-coordinator takes CPU from the islands' cores, here, which a slice's host would not
-notice: *beyond the coordinator* is the ratio of means without its seconds. *CPU* is the
-ratio of CPU seconds per step, of all threads of the island: on one core it is what the
-step takes, and the rest of the machine disturbs it least. It is also what the bound
-refers to. *Stalled* is what the summary says of both islands, over their steps.
+Run and loops take turns of 6 s: whoever has none is stopped (SIGSTOP). So what slows
+the machine for a minute slows both; when each ran to its end in turn, the loop alone
+varied by a tenth from one turn to the next, five times what the bound leaves. *Step* is
+the ratio of mean times between steps, the time of own turns counted. The coordinator
+takes CPU from the islands' cores, here, which a slice's host would not notice: *beyond
+the coordinator* is without its seconds. *CPU* is the ratio of CPU seconds per step, of
+all threads of the island: on one core it is what the step takes. *Stalled* is what the
+summary says of both islands, over their steps.
+
+*Threads* is the profile: where the CPU seconds of a step go, by the kernel's names of
+threads. Those of Python are all "python", but for the first one.
 
 Prediction: 1.02 for 3 M parameters, 1.01 for 10 M; the step grows with parameters times
 tokens, and takes and adoptions with parameters alone, which would favour neither; the
 fixed costs per message favour the larger one. Stalled 0.1 %.
 
-Seen, 2026-11-26: three pairs do not tell whether the bound of 3 M parameters holds. CPU
-of a step was 0.998, 1.106 and 1.058 of the loop alone, and the loop alone took 0.567,
-0.521 and 0.574 s itself: it varied by a tenth from turn to turn, five times what the
-bound leaves. (Two pairs on an AMD EPYC the day before were 1.019 and 1.045.) *Takes per
-step* is above 1 since those of the flush are counted, one more of each fragment.
-
-Command: `python -m benchmarks.overhead`. Cost: about 12 minutes on two cores.
+Command: `python -m benchmarks.overhead`. Cost: about 16 minutes on two cores.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import support
-from pinned import cores, pinned_run
+from pinned import PinnedRun, cores, pinned_run
 from sizes import MODELS
+from turns import Turns
 
 from diloco_jax.config import (
     Config,
@@ -48,41 +51,47 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.files import write_json
 
 RATIO_MAX = 1.02
 STALLED_MAX = 0.005
 FRAGMENTS = 24
 BATCHES = {"3m": 8, "10m": 4}
 SEQUENCE = 256
-MIN_REPORTS = 4
-"""An island reports once a second."""
+STEPS = {"3m": 160, "10m": 120}
+"""That are measured, after those that compile."""
+FIRST = FRAGMENTS // 2
+TURN_S = 6.0
 NAMES = ("a", "b")
 TIMEOUT_S = 1800.0
+LIVE, ALONE = "island", "alone"
+Row = dict[str, str]
 
 
 def main() -> int:
     """Run it; return 1 if a bound is broken."""
     parser = support.quick_parser(__doc__)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3 * FRAGMENTS)
+    parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--batch", type=int, help="instead of each model's own")
     parser.add_argument("--alone", nargs=2, metavar=("SIZE", "FILE"), help="by itself")
     options = parser.parse_args()
     if options.alone:
         size, file = options.alone
-        write_json(alone_here(size, options.batch, options.steps), Path(file))
-        return 0
-    sizes, pairs, steps = list(BATCHES), options.pairs, options.steps
+        alone_here(size, options.batch, Path(file))
+    sizes, runs, steps = list(BATCHES), options.runs, STEPS
     if options.quick:
-        sizes, pairs, steps, options.batch = sizes[:1], 1, 4 * FRAGMENTS, 2
+        sizes, runs, steps, options.batch = sizes[:1], 1, {"3m": FRAGMENTS}, 2
     found = {
-        size: [pair(size, options.batch or BATCHES[size], steps) for _ in range(pairs)]
+        size: [
+            measured(size, options.batch or BATCHES[size], steps[size])
+            for _ in range(runs)
+        ]
         for size in sizes
     }
-    rows, checks = [], []
-    for size, measured in found.items():
-        of = {name: [one[name] for one in measured] for name in measured[0]}
+    rows, profile, checks = [], [], []
+    for size, each in found.items():
+        of = {
+            name: [one[name] for one in each] for name in each[0] if name != "threads"
+        }
         rows.append(
             {
                 "model": size,
@@ -95,6 +104,7 @@ def main() -> int:
                 "takes per step": support.spread(of["takes"], ".2f"),
             }
         )
+        profile += thread_rows(size, [one["threads"] for one in each])
         middle = {name: statistics.median(values) for name, values in of.items()}
         checks += [
             support.at_most(f"{size}: CPU of a step", middle["cpu_ratio"], RATIO_MAX),
@@ -104,10 +114,28 @@ def main() -> int:
             support.at_most(f"{size}: stalled", middle["stalled"], STALLED_MAX, ".4f"),
             support.at_least(f"{size}: takes per step", middle["takes"], 0.8, ".2f"),
         ]
-    tables = {f"{pairs} pairs of {steps} steps": rows}
+    tables = {f"{runs} runs": rows, "Threads, CPU ms per step": profile}
     return support.deliver(
         options, "overhead", __doc__, tables, checks, {"sizes": found}
     )
+
+
+def thread_rows(size: str, runs: list[dict[str, dict[str, float]]]) -> list[Row]:
+    """Return the CPU of a step by thread, means of the runs in milliseconds."""
+    means = {
+        who: {
+            name: 1000 * statistics.fmean(run[who].get(name, 0.0) for run in runs)
+            for name in sorted({name for run in runs for name in run[who]})
+        }
+        for who in (LIVE, ALONE)
+    }
+    rows = []
+    for name in sorted({*means[LIVE], *means[ALONE]}):
+        live, alone = (means[who].get(name, 0.0) for who in (LIVE, ALONE))
+        if max(live, alone) >= 0.05:
+            row = {"island": f"{live:.1f}", "alone": f"{alone:.1f}"}
+            rows.append({"model": size, "thread": name, **row})
+    return rows
 
 
 def config_of(size: str, batch: int, steps: int) -> Config:
@@ -125,99 +153,176 @@ def config_of(size: str, batch: int, steps: int) -> Config:
     ).validate()
 
 
-def pair(size: str, batch: int, steps: int) -> dict[str, float]:
-    """Measure the loops alone, then the run."""
-    for what in ("alone", "live"):
-        print(f"{time.strftime('%H:%M:%S')} {size}, {what}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-            if what == "alone":
-                alone = alone_on_each_core(size, batch, steps, Path(folder))
-            else:
-                live = live_on_each_core(size, batch, steps, Path(folder))
-    coordinator = live["coordinator"]
-    shared = 1 - coordinator / len(NAMES)
-    return {
-        "alone_s": alone["median_s"],
-        "alone_cpu_s": alone["cpu_s"],
-        "live_s": live["median_s"],
-        "live_cpu_s": live["cpu_s"],
-        "ratio": live["median_s"] / alone["median_s"],
-        "beyond": live["mean_s"] * shared / alone["mean_s"],
-        "cpu_ratio": live["cpu_s"] / alone["cpu_s"],
-        "stalled": live["stalled"],
-        "coordinator": coordinator,
-        "takes": live["takes"],
-    }
+def measured(size: str, batch: int, steps: int) -> dict[str, Any]:
+    """Let a run and two loops alone take turns; return figures, means of both."""
+    print(f"{time.strftime('%H:%M:%S')} {size}", file=sys.stderr)
+    config = config_of(size, batch, 2 * FIRST + steps)
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-") as name,
+        contextlib.ExitStack() as stack,
+    ):
+        folder = Path(name)
+        run = stack.enter_context(pinned_run(config, folder))
+        loops = [
+            stack.enter_context(loop_alone(size, batch, core, folder / f"{core}"))
+            for core in cores()
+        ]
+        for island, core in zip(NAMES, cores(), strict=False):
+            run.island(island, core)
+        run.until(lambda: all(made(run, loops, FIRST)), TIMEOUT_S)
+        pids = run.pids()
+        groups = {LIVE: list(pids.values()), ALONE: [loop.pid for loop in loops]}
+        turns = Turns(groups, TURN_S)
+        begun = time.time()
 
+        def reached() -> bool:
+            turns()
+            return all(made(run, [], FIRST + steps))
 
-def live_on_each_core(
-    size: str, batch: int, steps: int, folder: Path
-) -> dict[str, float]:
-    """Return figures of a run: means of both islands from 12 steps on."""
-    with pinned_run(config_of(size, batch, steps), folder) as run:
-        for name, core in zip(NAMES, cores(), strict=False):
-            run.island(name, core)
+        run.until(reached, TIMEOUT_S)
+        ended = turns.turns[LIVE][-1][1]
+        lives = [
+            one_live(turns, pids[island], run.metrics(), island, begun, ended)
+            for island in NAMES
+        ]
+        alones = [one_alone(turns, loop, begun, ended) for loop in loops]
+        spent = turns.cpu(pids["coordinator"], ended)
+        spent -= turns.cpu(pids["coordinator"], begun)
+        coordinator = spent / turns.ran(LIVE, begun, ended)
+        turns.end()
+        for loop in loops:
+            loop.kill()
         done = run.finish(TIMEOUT_S)
-    islands = done.summary["islands"]
-    training = [
-        line
-        for line in done.metrics
-        if line["kind"] == "island" and line["step"] >= FRAGMENTS // 2
-    ]
-    cpu, mean = [], []
-    for name in NAMES:
-        mine = [line for line in training if line["island"] == name]
-        if len(mine) < MIN_REPORTS:
-            raise support.RunError(f"{len(mine)} reports of {name}: more --steps")
-        first, last = mine[0], mine[-1]
-        made = last["step"] - first["step"]
-        (samples,) = (s for (who, _), s in done.cpu.items() if who == name)
-        inside = [s for s in samples if first["time"] <= s[0] <= last["time"]]
-        share = (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
-        seconds = last["time"] - first["time"]
-        mean.append(seconds / made)
-        cpu.append(share * seconds / made)
+    live, alone = mean_of(lives), mean_of(alones)
+    islands = done.summary["islands"].values()
     takes = sum(
         record["kind"] == "island" and record["record"]["kind"] == "took"
         for record in done.tape
     )
-    stepped = sum(island["step_seconds"] for island in islands.values())
+    stepped = sum(island["step_seconds"] for island in islands)
+    ratio = live["mean_s"] / alone["mean_s"]
     return {
-        "median_s": statistics.fmean(
-            island["median_step_seconds"] for island in islands.values()
-        ),
-        "mean_s": statistics.fmean(mean),
-        "cpu_s": statistics.fmean(cpu),
-        "stalled": sum(i["stalled_seconds"] for i in islands.values()) / stepped,
-        "coordinator": done.cpu_share("coordinator"),
-        "takes": takes / sum(island["steps"] for island in islands.values()),
+        "alone_s": alone["mean_s"],
+        "alone_cpu_s": alone["cpu_s"],
+        "live_s": live["mean_s"],
+        "live_cpu_s": live["cpu_s"],
+        "ratio": ratio,
+        "beyond": ratio * (1 - coordinator / len(NAMES)),
+        "cpu_ratio": live["cpu_s"] / alone["cpu_s"],
+        "stalled": sum(island["stalled_seconds"] for island in islands) / stepped,
+        "coordinator": coordinator,
+        "takes": takes / sum(island["steps"] for island in islands),
+        "threads": {LIVE: live["threads"], ALONE: alone["threads"]},
     }
 
 
-def alone_on_each_core(
-    size: str, batch: int, steps: int, folder: Path
-) -> dict[str, float]:
-    """Return figures of the loop alone: means of two side by side."""
-    files = [folder / name for name in NAMES]
-    processes = []
-    for core, file in zip(cores(), files, strict=False):
-        command = ["taskset", "--cpu-list", str(core), sys.executable, __file__]
-        command += ["--alone", size, str(file), "--steps", str(steps)]
-        command += ["--batch", str(batch)]
-        processes.append(subprocess.Popen(command))
+def made(run: PinnedRun, loops: list[Loop], steps: int) -> Iterator[bool]:
+    """Tell of each island and loop if it has made so many steps."""
+    latest = dict.fromkeys(NAMES, 0)
+    for line in run.metrics():
+        if line["kind"] == "island":
+            latest[str(line["island"])] = int(str(line["step"]))
+    yield from (step >= steps for step in latest.values())
+    yield from (len(loop.steps()) >= steps for loop in loops)
+
+
+def one_live(
+    turns: Turns,
+    pid: int,
+    metrics: list[dict[str, Any]],
+    name: str,
+    begun: float,
+    ended: float,
+) -> dict[str, Any]:
+    """Return seconds, CPU and threads per step of an island in its turns."""
+    lines = [
+        (line["time"], line["step"])
+        for line in metrics
+        if line["kind"] == "island" and line["island"] == name
+        if begun <= line["time"] <= ended
+    ]
+    (first, before), (last, after) = lines[0], lines[-1]
+    count = after - before
+    cpu = turns.cpu(pid, last) - turns.cpu(pid, first)
+    return per_step(turns, LIVE, pid, first, last, cpu, count)
+
+
+def one_alone(turns: Turns, loop: Loop, begun: float, ended: float) -> dict[str, Any]:
+    """Return seconds, CPU and threads per step of a loop alone in its turns."""
+    lines = [(at, cpu) for at, cpu in loop.steps() if begun <= at <= ended]
+    (first, before), (last, after) = lines[0], lines[-1]
+    count = len(lines) - 1
+    return per_step(turns, ALONE, loop.pid, first, last, after - before, count)
+
+
+def per_step(
+    turns: Turns,
+    group: str,
+    pid: int,
+    first: float,
+    last: float,
+    cpu: float,
+    count: int,
+) -> dict[str, Any]:
+    """Return what one step takes: means of `count` steps."""
+    # Threads are counted from the first turn on, until now.
+    threads = turns.threads(pid)
+    whole = sum(threads.values())
+    return {
+        "mean_s": turns.ran(group, first, last) / count,
+        "cpu_s": cpu / count,
+        "threads": {name: s / whole * cpu / count for name, s in threads.items()},
+    }
+
+
+def mean_of(both: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return means over two processes, by thread too."""
+    names = {name for one in both for name in one["threads"]}
+    threads = {
+        name: statistics.fmean(one["threads"].get(name, 0.0) for one in both)
+        for name in names
+    }
+    means = {
+        key: statistics.fmean(one[key] for one in both) for key in ("mean_s", "cpu_s")
+    }
+    return {**means, "threads": threads}
+
+
+class Loop:
+    """A loop alone, a process of its own on one core."""
+
+    def __init__(self, command: list[str], file: Path) -> None:
+        self._file = file
+        file.touch()
+        self._process = subprocess.Popen(command)
+        self.pid = self._process.pid
+
+    def steps(self) -> list[tuple[float, float]]:
+        """Return the end of each step: unix seconds, and CPU seconds so far."""
+        lines = self._file.read_text().splitlines()
+        return [(float(at), float(cpu)) for at, cpu in map(str.split, lines)]
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def loop_alone(size: str, batch: int, core: int, file: Path) -> Iterator[Loop]:
+    """Run the loop alone on that core while the block lasts."""
+    command = ["taskset", "--cpu-list", str(core), sys.executable, __file__]
+    command += ["--alone", size, str(file), "--batch", str(batch)]
+    loop = Loop(command, file)
     try:
-        for process in processes:
-            if process.wait(TIMEOUT_S):
-                raise support.RunError("a loop alone failed")
+        yield loop
     finally:
-        for process in processes:
-            process.kill()
-    found = [json.loads(file.read_bytes()) for file in files if file.exists()]
-    return {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+        loop.kill()
 
 
-def alone_here(size: str, batch_size: int, steps: int) -> dict[str, float]:
-    """Make the steps of an island without any other process."""
+def alone_here(size: str, batch_size: int, file: Path) -> NoReturn:
+    """Make the steps of an island without any other process until this one is killed;
+    write the end of each into `file`."""
     import numpy as np
 
     from diloco_jax.data.loading import load_data
@@ -225,30 +330,21 @@ def alone_here(size: str, batch_size: int, steps: int) -> dict[str, float]:
     from diloco_jax.island.device.build import build_trainer
     from diloco_jax.island.device.step import TrainState
 
-    config = config_of(size, batch_size, steps)
+    config = config_of(size, batch_size, FRAGMENTS)
     run = config.run
     _, trainer = build_trainer(run, config.islands[NAMES[0]])
     reader = BatchReader(load_data(run).index(run.seed), trainer.fields, SEQUENCE)
     params = trainer.first(run.seed)
     state, before = TrainState(params, trainer.init_inner(params)), None
-    ends, cpu = [], []
-    for step in range(steps):
-        rows = np.arange(step * batch_size, (step + 1) * batch_size)
-        batch = trainer.put_batch(reader.batch(rows))
-        state, metrics = trainer.step(state, batch, run.inner.learning_rate)
-        if before is not None:
-            {name: float(value) for name, value in before.items()}
-        before = metrics
-        ends.append(time.monotonic())
-        cpu.append(time.process_time())
-    first = FRAGMENTS // 2
-    made = steps - 1 - first
-    gaps = [b - a for a, b in zip(ends[first:-1], ends[first + 1 :], strict=True)]
-    return {
-        "median_s": statistics.median(gaps),
-        "mean_s": (ends[-1] - ends[first]) / made,
-        "cpu_s": (cpu[-1] - cpu[first]) / made,
-    }
+    with file.open("w", buffering=1) as ends:
+        for step in itertools.count():
+            rows = np.arange(step * batch_size, (step + 1) * batch_size)
+            batch = trainer.put_batch(reader.batch(rows))
+            state, metrics = trainer.step(state, batch, run.inner.learning_rate)
+            if before is not None:
+                {name: float(value) for name, value in before.items()}
+            before = metrics
+            ends.write(f"{time.time()} {time.process_time()}\n")
 
 
 if __name__ == "__main__":

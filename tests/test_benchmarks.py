@@ -204,7 +204,8 @@ def test_the_share_of_lines_that_python_parses(text, share):
     ("words", "shown"),
     [
         (["--minutes", "60", "--folder", "/a/run"], "--minutes 60 --folder FOLDER"),
-        (["--out=/a/b", "--quick"], "--out=OUT --quick"),
+        (["--out=/a/b", "--quick"], "--quick"),
+        (["--json", "--out", "/a/b", "--pairs", "2"], "--pairs 2"),
         (["~/run", "--preset", "0.3m"], "PATH --preset 0.3m"),
         (["--folder", "runs/a"], "--folder runs/a"),
     ],
