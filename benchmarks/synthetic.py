@@ -36,8 +36,9 @@ from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.pace import goal_of
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending
+from diloco_jax.protocol.island.conversation import Order
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
-from diloco_jax.protocol.messages import Hello, Measures, ProfileRequest
+from diloco_jax.protocol.messages import Hello, Measures
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
@@ -201,7 +202,7 @@ class SyntheticIsland:
             Targets(
                 want=self._receiver.want,
                 resend=self._sender.resend,
-                profile=_profiles_nothing,
+                order=_follows_none,
             )
         )
         self._sender.start()
@@ -262,8 +263,8 @@ class SyntheticIsland:
         )
 
 
-def _profiles_nothing(_: ProfileRequest) -> None:
-    """Leave a profile out: a synthetic island computes nothing."""
+def _follows_none(_: Order) -> None:
+    """Leave an operator's order out: a synthetic island computes nothing."""
 
 
 def train(islands: Sequence[SyntheticIsland], step_s: float) -> Mapping[str, float]:
