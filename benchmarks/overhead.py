@@ -4,7 +4,8 @@ Question: how much longer is the step of an island whose fragments are merged al
 time? Two islands train with H = P = 24, so that at every step a fragment is taken and
 one is adopted, int8 both ways. Each island has a core of its own; the coordinator runs
 on either. The same loop alone (the same model, batch, optimizer and data, the loss read
-one step late) runs twice side by side, on the same cores.
+one step late) runs twice side by side, on the same cores. All have the allocator's
+settings of `diloco run`.
 
 Run and loops take turns of 6 s: whoever has none is stopped (SIGSTOP). So what slows
 the machine for a minute slows both; when each ran to its end in turn, the loop alone
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import statistics
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from pinned import PinnedRun, cores, pinned_run
 from sizes import MODELS
 from turns import Turns
 
+from diloco_jax.cluster.commands import ALLOCATOR
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -162,7 +165,7 @@ def measured(size: str, batch: int, steps: int) -> dict[str, Any]:
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
-        run = stack.enter_context(pinned_run(config, folder))
+        run = stack.enter_context(pinned_run(config, folder, environment=ALLOCATOR))
         loops = [
             stack.enter_context(loop_alone(size, batch, core, folder / f"{core}"))
             for core in cores()
@@ -294,7 +297,7 @@ class Loop:
     def __init__(self, command: list[str], file: Path) -> None:
         self._file = file
         file.touch()
-        self._process = subprocess.Popen(command)
+        self._process = subprocess.Popen(command, env=os.environ | ALLOCATOR)
         self.pid = self._process.pid
 
     def steps(self) -> list[tuple[float, float]]:

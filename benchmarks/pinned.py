@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import support
 from machine import CpuSamples, cpu_seconds, peak_memory
@@ -33,10 +34,12 @@ class PinnedRun:
         config: Config,
         folder: Path,
         within: Callable[[str], list[str]] = lambda name: [],
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start the coordinator, and wait until it serves. within: the begin of the
-        command line of a process, by its name."""
+        command line of a process, by its name. environment: more of it, for all."""
         self.config, self.workdir = config, folder / "run"
+        self._environment = dict(environment)
         self._within = within
         self._path, self._log = folder / run_files.CONFIG, folder / "log"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -135,7 +138,9 @@ class PinnedRun:
         """Start a process of that name."""
         command = [*self._within(name), *command]
         with self._log.with_suffix(f".{name}").open("ab") as log:
-            self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+            self._processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | self._environment
+            )
 
 
 @contextlib.contextmanager
@@ -143,9 +148,10 @@ def pinned_run(
     config: Config,
     folder: Path,
     within: Callable[[str], list[str]] = lambda name: [],
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[PinnedRun]:
     """The run, whose processes end with the block; arguments of `PinnedRun`."""
-    run = PinnedRun(config, folder, within)
+    run = PinnedRun(config, folder, within, environment)
     try:
         yield run
     finally:
