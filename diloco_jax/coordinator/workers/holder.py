@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.hearing import Hearing, OnDisk, Tell
 from diloco_jax.coordinator.workers.supervised import Shown, Supervised
@@ -127,8 +128,7 @@ class WorkersHolder:
             at = tuple(worker.address for worker in self._workers)
             message = replace(message, workers=at)
         whose = tickets.Permit(self._run_id, hello.island, hello.incarnation, 0, 0)
-        # By the machine's own clock, which does not jump.
-        until = time.monotonic() + self._ticket_s
+        until = clock() + self._ticket_s
         return tickets.stamped(self._key, message, whose, until)
 
     def processes(self) -> list[Shown]:
