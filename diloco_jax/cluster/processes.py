@@ -91,7 +91,7 @@ class ManagedProcess:
 
     def start(self) -> None:
         """Start the children."""
-        self.starts += 1
+        self.starts, self._started_at = self.starts + 1, self._clock()
         commands = self._commands(self.starts)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for number, command in enumerate(commands):
@@ -100,13 +100,12 @@ class ManagedProcess:
                 child = start_child(command, self._environment, log, log)
             self._processes.append(child)
         self.state, self.reason = "running", ""
-        self._started_at = self._clock()
         logger.info("%s started as process %s", self.name, self.pids)
 
     def poll(self) -> State:
         """Reap, restart or kill the children where that is due; return the state."""
         if self.state == "restarting" and self._clock() >= self._restart_at:
-            self.start()
+            self._restart()
         if self._processes:
             code = self._exit_code()
             if code is not None:
@@ -117,6 +116,19 @@ class ManagedProcess:
                 )
                 self._kill_groups()
         return self.state
+
+    def _restart(self) -> None:
+        """Start again. That the system has no room for a process, or for its log, is a
+        crash too: it must not end the others."""
+        try:
+            self.start()
+        except OSError as error:
+            self._kill_groups()
+            for process in self._processes:
+                process.wait(self._stop_s)
+            self._processes = []
+            self._crashed(f"could not be started ({error})")
+            logger.info("%s %s (%s)", self.name, self.state, self.reason)
 
     def stop(self, more_s: float = 0.0) -> None:
         """Ask the children to end (SIGTERM); `poll` kills them after `stop_s` plus

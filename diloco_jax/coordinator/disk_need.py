@@ -44,8 +44,9 @@ class DiskNeed:
 
     def free(self, status: Mapping[str, Any]) -> dict[Path, int]:
         """Return the bytes that each folder must have free for the next round of
-        snapshots and the publishes meanwhile. status: see `summary.status`."""
-        needed = dict.fromkeys(self.folders.values(), SPARED_BYTES)
+        snapshots and the publishes meanwhile. Of folders on one disk the first has what
+        all of them need, and the others nothing. status: see `summary.status`."""
+        needed = dict.fromkeys(self.folders.values(), 0)
         if not self._placement.worker_addresses:
             merges_per_s = status["merges"] / max(status["seconds"], 1.0)
             publish = self._sizes.publish / self._fragments
@@ -56,7 +57,22 @@ class DiskNeed:
             held = _bytes_in(self._snapshots)
             where = self.folders.get(CHECKPOINTS, self.folders[WORKDIR])
             needed[where] += disk.next_snapshots(self._placement, state, largest, held)
-        return needed
+        return _by_disk(needed)
+
+
+def _by_disk(needed: Mapping[Path, int]) -> dict[Path, int]:
+    found, firsts = dict[Path, int](), dict[int, Path]()
+    for folder, octets in needed.items():
+        first = firsts.setdefault(_disk_of(folder), folder)
+        found.setdefault(folder, 0)
+        found[first] += octets + (SPARED_BYTES if first == folder else 0)
+    return found
+
+
+def _disk_of(folder: Path) -> int:
+    """Return the number of the disk that a folder is on, or will be made on."""
+    made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
+    return made.stat().st_dev
 
 
 def _bytes_in(folder: Path) -> int:

@@ -42,6 +42,7 @@ from diloco_jax.protocol.new_term.events import (
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.sources import FetchSource
@@ -80,7 +81,7 @@ class Gatherer(NoProfiles):
         # One anchor of each fragment, and one that was given up and is still arriving.
         # The same again is for parts on their way.
         self._inbox = Inbox(self._layouts, Rooms(4 * total))
-        self._sessions = Sessions()
+        self._sessions, self._lines = Sessions(), FewLines()
         self._lock = threading.Lock()
         self._arriving: set[DeltaKey] = set()
         self._arrays: dict[str, jax.Array] = {}
@@ -234,7 +235,8 @@ class Gatherer(NoProfiles):
     # ---- what was decided, on one thread -------------------------------------------
 
     def alert(self, text: str) -> None:
-        logger.warning("%s", text)
+        # Two processes of one island may come in turn, each with another config.
+        self._lines.log(logger, logging.WARNING, "offers that do not fit", text)
 
     def discard(self, discard: Discard) -> None:
         logger.warning(

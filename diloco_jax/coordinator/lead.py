@@ -19,6 +19,7 @@ from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.coordinator.sleeping import Sleeps
 from diloco_jax.coordinator.standby.gate import Gate
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers.holder import WorkersHolder
@@ -30,6 +31,7 @@ from diloco_jax.protocol.coordinator.events import (
     AnchorWaits,
     Disconnected,
     Event,
+    MachineSlept,
     Said,
     Timer,
     WorkerAway,
@@ -223,6 +225,7 @@ class Lead(EngineThread[State, Event]):
         self._holder, self._metrics = holder, metrics
         self._unwritten: queue.SimpleQueue[_ToBeWritten] = queue.SimpleQueue()
         self._away_since: dict[int, float] = {}
+        self._sleeps = Sleeps()
         self.journal = Journal(
             log,
             tape,
@@ -260,6 +263,14 @@ class Lead(EngineThread[State, Event]):
     ) -> None:
         """Call a function on this thread, once what was decided so far is visible."""
         self.post(None, lambda: self._gate.when_shown(do), peer)
+
+    def _handle(
+        self, event: Event | None, before: Before | None, peer: Disconnected | None
+    ) -> None:
+        # First: an island that goes on as this machine wakes up made steps meanwhile.
+        if slept_s := self._sleeps.since_last_s():
+            super()._handle(MachineSlept(seconds=slept_s), None, None)
+        super()._handle(event, before, peer)
 
     def _carry_out(self, effect: AnyEffect) -> None:
         self._gate.carry_out(effect)

@@ -20,7 +20,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, summary, term, too_late
+from diloco_jax.coordinator import going_on, origin, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
@@ -28,7 +28,9 @@ from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gathered
 from diloco_jax.coordinator.holders import Holders
 from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.last_writes import LastWrites
 from diloco_jax.coordinator.lead import Lead
+from diloco_jax.coordinator.making_state import StateMaker
 from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
@@ -124,7 +126,7 @@ class Coordinator:
         self._deadlines = config.placement.deadlines
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
-        self._interrupted, self._all_here = False, True
+        self._interrupted = False
         self.seat = Unseated()
 
     def start(self) -> None:
@@ -243,53 +245,34 @@ class Coordinator:
             self._server.hand_over(too_late.TooLate(self.lead, self._announcer.shown()))
         else:
             self._server.stop(self._deadlines.stop_s / 5)
-        write = self._disk.until_written if finished else self._disk.once
-        write("islands' measures", self._roster.save)
+        last = LastWrites(
+            workdir=self._workdir,
+            config=self._config,
+            lead=self.lead,
+            holder=self.holder,
+            log=self._log,
+            states=self._states,
+            roster=self._roster,
+            disk=self._disk,
+            begun_unix=self._facts.begun_unix,
+            over_unix=self._over,
+            patience_s=self._patience_s,
+        )
+        last.measures()
         if finished:
             self.seat.ended()
         else:
             # The sender of a signal may not wait for a snapshot.
-            write("the summary", self._sum_up)
-        began = time.monotonic()
-        if self._states.writer.wait(self._patience_s) and self.holder.wait(
-            lambda: self._patience_s() - (time.monotonic() - began)
-        ):
-            write("a snapshot", self._save)
-        else:
-            logger.error(
-                "a snapshot has not ended within %g s: none is written at the end, and "
-                "the log has everything since the last one%s",
-                self._patience_s(),
-                "; start the coordinator again, and it writes it" if finished else "",
-            )
-            if finished:
-                return EXIT_FAILED
-        if finished and not self._all_here:
+            last.summary()
+        whole = last.snapshots()
+        if finished and not whole:
             return EXIT_FAILED
         if finished:
             # The summary says that the run is over: nothing is left to do.
-            write("the summary", self._sum_up)
+            last.summary()
             too_late.wait(linger_s, lambda: self._interrupted)
         told = not finished or self.seat.finish(self._patience_s)
         return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
-
-    def _save(self) -> None:
-        """Write the last snapshots; before the run is over, what there is time for."""
-        within_s = None if self.lead.finished else self._deadlines.stop_s / 2
-        self._states.write_last(self.lead.state, self._log)
-        self._all_here = self.holder.save_all(within_s)
-
-    def _sum_up(self) -> None:
-        """Write the summary, unless the run was over before and left it."""
-        summary.write(
-            self._workdir,
-            self._config,
-            self.lead,
-            self._roster,
-            begun_unix=self._facts.begun_unix,
-            over_unix=self._over,
-            digest=self.holder.digest(),
-        )
 
     def close(self) -> None:
         """End service and close the files; also after a start that failed."""
@@ -323,42 +306,31 @@ class Coordinator:
     def _make_state(
         self, gathered: Gathered | None, found: int | None, given: Params | None
     ) -> State:
-        """Make the store and its state: of a new term, of a new run, or of this run as
-        far as it was durable. A new one is durable before any island asks for it."""
-        config, policy, plan = self._config, self.policy_config, self._plan
-        workdir = self._workdir
-        if gathered is None and found is not None:
-            recovered = origin.recover(policy, self._states, workdir / run_files.LOG)
-            self.holder = self._holders.restoring()
-            restored = self.holder.restore(recovered.restore)
-            origin.tell_recovered(config, recovered, restored, self._tape)
-            # After the snapshot: a kill may have come between snapshot and log.
-            self._log = self._open_log(recovered.snapshot)
-            return recovered.state
+        """Make the state, the holder and the log of this life."""
+        config, workdir = self._config, self._workdir
+        maker = StateMaker(
+            config=config,
+            policy=self.policy_config,
+            plan=self._plan,
+            workdir=workdir,
+            states=self._states,
+            holders=self._holders,
+            tape=self._tape,
+            open_log=self._open_log,
+        )
         if gathered is not None:
-            if found is not None:  # Of an older run, as where snapshots go elsewhere.
-                self._states.require_own(found)
-            store, state = term.begin(gathered, config, policy, plan, self._tape)
+            made = maker.of_new_term(gathered, found)
+        elif found is not None:
+            made = maker.recovered()
         else:
-            store, state = origin.initialise(
-                config, policy, self._model, plan, self._tape, workdir, given
-            )
-        # After the log's snapshot: where a log is, the run has begun.
-        after = -1 if found is None else found
-        number = durable.next_number(workdir / run_files.LOG, after)
-        versions = [fragment.version for fragment in state.fragments]
-        self.holder = self._holders.beginning(store, versions)
-        del store
-        with self._states.beginning():
-            self._states.save(number, state)
-        self._log = self._open_log(number)
-        self._log.forget(number)
+            made = maker.of_new_run(self._model, given)
+        self.holder, self._log = made.holder, made.log
         if gathered is not None:
             # run.json comes last: before it, the workdir holds no run.
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
             self.seat.begun()
-        return state
+        return made.state
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG

@@ -155,7 +155,9 @@ follow_certificates() {
 count_crashes() {
   local crashes=0
   if [ -e "$ROOT/crashes" ]; then crashes=$(<"$ROOT/crashes"); fi
-  if lasted; then crashes=0; fi
+  # It is empty after a power cut, and was once a time and the number.
+  crashes=${crashes##* }
+  if [[ ! "$crashes" =~ ^[0-9]+$ ]] || lasted; then crashes=0; fi
   if [ "$crashes" -ge "$MAX_RESTARTS" ]; then
     echo "$crashes starts in a row ended without lasting progress; it is given up"
     exit 2

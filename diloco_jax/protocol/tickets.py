@@ -105,10 +105,11 @@ class Checker:
 
     def renew(self, key: bytes, ahead_s: float = 0.0) -> None:
         """Count the tickets of the next lead from now on, beside those of this one,
-        which islands still have. A line that is dialled again changes nothing.
+        which islands still have. A lead that dials again may have slept meanwhile:
+        its tickets count by its clock as it is now.
         """
-        if key != self._leads[0].key:
-            self._leads = (_Lead(key, ahead_s), self._leads[0])
+        before = self._leads[1:] if key == self._leads[0].key else self._leads[:1]
+        self._leads = (_Lead(key, ahead_s), *before)
 
     def fence(self, island: str, before: int) -> None:
         """Refuse the incarnations of an island below `before` from now on."""

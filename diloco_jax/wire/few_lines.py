@@ -28,7 +28,7 @@ class FewLines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[Principal | None, tuple[float, float, int]] = {}
+        self._known: dict[Principal | str | None, tuple[float, float, int]] = {}
         """Lines left, when, and how many were left out since the last one. Peers
         without a certificate share theirs."""
 
@@ -36,12 +36,13 @@ class FewLines:
         self,
         logger: logging.Logger,
         level: int,
-        who: Principal | None,
+        who: Principal | str | None,
         text: str,
         *,
         trace: bool = False,
     ) -> None:
-        """Log a line about `who`, or count it. trace: with the error at hand."""
+        """Log a line about `who`, a peer or in words several, or count it. trace: with
+        the error at hand."""
         if not logger.isEnabledFor(level):
             return
         out = self._left_out(who)
@@ -50,7 +51,7 @@ class FewLines:
         more = f"; {out} more lines about {_name(who)} were left out" if out else ""
         logger.log(level, "%s%s", text[:MOST_CHARS], more, exc_info=trace)
 
-    def _left_out(self, who: Principal | None) -> int | None:
+    def _left_out(self, who: Principal | str | None) -> int | None:
         """Count a line; return how many were left out before it, None if it is one of
         them."""
         now = time.monotonic()
@@ -66,5 +67,5 @@ class FewLines:
             return out if written else None
 
 
-def _name(who: Principal | None) -> str:
+def _name(who: Principal | str | None) -> str:
     return "peers without a certificate" if who is None else str(who)

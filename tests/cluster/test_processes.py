@@ -1,5 +1,6 @@
 """Restart, refusal, stopping, and no orphans: with real children that do nothing."""
 
+import errno
 import json
 import os
 import signal
@@ -11,9 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from diloco_jax.cluster import attempts
+from diloco_jax.cluster import attempts, processes
 from diloco_jax.cluster.attempts import next_attempt
-from diloco_jax.cluster.processes import ManagedProcess, log_tail, wait_all
+from diloco_jax.cluster.processes import (
+    ManagedProcess,
+    log_tail,
+    start_child,
+    wait_all,
+)
 from diloco_jax.config import ConfigError
 from diloco_jax.workdir import RELEASE_S
 
@@ -98,6 +104,33 @@ def test_restarts_are_bounded(make, until):
     until(lambda: process.poll() == "failed", "failed")
     assert process.starts == 3
     assert "attempt 3" in process.reason
+
+
+def test_a_process_that_cannot_be_started_again_counts_as_a_crash(
+    make, until, monkeypatch
+):
+    """Of an island of two hosts: the first one, which was started, ends too."""
+    now, begun = [0.0], []
+    process = make(
+        *["raise SystemExit(1)"] * 2, restart_delay_s=700.0, clock=lambda: now[0]
+    )
+    until(lambda: process.poll() == "restarting", "crash")
+
+    def start_one(*arguments):
+        if len(begun) % 2:
+            begun.append(None)
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        begun.append(start_child([sys.executable, "-c", FOREVER], *arguments[1:]))
+        return begun[-1]
+
+    monkeypatch.setattr(processes, "start_child", start_one)
+    for state in ("restarting", "failed"):
+        now[0] += 700.0
+        assert process.poll() == state
+        assert process.pids == []
+    assert all(child.poll() is not None for child in begun if child is not None)
+    assert "could not be started" in process.reason
+    assert "unavailable) in attempt 3; no restart is left" in process.reason
 
 
 def test_a_life_of_ten_minutes_ends_a_row_of_crashes(make, until):

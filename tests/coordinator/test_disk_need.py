@@ -8,6 +8,7 @@ import pytest
 from tiny import MODEL
 
 from diloco_jax.config import Config, OuterConfig, RunConfig, SyncConfig
+from diloco_jax.coordinator import disk_need
 from diloco_jax.coordinator.disk_need import DiskNeed
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.models.build import build
@@ -60,7 +61,16 @@ def test_a_round_needs_its_publishes(tmp_path):
     assert found - idle == 2 * PUBLISH, "two of each fragment"
 
 
-def test_each_folder_needs_what_is_written_there(tmp_path):
+def test_folders_of_one_disk_need_what_is_written_to_both(tmp_path):
+    elsewhere = tmp_path / "other"
+    need = need_of(tmp_path, checkpoints=str(elsewhere), snapshot_every_s=50.0)
+    merging = {"merges": 4 * len(PLAN.sizes), "seconds": 100.0}
+    both = 2 * PUBLISH + STATE + LARGEST + SPARED_BYTES
+    assert need.free(merging) == {tmp_path / "run": both, elsewhere: 0}
+
+
+def test_each_folder_needs_what_is_written_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_need, "_disk_of", hash)
     elsewhere = tmp_path / "other"
     need = need_of(tmp_path, checkpoints=str(elsewhere))
     assert need.folders == {"workdir": tmp_path / "run", "checkpoints": elsewhere}

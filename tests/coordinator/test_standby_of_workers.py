@@ -25,7 +25,8 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import fragment_path, named
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers import holder as workers_module
-from diloco_jax.coordinator.workers.holder import OnDisk, WorkersHolder
+from diloco_jax.coordinator.workers.hearing import OnDisk
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
@@ -36,6 +37,7 @@ from diloco_jax.protocol.holding import (
     AnchorKept,
     FromHolder,
     MergePrepared,
+    MergesCompiled,
     RestoreFragments,
 )
 from diloco_jax.protocol.values import Prepared, Version
@@ -264,6 +266,22 @@ def test_an_anchor_waits_for_no_standby_that_is_lost_or_too_slow(site: Site) -> 
     (why,) = site.lost
     assert "has not gone to it within" in why
     assert isinstance(site.outgoing.error, Busy)
+
+
+def test_merges_are_compiled_once_each_worker_has_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once one of them has said so twice, which died in between."""
+    holder, (first, second) = held(monkeypatch, tmp_path, lambda _, then, waits: then())
+    told: list[Any] = []
+    holder.answer(told.append, cast(Any, None))
+    for _ in range(2):
+        first.hear(MergesCompiled())
+    assert told == []
+    second.hear(MergesCompiled())
+    assert told == [MergesCompiled()]
+    first.hear(MergesCompiled())
+    assert told == [MergesCompiled()] * 2, "each one that comes back"
 
 
 def test_the_anchor_of_a_worker_that_has_died_since_is_not_told(site: Site) -> None:

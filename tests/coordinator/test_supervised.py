@@ -196,6 +196,28 @@ def test_a_worker_that_fails_with_its_disk_says_so(ending, monkeypatch):
     assert is_of_broken_disk(failure)
 
 
+def test_a_process_that_cannot_be_started_again_is_given_up(ending, monkeypatch):
+    worker, heard = ending
+    worker.begin(NOTHING)
+    worker.restored(PATIENCE_S)
+    assert heard.get(timeout=PATIENCE_S) == WorkerAway(worker=0)
+    monkeypatch.setattr(places, "COMMAND", ("/no/such/python",))
+    worker.begin(NOTHING)
+    failure = heard.get(timeout=PATIENCE_S)
+    assert "failed 2 times in a row, placement.restarts = 1: it cannot be" in str(
+        failure
+    )
+    assert "/no/such/python" in str(failure)
+
+
+def test_one_that_cannot_be_started_at_first_says_so_at_once(begun, monkeypatch):
+    monkeypatch.setattr(places, "COMMAND", ("/no/such/python",))
+    worker, _ = begun()
+    worker.begin(NOTHING)
+    with pytest.raises(ConfigError, match=r"cannot be started: .*/no/such/python"):
+        worker.restored(PATIENCE_S)
+
+
 def test_a_disk_on_another_machine_is_not_that_of_the_lead(breaking):
     """No mandate is ceded for it: whoever leads finds the same disk there."""
     worker, heard = breaking(

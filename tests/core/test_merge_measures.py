@@ -1,6 +1,7 @@
 """The numbers of a merge against their definitions in float64."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -120,6 +121,27 @@ def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
         whole = np.asarray(codec.decode(encoded, shape)).reshape(1, -1)
         theirs = sampled(Encoded(codec, shape, [encoded]), 0)
         np.testing.assert_array_equal(theirs, whole[:, :: -(-delta.size // found.size)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements"),
+    [
+        ((201, 81), 201 * 81),
+        ((203, 81), 203 * 81),
+        ((255, 129), 255 * 129 / 2),
+        ((513, 257), 513 * 257 / 8),
+        ((2049, 1025), 2049 * 1025 / 64),
+        ((2 * 1001, 1003), 1001 * 1003 / 32),
+        ((32 * 1001, 1003), 1001 * 1003 / 2),
+        ((64 * 1001, 1003), 1001 * 1003),
+        ((128 * 1001, 1003), 2 * 1001 * 1003),
+    ],
+)
+def test_few_large_tiles_are_looked_at_in_part(
+    shape: tuple[int, int], elements: float
+) -> None:
+    """Of as many elements as a tile has at most, all; else that many, or 1/64."""
+    assert sample_bytes(shape) == 4 * math.ceil(elements)
 
 
 @pytest.mark.parametrize("shape", [(512, 1024), (513, 1025)])

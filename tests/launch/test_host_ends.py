@@ -156,6 +156,28 @@ def test_a_crash_loop_ends_however_long_each_start_takes(tmp_path, config, name)
     assert made.calls == []
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "left"),
+    [
+        ("1764000000 3\n", 1, "4\n"),
+        ("1764000000 200\n", 2, "1764000000 200\n"),
+        ("", 1, "1\n"),
+        ("\0\0\n", 1, "1\n"),
+    ],
+    ids=["of an earlier version", "and too many", "empty", "damaged"],
+)
+def test_a_count_of_crashes_that_is_no_number_fails_no_start(
+    tmp_path, config, text, code, left
+):
+    made = machine(tmp_path, config, "two-v5p.sh")
+    count = made.root / "var/lib/diloco/crashes"
+    count.write_text(text)
+    made.calls  # noqa: B018
+    assert made.start("run", EXIT="1") == code, made.errors
+    assert count.read_text() == left
+    assert bool(made.calls) == (code == 1)
+
+
 def test_lasting_progress_ends_a_row_of_crashes(tmp_path, config):
     island = machine(tmp_path / "island", config, "two-v5p.sh")
     count = island.root / "var/lib/diloco/crashes"

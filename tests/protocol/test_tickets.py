@@ -132,6 +132,17 @@ def test_a_line_that_is_dialled_again_leaves_the_tickets_of_the_lead_before() ->
     assert check.flaw(make(KEY, TAKE, UNTIL), TAKE, 0.0) == ""
 
 
+def test_a_lead_that_slept_and_dials_again_has_tickets_that_count() -> None:
+    """Its clock stood still meanwhile, so the worker's is further ahead."""
+    check = Checker(KEY)
+    slept_s = 100_000.0
+    told = make(KEY, TAKE, UNTIL)
+    assert check.flaw(told, TAKE, UNTIL + slept_s) == "expired"
+    check.renew(KEY, ahead_s=slept_s)
+    assert check.flaw(told, TAKE, UNTIL + slept_s) == ""
+    assert check.flaw(told, TAKE, UNTIL + slept_s + 1) == "expired"
+
+
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="31 bytes, expected 32"):
         make(KEY[:31], TAKE, UNTIL)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cryptography import x509
-from wire_support import ISLAND
+from wire_support import ISLAND, WAIT_S
 
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import peers, revocation
@@ -24,7 +26,12 @@ def clock(monkeypatch):
     class Clock:
         now = 1000.0
 
+        def __init__(self):
+            self.read = threading.Semaphore(0)
+            """Released at each look at it."""
+
         def monotonic(self):
+            self.read.release()
             return self.now
 
     found = Clock()
@@ -76,6 +83,60 @@ def test_an_answer_counts_for_seconds_and_then_the_coordinator_is_asked_again(cl
         with pytest.raises(SecurityError, match="of island other, serial number 7, is"):
             known.require_valid(7, OTHER)
     assert asked == [7, 7]
+
+
+@pytest.mark.parametrize("answer", [False, True, None])
+def test_stripes_that_come_at_once_ask_once(clock, answer):
+    """None: the coordinator does not answer."""
+    asked, asks, may_answer = [], threading.Event(), threading.Event()
+
+    def ask(serial):
+        asked.append(serial)
+        asks.set()
+        assert may_answer.wait(WAIT_S)
+        if answer is None:
+            raise ConnectionLost("nobody listens")
+        return answer
+
+    known = Revocations(ask)
+
+    def outcome():
+        try:
+            known.require_valid(7, OTHER)
+        except (Refused, SecurityError) as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(outcome)
+        assert asks.wait(WAIT_S)
+        others = [pool.submit(outcome) for _ in range(7)]
+        for _ in range(8):
+            assert clock.read.acquire(timeout=WAIT_S), "it has come"
+        may_answer.set()
+        found = {future.result(WAIT_S) for future in (first, *others)}
+    assert found == {{False: None, True: SecurityError, None: Refused}[answer]}
+    assert asked == [7]
+    if answer is None:
+        assert outcome() is Refused
+        assert asked == [7, 7], "no answer does not count"
+
+
+def test_an_answer_that_is_long_in_coming_counts_from_the_question(clock):
+    answers = iter([False, True])
+
+    def ask(serial):
+        found = next(answers)
+        if not found:
+            clock.now += KEPT_S
+            with pytest.raises(SecurityError):
+                known.require_valid(7, OTHER)  # As another thread does meanwhile.
+        return found
+
+    known = Revocations(ask)
+    known.require_valid(7, OTHER)
+    with pytest.raises(SecurityError):
+        known.require_valid(7, OTHER)
 
 
 def test_without_an_answer_nobody_is_served(clock):

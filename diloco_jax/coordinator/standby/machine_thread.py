@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from diloco_jax.coordinator.mandates.store import MandateStore
+from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.protocol.standby.events import (
@@ -41,12 +41,6 @@ def timing_of(deadlines: Deadlines) -> MandateTiming:
         renew_s=deadlines.renew_s,
         patience_s=deadlines.renew_s,
     )
-
-
-def clock() -> float:
-    """Return seconds that also pass while the machine sleeps, where it has them."""
-    boot = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
 class MachineThread(Generic[M]):

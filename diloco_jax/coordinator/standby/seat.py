@@ -20,13 +20,10 @@ from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.mandates.opening import open_store
 from diloco_jax.coordinator.mandates.store import MandateStore
+from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.coordinator.standby.broken_disk import is_of_broken_disk
 from diloco_jax.coordinator.standby.feed import StandbyFeed
-from diloco_jax.coordinator.standby.machine_thread import (
-    MachineThread,
-    clock,
-    timing_of,
-)
+from diloco_jax.coordinator.standby.machine_thread import MachineThread, timing_of
 from diloco_jax.coordinator.standby.name import adopt, copied_from, node_of
 from diloco_jax.coordinator.standby.outflow import Outflow
 from diloco_jax.coordinator.standby.unseated import Unseated

@@ -12,9 +12,9 @@ serves.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,26 +23,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.kept import KeptCycles, telling
+from diloco_jax.coordinator.kept import KeptCycles
+from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.coordinator.workers.supervised import Heard, Shown, Supervised
+from diloco_jax.coordinator.workers.hearing import Hearing, OnDisk, Tell
+from diloco_jax.coordinator.workers.supervised import Shown, Supervised
 from diloco_jax.core.fragments import digest_all
 from diloco_jax.protocol import tickets
 from diloco_jax.protocol.coordinator.events import (
-    AnchorWaits,
-    WorkerAway,
     WorkerBack,
 )
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
-    AnchorKept,
     Committed,
     Drop,
     Forget,
     FragmentsRestored,
-    FromHolder,
-    MergeDigested,
-    MergesCompiled,
     RestoreFragments,
     ToHolder,
 )
@@ -50,8 +46,6 @@ from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     BeginWorker,
-    FragmentKept,
-    FragmentSaved,
     SaveAll,
 )
 from diloco_jax.wire import addresses, bulk
@@ -62,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 LEADS_OF_REIGN = 1 << 32
 """Numbers of leads that one reign has: more than unix time has seconds."""
-
-Tell = Callable[[FromHolder | AnchorWaits | WorkerAway | WorkerBack], None]
-OnDisk = Callable[[Heard, Callable[[], None], Callable[[], None]], None]
 
 
 class WorkersHolder:
@@ -80,17 +71,17 @@ class WorkersHolder:
         on_disk: OnDisk,
         reign: int = 1,
     ) -> None:
-        """sizes: parameters by fragment. kept: makes cycles of what workers write.
-        on_disk: called with a worker's message, what tells the lead of it, and what
-        tells the lead first that it takes a while; it has a standby sent the file of
-        which the message speaks. reign: see `Unseated.reign`. No process is started
-        before `restore`."""
-        self._kept, self._on_disk = kept, on_disk
+        """sizes: parameters by fragment. kept, on_disk: see `Hearing`. reign: see
+        `Unseated.reign`. No process is started before `restore`."""
         count = config.placement.workers
-        self._lives = [0] * count
-        """How often each worker went away."""
         self._dealt = deal(sizes, count)
-        self._digests = [""] * len(sizes)
+        self._hearing = Hearing(
+            self._dealt,
+            count,
+            kept,
+            on_disk,
+            lambda worker: self._workers[worker].elsewhere,
+        )
         self._missing: set[int] = set()
         """Fragments that their workers do not have as the run ends."""
         self._run_id, self._key = run_id, secrets.token_bytes(tickets.KEY_BYTES)
@@ -99,9 +90,6 @@ class WorkersHolder:
         self._ticket_s = config.placement.alone_s + deadlines.join_s(4 * sum(sizes))
         self._lost: dict[int, tuple[int, ...]] = {}
         """Fragments that workers had lost at the start."""
-        self._told = threading.Event()
-        self._uncompiled = count
-        self._lock = threading.Lock()
         self._patience_s = config.placement.outage_budget_s
         at_least = 1
         if config.placement.worker_addresses:
@@ -123,8 +111,8 @@ class WorkersHolder:
                     lead=lead,
                 ),
                 config,
-                self._hear,
-                self._fail,
+                functools.partial(self._hearing.hear, number),
+                self._hearing.fail,
             )
             for number in range(count)
         ]
@@ -140,8 +128,7 @@ class WorkersHolder:
             at = tuple(worker.address for worker in self._workers)
             message = replace(message, workers=at)
         whose = tickets.Permit(self._run_id, hello.island, hello.incarnation, 0, 0)
-        # By the machine's own clock, which does not jump.
-        until = time.monotonic() + self._ticket_s
+        until = clock() + self._ticket_s
         return tickets.stamped(self._key, message, whose, until)
 
     def processes(self) -> list[Shown]:
@@ -160,10 +147,9 @@ class WorkersHolder:
 
         failed: called with the error of a worker that is not started again.
         """
-        self._tell, self._failed = tell, failed
         for worker, lost in self._lost.items():
             tell(WorkerBack(worker=worker, lost=lost))
-        self._told.set()
+        self._hearing.begin(tell, failed)
 
     def hold(self, message: ToHolder) -> None:
         """Pass a message to its fragment's worker; see `engine.Holder`. A worker that
@@ -218,7 +204,7 @@ class WorkersHolder:
             if one.lost
         }
         for fragment in fragments:
-            self._digests[fragment.fragment] = fragment.digest
+            self._hearing.digests[fragment.fragment] = fragment.digest
         return FragmentsRestored(
             fragments=tuple(fragments),
             lost=tuple(f for one in restored for f in one.lost),
@@ -250,7 +236,7 @@ class WorkersHolder:
                 whole.append(worker)
             if saved is not None:
                 for fragment, digest in saved.digests.items():
-                    self._digests[fragment] = digest
+                    self._hearing.digests[fragment] = digest
                 self._missing |= set(worker.fragments) - set(saved.digests)
         if self._missing:
             logger.error(
@@ -287,7 +273,7 @@ class WorkersHolder:
 
     def end(self, within_s: float) -> None:
         """End all workers; kill those that have not ended in time."""
-        self._told.set()
+        self._hearing.release()
         for worker in self._workers:
             worker.end(over=self._over)
         deadline = time.monotonic() + within_s
@@ -300,7 +286,7 @@ class WorkersHolder:
 
     def digest(self) -> str:
         """Return 16 hex digits over the Theta of all fragments, as last heard."""
-        return digest_all(self._digests)
+        return digest_all(self._hearing.digests)
 
     # ---- islands' bytes: not here ---------------------------------------------------
 
@@ -324,57 +310,3 @@ class WorkersHolder:
             f"fragment {fragment} is at worker {worker}, "
             f"{self._workers[worker].address}; connect to it"
         )
-
-    def _hear(self, message: Heard) -> None:
-        """Pass on what a worker says, on its thread."""
-        self._told.wait()
-        if isinstance(message, WorkerAway):
-            self._lives[message.worker] += 1
-        life = self._life_of(message)
-        # First: the file has to go ahead of the record that the lead writes of it.
-        self._on_disk(
-            message,
-            lambda: self._pass_on(message, life),
-            lambda: self._tell_waits(message),
-        )
-
-    def _life_of(self, message: Heard) -> int:
-        """Return the life of the worker that says this, if it may be told late."""
-        if not isinstance(message, AnchorKept):
-            return 0
-        return self._lives[self._dealt[message.fragment]]
-
-    def _tell_waits(self, message: Heard) -> None:
-        assert isinstance(message, AnchorKept)
-        waits = AnchorWaits(
-            fragment=message.fragment,
-            island=message.island,
-            incarnation=message.incarnation,
-        )
-        self._tell(waits)
-
-    def _pass_on(self, message: Heard, life: int) -> None:
-        """Tell the lead, unless the worker that had this has gone away since."""
-        if life != self._life_of(message):
-            return None
-        match message:
-            case FragmentSaved():
-                return None
-            case FragmentKept(keep=keep, trouble=trouble):
-                there = self._workers[self._dealt[keep.fragment]].elsewhere
-                fetch = there.fetch_kept if there is not None else None
-                done = telling(self._tell)
-                return self._kept.written(keep, trouble, done, fetch)
-            case MergesCompiled():
-                with self._lock:
-                    self._uncompiled -= 1
-                    if self._uncompiled:  # All at a start; each one that came back.
-                        return None
-                    self._uncompiled = 1
-            case MergeDigested() | AnchorKept():
-                self._digests[message.fragment] = message.digest
-        return self._tell(message)
-
-    def _fail(self, error: BaseException) -> None:
-        self._told.wait()
-        self._failed(error)

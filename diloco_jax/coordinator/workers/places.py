@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -104,13 +105,14 @@ class Here:
         return reached.end
 
     def start(self) -> End:
-        """Start a process, and connect to it."""
-        own, other = socket.socketpair()
+        """Start a process, and connect to it. Raises OSError if there is no room."""
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         fit_threads(environment)
         last = rendezvous.last_life(self._workdir, self._worker)
         self.life = 1 + max(self.life, last)
-        with other:
+        own, other = socket.socketpair()
+        with contextlib.ExitStack() as undo, other:
+            undo.enter_context(own)
             self._process = subprocess.Popen(
                 [*COMMAND, str(other.fileno())],
                 env=environment,
@@ -118,6 +120,7 @@ class Here:
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
+            undo.pop_all()
         return own
 
     def end(self, *, kill: bool) -> None:

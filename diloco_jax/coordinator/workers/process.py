@@ -31,6 +31,7 @@ from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.kept import KeptFragments
 from diloco_jax.coordinator.settings import bulk_server_of, coordinator_of, faults_of
+from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.coordinator.snapshots import named
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
@@ -292,7 +293,7 @@ class HoldingWorker(NoProfiles):
         self, call: bulk.UploadStart | bulk.FetchRequest, of: int | Version
     ) -> None:
         permit = Permit(call.run_id, call.island, call.incarnation, call.fragment, of)
-        if flaw := self._tickets.flaw(call.ticket, permit, time.monotonic()):
+        if flaw := self._tickets.flaw(call.ticket, permit, clock()):
             raise Refused(
                 NO_TICKET,
                 f"the ticket of island {call.island!r}, incarnation "
@@ -304,7 +305,7 @@ class HoldingWorker(NoProfiles):
 def _ahead_s(begin: BeginWorker) -> float:
     """Return by how much this clock is ahead of the lead's, and of the time that the
     message took: tickets last no less than the lead meant."""
-    return time.monotonic() - begin.clock
+    return clock() - begin.clock
 
 
 def _own_tls(folder: str, number: int) -> TlsFiles | None:

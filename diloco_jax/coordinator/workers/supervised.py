@@ -15,6 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.config import Config, ConfigError
+from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.coordinator.workers.crashes import Crashes
 from diloco_jax.coordinator.workers.line import START_S, WorkerLine, write_frame
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
@@ -269,10 +270,15 @@ class Supervised:
         have been that of an earlier lead. Raises Unreachable."""
         self._failure, self._cause = "", None
         self._crashes.line_begins(time.monotonic())
-        opened = self._place.open(self._begin, asked, new)
+        try:
+            opened = self._place.open(self._begin, asked, new)
+        except OSError as error:  # As without memory for another process.
+            self._failure, self._cause = f"it cannot be started: {error}", error
+            self._crashes.line_broke(time.monotonic(), failed=True)
+            return False
         self._begin, self._opened = opened.begin, time.monotonic()
         with contextlib.suppress(OSError):  # It has died already, as is heard next.
-            write_frame(opened.end, replace(self._begin, clock=time.monotonic()))
+            write_frame(opened.end, replace(self._begin, clock=clock()))
         deadlines = self._deadlines
         line = WorkerLine(
             opened.end,

@@ -158,8 +158,7 @@ def _every(tiles: int, elements: int) -> int:
     It is 1 unless the tile has more than `MOST_ELEMENTS`; then about that many are
     looked at, or 1/64 of the piece. A power of two shares no factor with odd extents.
     """
-    share = SAMPLED * math.ceil(tiles / SAMPLED) // tiles
-    most = min(share, elements // MOST_ELEMENTS)
+    most = min(SAMPLED // tiles, elements // MOST_ELEMENTS)
     return 1 << max(0, most.bit_length() - 1)
 
 

@@ -79,6 +79,16 @@ def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:
     return WallTime(heard_at=now, unused_s=most_s)
 
 
+def slept(state: State, seconds: float) -> State:
+    """Return the state after the coordinator's clock stood still for so long. Islands
+    made steps meanwhile, no more than they had data for."""
+    islands = {
+        name: replace(island, wall_time=island.wall_time.slept(seconds))
+        for name, island in state.islands.items()
+    }
+    return replace(state, islands=islands)
+
+
 def _most_unused_s(config: PolicyConfig, shortest_s: float) -> float:
     """Return the wall time that is kept for later claims. An island that is not heard
     makes no more steps than that, since it has no data for them."""

@@ -42,6 +42,7 @@ from diloco_jax.protocol.coordinator.events import (
     Effect,
     Event,
     KeepAsked,
+    MachineSlept,
     Note,
     Persist,
     RunExtended,
@@ -124,6 +125,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
         case WorkerBack():
             state, effects = workers.back(config, state, event, now)
             state = _waits_longer(config, state, now)
+        case MachineSlept(seconds=seconds):
+            state, effects = claims.slept(state, seconds), []
         case Timer():
             effects = []
     state, expired = members.expire(state, now)

@@ -49,6 +49,13 @@ class Timer(msgspec.Struct, frozen=True, kw_only=True):
     """Time passed; due when `decide.next_deadline` says so."""
 
 
+class MachineSlept(msgspec.Struct, frozen=True, kw_only=True):
+    """The coordinator's clock stood still, while islands went on. No deadline moves:
+    nobody could be heard meanwhile."""
+
+    seconds: float
+
+
 class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
     """A session's connection broke; the incarnation may return on a new one."""
 
@@ -115,6 +122,7 @@ Event = (
     | CycleKept
     | WorkerAway
     | WorkerBack
+    | MachineSlept
     | Timer
 )
 

@@ -52,6 +52,10 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         unused_s = min(self.unused_s + now - self.heard_at, max(self.unused_s, most_s))
         return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
 
+    def slept(self, seconds: float) -> WallTime:
+        """Return the wall time after seconds that the coordinator's clock lacks."""
+        return msgspec.structs.replace(self, heard_at=self.heard_at - seconds)
+
     def is_enough_for(self, steps: int, shortest_s: float) -> bool:
         """Tell whether so many steps may have been made in the unused time."""
         return steps * shortest_s <= FASTER * self.unused_s

@@ -79,6 +79,22 @@ def test_islands_that_are_cut_off_together_are_one_alert(driver):
     assert " and 14 more are back; 23 of 23" in found[0]
 
 
+def test_who_returns_alone_is_told_of_once_the_others_could_be_back(driver):
+    driver.disconnect("b")
+    driver.disconnect("c")
+    keep_alive(driver, LEASE_S, "a")
+    for _ in range(2):
+        assert told(driver.hello("b")) == [], "c may follow within 5 s"
+        due = decide.next_deadline(driver.state, driver.now)
+        assert due == driver.now + 5.0
+        assert told(driver.wait(due - driver.now - 1.0)) == []
+        (text,) = told(driver.wait(1.0))
+        assert "island 'b' is back; 2 of 3 islands are left" in text
+        driver.disconnect("b")
+        (text,) = keep_alive(driver, LEASE_S, "a")
+        assert "island 'b' is absent" in text
+
+
 def test_islands_that_are_cut_off_one_after_the_other_are_one_alert():
     """The first deadline is the first island's, and the alert waits for the others."""
     driver = Driver(reunion_s=5.0)

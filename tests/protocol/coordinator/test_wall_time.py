@@ -6,6 +6,7 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.events import MachineSlept
 from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
@@ -216,6 +217,32 @@ def test_a_fast_honest_island_never_waits_for_data(
         assert island.steps == steps
         assert (island.sequences_granted - steps) * 0.001 >= 60.0
         assert island.tokens_per_second == TOKENS_PER_STEP / 0.001
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_islands_went_on_while_the_coordinators_machine_slept(cut_off: bool) -> None:
+    """Its clock stood still for an hour; their data lasted for ten minutes of it."""
+    d = Driver(least_seconds=PLANNED, outage_budget_s=600.0)
+    d.join("a", step_seconds=LEAST_S)
+    for steps in range(1, 20):
+        d.now += LEAST_S
+        d.report("a", steps, step_seconds=LEAST_S)
+    lease = d.state.islands["a"].lease_until
+    held = d.state.islands["a"].sequences_granted
+    d.feed(MachineSlept(seconds=3600.0))
+    assert d.state.islands["a"].lease_until == lease, "nobody could be heard"
+    if cut_off:
+        d.disconnect("a")
+        effects = d.hello("a", steps=held, phase="training", step_seconds=LEAST_S)
+        assert only(effects, Welcome).resumed
+    else:
+        d.report("a", held, step_seconds=LEAST_S)
+    assert is_in(d)
+    assert d.state.islands["a"].steps == held
+    # It counts once.
+    unused_s = d.state.islands["a"].wall_time.unused_s
+    d.report("a", held, step_seconds=LEAST_S)
+    assert d.state.islands["a"].wall_time.unused_s == unused_s <= 600.0
 
 
 @pytest.mark.parametrize("crash", [False, True])

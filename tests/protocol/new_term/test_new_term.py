@@ -206,13 +206,23 @@ def test_steps_of_the_outage_that_an_adoption_undoes_count_off_once() -> None:
 @pytest.mark.parametrize(
     ("step_seconds", "steps"), [(0.1, 2 * 2 * 301), (1.0, 2 * 2 * FIRST_LEASE_STEPS)]
 )
+@pytest.mark.parametrize("size", [1, 4])
 def test_more_steps_of_an_outage_than_it_had_data_for_are_no_progress(
-    step_seconds: float, steps: int
+    size: int, step_seconds: float, steps: int
 ) -> None:
-    """A wrong number could end the run otherwise. The first grant goes by no speed."""
+    """A wrong number could end the run otherwise. The first grant goes by no speed.
+    size: sequences of a step."""
     d = second_term(outage_budget_s=30.0)
     d.state = replace(d.state, next_position=10**9)
-    come_back(d, "a", 10**6, own_tokens=0, step_seconds=step_seconds)
+    come_back(
+        d,
+        "a",
+        10**6,
+        own_tokens=0,
+        step_seconds=step_seconds,
+        sequences_per_step=size,
+        sequences_granted=size * 10**6,
+    )
     progress = only(d.report("a", 10**6), Progress)
     assert progress.tokens == TOKENS + steps * TOKENS_PER_STEP
 
