@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from diloco_jax.coordinator.standby.gate import Gate
 from diloco_jax.protocol.coordinator.events import Note
 from diloco_jax.protocol.standby import following, primary
+from diloco_jax.protocol.working import BeginWorker
 from diloco_jax.simulation.faults.mandate_object import MandateObject
 from diloco_jax.simulation.faults.standby_line import FollowLine
 
@@ -72,6 +73,10 @@ def _goes_on_after_the_end(read: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def _with_whoever_dials(is_newer: object) -> Any:
+    return lambda begin, lead, dial: True
+
+
 STANDBY_PLANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "a_mandate_never_ends": ("mandate", primary, "_confirmed", _believed_forever),
     "late_writes_count": (
@@ -96,5 +101,11 @@ STANDBY_PLANTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
     "a_lagging_log_counts": ("seen", following, "in_step", _always),
     "a_lost_disk_counts": ("seen", following, "begin", _has_its_disk),
     "a_standby_does_not_end": ("over", following, "_read", _goes_on_after_the_end),
+    "a_worker_goes_on_with_whoever_dials": (
+        "obeyed",
+        BeginWorker,
+        "is_newer",
+        _with_whoever_dials,
+    ),
 }
 """The fields of each `plants.Plant`, by its name."""

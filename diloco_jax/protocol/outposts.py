@@ -8,7 +8,7 @@ says that the run is over.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,8 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import BeginWorker, WorkerRefused
 
 Kind = Literal["snapshot", "publish"]
+LEADS_OF_REIGN = 1 << 32
+"""Numbers of leads that one reign has: more than unix time has seconds."""
 
 
 class OutpostReady(Message, frozen=True, kw_only=True):
@@ -104,6 +106,37 @@ FirstWord = BeginWorker | AboutFiles
 FromOutpost = (
     OutpostReady | WorkerRefused | Newest | Stored | FileComes | OutpostEnds | AtWork
 )
+
+
+def first_number(reign: int, unix_s: float) -> int:
+    """Return the least number of a lead of workers on other machines. One that has lost
+    its disk comes after those before it; of two nodes the mandate says which one leads,
+    whatever their clocks show. reign: the mandate's."""
+    return reign * LEADS_OF_REIGN + int(unix_s)
+
+
+def next_number(last: int, at_least: int) -> int:
+    """Return the number of a lead on a disk whose last one had the number `last`."""
+    return max(at_least, last + 1)
+
+
+class Obeyed(NamedTuple):
+    """The line of a lead that a worker on another machine obeyed last."""
+
+    run_id: str = ""
+    lead: int = 0
+    dial: int = 0
+
+    def after(self, word: FirstWord) -> Obeyed | None:
+        """Return what is obeyed after a lead of this run has said that; None if it is
+        an older one, which is refused."""
+        if isinstance(word, BeginWorker):
+            newer, dial = word.is_newer(self.lead, self.dial), word.dial
+        else:
+            newer = word.lead >= self.lead
+            dial = self.dial if word.lead == self.lead else 0
+        return Obeyed(word.run_id, word.lead, dial) if newer else None
+
 
 first_word = msgspec.msgpack.Decoder(FirstWord).decode
 files_asked = msgspec.msgpack.Decoder(FilesAsked).decode

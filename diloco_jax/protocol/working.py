@@ -10,9 +10,12 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.holding import (
+    AnchorKept,
+    DeltaArrived,
     FragmentsRestored,
     FromHolder,
     KeepFragment,
+    MergePrepared,
     RestoreFragments,
     ToHolder,
 )
@@ -154,6 +157,10 @@ FromWorker = (
     | WorkerFailed
     | WorkerRefused
 )
+
+OF_ONE_LEAD = MergePrepared | AnchorKept | DeltaArrived
+"""What a worker tells the lead for which it was done, and no later one: merges that a
+later one has not committed never were, and it is told of deltas anew."""
 
 encode = msgspec.msgpack.Encoder().encode
 to_worker = msgspec.msgpack.Decoder(ToWorker).decode

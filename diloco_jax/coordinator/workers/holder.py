@@ -43,6 +43,7 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
+from diloco_jax.protocol.outposts import first_number
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
     BeginWorker,
@@ -53,9 +54,6 @@ from diloco_jax.wire.errors import Busy, WireError
 from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
-
-LEADS_OF_REIGN = 1 << 32
-"""Numbers of leads that one reign has: more than unix time has seconds."""
 
 
 class WorkersHolder:
@@ -93,9 +91,7 @@ class WorkersHolder:
         self._patience_s = config.placement.outage_budget_s
         at_least = 1
         if config.placement.worker_addresses:
-            # A lead that has lost its disk counts on. Of two nodes the mandate says
-            # which one leads, whatever their clocks show.
-            at_least = reign * LEADS_OF_REIGN + int(time.time())
+            at_least = first_number(reign, time.time())
         lead = rendezvous.next_lead(workdir, at_least)
         fields, self._over = dataclasses.asdict(config), False
         self._workers = [

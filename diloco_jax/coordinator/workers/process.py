@@ -42,17 +42,15 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.process_end import end_process
 from diloco_jax.protocol.holding import (
-    AnchorKept,
-    DeltaArrived,
     Forget,
     KeepFragment,
-    MergePrepared,
     MergesCompiled,
     RestoreFragments,
 )
 from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import (
+    OF_ONE_LEAD,
     AllSaved,
     BeginWorker,
     EndWorker,
@@ -214,8 +212,7 @@ class HoldingWorker(NoProfiles):
         with self._saying:
             unsaid, self._unsaid = self._unsaid, None
             for message in unsaid or []:
-                # Merges of the lead before never were, and deltas follow.
-                if not isinstance(message, MergePrepared | AnchorKept | DeltaArrived):
+                if not isinstance(message, OF_ONE_LEAD):
                     self._line.send(message)
         for arrived in self.holder.arrived():
             self._say(arrived)

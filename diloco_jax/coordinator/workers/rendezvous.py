@@ -30,6 +30,7 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
 from diloco_jax.files import write_json
+from diloco_jax.protocol.outposts import Obeyed, next_number
 from diloco_jax.protocol.working import BeginWorker, EndWorker, to_worker
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def next_lead(workdir: Path, at_least: int = 1) -> int:
     """Return the number of this lead, and keep it: no other may be started at the same
     time (`run_files.LOCK`)."""
     (workdir / run_files.WORKERS).mkdir(exist_ok=True)
-    number = max(at_least, 1 + _number(_path(workdir, _LEAD), _LEAD))
+    number = next_number(_number(_path(workdir, _LEAD), _LEAD), at_least)
     write_json({_LEAD: number}, _path(workdir, _LEAD))
     return number
 
@@ -163,18 +164,19 @@ def end_others(workdir: Path, count: int) -> None:
 # ---- the worker's side --------------------------------------------------------------
 
 
-def obeyed(workdir: Path) -> tuple[str, int, int]:
-    """Return the run of the workdir of a worker on another machine, the lead that it
-    obeyed last and the number of that one's line."""
+def obeyed(workdir: Path) -> Obeyed:
+    """Return which lead the worker of this workdir, on another machine than the lead,
+    obeyed last."""
     found = _path(workdir, _LEAD)
     run_id = _read(found).get(_RUN, "")
-    return str(run_id), _number(found, _LEAD), _number(found, _DIAL)
+    return Obeyed(str(run_id), _number(found, _LEAD), _number(found, _DIAL))
 
 
-def obey(workdir: Path, run_id: str, lead: int, dial: int) -> None:
+def obey(workdir: Path, now: Obeyed) -> None:
     """Keep what `obeyed` returns."""
     (workdir / run_files.WORKERS).mkdir(exist_ok=True)
-    write_json({_RUN: run_id, _LEAD: lead, _DIAL: dial}, _path(workdir, _LEAD))
+    kept = {_RUN: now.run_id, _LEAD: now.lead, _DIAL: now.dial}
+    write_json(kept, _path(workdir, _LEAD))
 
 
 class Came(NamedTuple):

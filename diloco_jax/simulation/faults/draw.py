@@ -13,6 +13,7 @@ from diloco_jax.core.adopt import RULES
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.boasting import Boast
+from diloco_jax.simulation.faults.draw_apart import with_workers_apart
 from diloco_jax.simulation.faults.draw_standby import with_standby
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
@@ -53,6 +54,8 @@ STANDBY_SHARE = 0.3
 standby."""
 BESIDE_WORKERS_SHARE = 0.15
 """Share of the others in which it has one."""
+APART_SHARE = 0.25
+"""Share of the schedules with a standby in which the workers are on other machines."""
 KEPT_BY_LOSING = 0.7
 """Share of tokens, about, that survives a rule that loses steps."""
 
@@ -167,6 +170,9 @@ def draw(seed: int) -> Schedule:
     beside = any(isinstance(fault, WorkerCrash) for fault in faults)
     if standby.random() < (BESIDE_WORKERS_SHARE if beside else STANDBY_SHARE):
         schedule, faults = with_standby(standby, schedule, faults, storm_s)
+    apart = random.Random(f"apart {seed}")
+    if schedule.standby is not None and apart.random() < APART_SHARE:
+        schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,

@@ -23,6 +23,7 @@ from diloco_jax.simulation.faults import (
     safe_standby,
     safe_terms,
     safe_versions,
+    safe_workers,
 )
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
@@ -56,6 +57,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_standby.InStep,
     safe_standby.SeenStays,
     safe_standby.OverStays,
+    safe_workers.NewestObeyed,
 )
 
 OBSERVATIONS = tuple(

@@ -66,6 +66,9 @@ def taken_over_within_s(schedule: Schedule) -> float:
     timing = timing_of(Deadlines(LEASE_S))
     waits_s = timing.gathering_s + 3 * timing.renew_s + RESTART_S
     waits_s += schedule.standby.load_s
+    if schedule.standby.workers_apart:
+        # Workers end what they compute; one that cannot go on is followed by another.
+        waits_s += schedule.merge_s + 2 * RETRY_S + 8 * schedule.latency_s
     anchor_s = schedule.slowest_s + schedule.transfer_s
     gathers_s = 2 * LEASES_AWAITED * LEASE_S + len(schedule.fragment_sizes) * anchor_s
     return waits_s + gathers_s + 2 * (LEASE_S + RETRY_S)

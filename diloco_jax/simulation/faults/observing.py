@@ -85,6 +85,10 @@ class Invariant:
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""
 
+    def obeys(self, worker: int, lead: tuple[int, int, int]) -> None:
+        """Observe that a worker on a machine of its own goes on with a lead: mandates
+        made anew before, reign, start."""
+
     def holds(self, node: str, before: Mandate) -> None:
         """Observe that a node has written the mandate, which said this before."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from diloco_jax.simulation.faults.apart_world import ApartWorld
 from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule
@@ -52,10 +53,18 @@ class Played(NamedTuple):
         return world.struck.total() >= FAULTS and min(world.merges) >= CYCLES
 
 
+def world_of(schedule: Schedule) -> FaultyWorld:
+    """Return the world that plays a schedule."""
+    if schedule.standby is None:
+        return FaultyWorld(schedule)
+    if schedule.standby.workers_apart:
+        return ApartWorld(schedule)
+    return StandbyWorld(schedule)
+
+
 def play(schedule: Schedule) -> Played:
     """Play a schedule to its end, or to the first violation."""
-    made = FaultyWorld if schedule.standby is None else StandbyWorld
-    world = made(schedule)
+    world = world_of(schedule)
     try:
         world.play()
     except ViolationError as violation:

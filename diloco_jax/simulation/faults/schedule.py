@@ -59,12 +59,15 @@ FAULT = {
     "clock_s": SECONDS,
     "forward_s": SECONDS,
 }
+UNIX_AHEAD = Bound(0, 1e8)
 RATE = Bound(0.98, 1.02)
 """Rates of clocks: they differ by less than the mandate allows for."""
 STANDBY_KINDS = frozenset(
     kind.__struct_config__.tag for kind in get_args(AnyStandbyFault)
 )
 """Faults that need a standby."""
+APART_KINDS = frozenset({"worker_cut"})
+"""Faults that need workers on machines of their own."""
 NOT_BESIDE_A_STANDBY = frozenset({"disk_gone", "disk_lost"})
 """Losses of the only disk; with a standby it is a node that loses one."""
 FAULT_SECONDS = Bound(0, PATIENCE_S)
@@ -103,6 +106,10 @@ class DrawnStandby(
     """Seconds that a coordinator takes to read its state before it serves."""
     rates: tuple[float, float] = (1.0, 1.0)
     """Seconds of both clocks per second: of the first primary's and of the other."""
+    workers_apart: bool = False
+    """The workers are on machines of their own, and go on with whoever leads."""
+    unix_ahead_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds by which both nodes' times of day are wrong, for the numbers of leads."""
 
 
 class Schedule(
@@ -256,12 +263,28 @@ def _check_standby(schedule: Schedule) -> None:
             )
         return
     within(standby, SECONDS, "copy_s", "load_s")
+    for ahead_s in standby.unix_ahead_s:
+        if not UNIX_AHEAD.low <= ahead_s <= UNIX_AHEAD.high:
+            raise ConfigError(
+                f"standby.unix_ahead_s has {ahead_s}; choose from {UNIX_AHEAD.low} to "
+                f"{UNIX_AHEAD.high}"
+            )
     for rate in standby.rates:
         if not RATE.low <= rate <= RATE.high:
             raise ConfigError(
                 f"standby.rates has {rate}; choose from {RATE.low} to {RATE.high}, "
                 f"which the mandate allows for"
             )
+    if standby.workers_apart and schedule.workers < 2:
+        raise ConfigError(
+            f"--schedule has standby.workers_apart and workers = {schedule.workers}; "
+            f"give it at least 2, or leave out workers_apart"
+        )
+    if not standby.workers_apart and (apart := kinds & APART_KINDS):
+        raise ConfigError(
+            f"--schedule has the faults {sorted(apart)}, and its workers are on the "
+            f"lead's machine; set standby.workers_apart, or leave the faults out"
+        )
     if beside := kinds & NOT_BESIDE_A_STANDBY:
         raise ConfigError(
             f"--schedule has a standby and the faults {sorted(beside)}; leave out one "

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.simulation.faults.schedule import Schedule
-from diloco_jax.simulation.faults.standby_faults import StandbyFault
+from diloco_jax.simulation.faults.standby_faults import StandbyFault, WorkerCut
 
 PLAYS = 400
 """Schedules tried at most."""
@@ -37,9 +37,13 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
         yield replace(schedule, faults=())
     for name in schedule.islands:
         yield from _without_island(schedule, name)
-    if schedule.standby is not None:
+    if (standby := schedule.standby) is not None:
         rest = tuple(f for f in faults if not isinstance(f, StandbyFault))
         yield replace(schedule, faults=rest, standby=None)
+        if standby.workers_apart:
+            rest = tuple(f for f in faults if not isinstance(f, WorkerCut))
+            beside = replace(standby, workers_apart=False)
+            yield replace(schedule, faults=rest, standby=beside)
     if len(schedule.fragment_sizes) > 1:
         yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
     plain: dict[str, Any] = {

@@ -94,6 +94,19 @@ class FollowedDisk(Disk):
 
         self._tell(append)
 
+    def files(self) -> dict[int, Anchor]:
+        """Return the anchors that are here, by fragment; the newest of each."""
+        return {
+            fragment: anchor
+            for fragment, saved in enumerate(self._anchors)
+            if saved and (anchor := saved[max(saved)]) is not None
+        }
+
+    def hand_over(self) -> None:
+        """Delete all files of fragments, which are with workers elsewhere."""
+        for saved in self._anchors:
+            saved.clear()
+
     def note(self) -> None:
         """Append a record to the tape, which nobody reads here."""
         self.last += 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 
 if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.apart_world import ApartWorld
     from diloco_jax.simulation.faults.standby_node import Node
     from diloco_jax.simulation.faults.standby_world import StandbyWorld
     from diloco_jax.simulation.faults.world import FaultyWorld
@@ -193,6 +194,20 @@ class MandateLate(StandbyFault, frozen=True):
         return world.begun(self, self.for_s + self.late_s)
 
 
+class WorkerCut(StandbyFault, frozen=True):
+    """Nothing comes through between a worker on a machine of its own and one of the two
+    nodes, or both. Islands reach all of them."""
+
+    worker: int
+    to: Reached
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        world = cast("ApartWorld", world)
+        nodes = _reached(world, self.to)
+        return world.cut(self, self.worker, nodes, self.for_s)
+
+
 AnyStandbyFault = (
     StandbyCrash
     | DiskDamage
@@ -203,4 +218,5 @@ AnyStandbyFault = (
     | NodeStop
     | MandateAway
     | MandateLate
+    | WorkerCut
 )

@@ -94,6 +94,11 @@ class Node:
         return "" if self.machine is None else self.machine.phase
 
     @property
+    def reign(self) -> int:
+        """Number of the reign in which it leads, or wants to."""
+        return self.machine.reign if isinstance(self.machine, Primary) else 0
+
+    @property
     def leads(self) -> bool:
         """True if its process has the part of the primary, and has won the mandate."""
         seated = isinstance(self.machine, Primary)

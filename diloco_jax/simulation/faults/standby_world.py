@@ -55,7 +55,7 @@ class StandbyWorld(FaultyWorld):
         self.object = MandateObject()
         self.between = StandbyNetwork(self.clock, schedule.latency_s, drawn.copy_s)
         self.nodes = {
-            name: Node(self, name, rate)
+            name: self._node(name, rate)
             for name, rate in zip(NODES, drawn.rates, strict=True)
         }
         self.disk = self.nodes[NODES[0]].disk
@@ -68,6 +68,9 @@ class StandbyWorld(FaultyWorld):
         """A person has started the older log: the terms opened since are lost."""
         self._names = 0
         """Names that were drawn for nodes that had lost theirs."""
+
+    def _node(self, name: str, rate: float) -> Node:
+        return Node(self, name, rate)
 
     def _is_over(self) -> bool:
         """Tell whether the run is over, and so are both processes."""
@@ -181,9 +184,13 @@ class StandbyWorld(FaultyWorld):
 
         def loaded() -> None:
             if node.life == life:
-                self._loaded(node, clock_s)
+                self._read(node, clock_s)
 
         self.clock.after(self._load_s, lambda: node.act(loaded))
+
+    def _read(self, node: Node, clock_s: float) -> None:
+        """Go on once the state of a node is read from its disk."""
+        self._loaded(node, clock_s)
 
     def _loaded(self, node: Node, clock_s: float) -> None:
         mandate = self.object.mandate
@@ -229,26 +236,30 @@ class StandbyWorld(FaultyWorld):
         gatherer, node.gatherer = node.gatherer, None
         assert gatherer is not None
         self._lose_islands(gatherer, 0.0)
-        mandate = self.object.mandate
         if opened is None:
             if all(p.boundary is None for p in self.processes if p.ended is None):
                 # No process has an anchor: the run is lost but for the other disk.
                 self._go_back()
             else:
                 self.ended(node, "standby", RETRY_S)
-        elif mandate is None or mandate.holder != node.name:
+        else:
+            self._begin_term(node, opened)
+
+    def _begin_term(self, node: Node, opened: Opened) -> None:
+        mandate = self.object.mandate
+        if mandate is None or mandate.holder != node.name:
             # Nothing that it begins may ever be seen: it ends once it reads that.
             self.ended(node, "standby", RESTART_S)
-        else:
-            self._lead(node)
-            self.lineage.take_back(self._seen)
-            node.disk.begin(opened.state, opened.anchors)
-            self.monitor.opened(opened)
-            node.disk.last = self._seen = self.lineage.last
-            node.disk.terms = self.lineage.terms
-            node.disk.empty = False
-            node.give(StateGathered())
-            super()._start_coordinator(self.clock.now)
+            return
+        self._lead(node)
+        self.lineage.take_back(self._seen)
+        node.disk.begin(opened.state, opened.anchors)
+        self.monitor.opened(opened)
+        node.disk.last = self._seen = self.lineage.last
+        node.disk.terms = self.lineage.terms
+        node.disk.empty = False
+        node.give(StateGathered())
+        super()._start_coordinator(self.clock.now)
 
     def _go_back(self) -> None:
         """Do what a person does for a lost run whose other disk has a state: remove the

@@ -112,9 +112,9 @@ class WorkerCrashes:
         self._armed = None
         fragments = self.fragments_of(fault.worker)
         lasts_s = fault.noticed_s + fault.down_s
-        if not coordinator.dead_fragments.issuperset(fragments):
+        if not self._is_dead(coordinator, fault.worker):
             if fault.disk_lost:
-                coordinator.disk.lose(fragments)
+                self._disk_of(coordinator, fault.worker).lose(fragments)
                 lasts_s += self._gathered_within_s
             self._crash(coordinator, fault.worker, fault.noticed_s, fault.down_s)
         world.begun(fault, lasts_s)
@@ -127,7 +127,7 @@ class WorkerCrashes:
         fragments = self.fragments_of(fault.worker)
         if not fragments:  # It holds none, and nobody speaks to it.
             return world.begun(fault, fault.for_s)
-        if coordinator.parted or coordinator.dead_fragments.issuperset(fragments):
+        if coordinator.parted or self._is_dead(coordinator, fault.worker):
             return False
         coordinator.parted = set(fragments)
 
@@ -154,6 +154,18 @@ class WorkerCrashes:
         dealt = workers.deal(config.fragment_sizes, config.workers)
         return [f for f, of in enumerate(dealt) if of == worker % config.workers]
 
+    def _is_dead(self, coordinator: FaultyCoordinator, worker: int) -> bool:
+        """Tell whether a worker is dead, or holds no fragment."""
+        return coordinator.dead_fragments.issuperset(self.fragments_of(worker))
+
+    def _disk_of(self, coordinator: FaultyCoordinator, worker: int) -> Disk:
+        """Return the disk that a worker writes."""
+        return coordinator.disk
+
+    def _lost(self, coordinator: FaultyCoordinator) -> list[int]:
+        """Return the fragments that workers have lost, as far as they live."""
+        return sorted(coordinator.lost_fragments)
+
     def _tell_lost(self, coordinator: FaultyCoordinator) -> None:
         world = self._world
         for worker in range(world.config.workers):
@@ -162,7 +174,7 @@ class WorkerCrashes:
                 coordinator.monitor.worker_died(sorted(lost))
                 coordinator.monitor.worker_away(sorted(lost))
                 coordinator.hear(WorkerBack(worker=worker, lost=tuple(sorted(lost))))
-        self._look(coordinator)
+        self.look(coordinator)
 
     def _crash(
         self,
@@ -212,15 +224,16 @@ class WorkerCrashes:
         coordinator.lost_fragments |= set(lost)
         monitor.worker_back([f for f in fragments if f not in lost])
         coordinator.hear(WorkerBack(worker=worker, lost=tuple(lost)))
-        self._look(coordinator)
+        self.look(coordinator)
 
-    def _look(self, coordinator: FaultyCoordinator) -> None:
+    def look(self, coordinator: FaultyCoordinator) -> None:
         """Look now and then whether some process has an anchor of each lost fragment
         that counts. If none has, the run is lost, unless that disk comes back."""
         world = self._world
-        if coordinator.dead or not coordinator.lost_fragments:
+        lost = self._lost(coordinator)
+        if coordinator.dead or not lost:
             return
-        for fragment in sorted(coordinator.lost_fragments):
+        for fragment in lost:
             state = coordinator.state.fragments[fragment]
             known = {merged.version for merged in state.newest}
             if any(
@@ -230,13 +243,14 @@ class WorkerCrashes:
                 for island in world.islands.values()
             ):
                 continue
-            coordinator.disk.bring_back(fragment, state.version)
             worker = next(
                 w
                 for w in range(world.config.workers)
                 if fragment in self.fragments_of(w)
             )
-            if fragment not in coordinator.dead_fragments:
+            disk = self._disk_of(coordinator, worker)
+            disk.bring_back(fragment, state.version)
+            if not self._is_dead(coordinator, worker):
                 self._crash(coordinator, worker, 0.0, AGAIN_S)
                 return  # Its return looks again.
-        world.clock.after(AGAIN_S, functools.partial(self._look, coordinator))
+        world.clock.after(AGAIN_S, functools.partial(self.look, coordinator))

@@ -73,10 +73,16 @@ class FaultyWorld(Links):
         self._calls = 0
         self._crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
-        self.worker_crashes = WorkerCrashes(self, liveness.gathered_within_s(schedule))
+        self.worker_crashes = self._crashes_of_workers()
         self.operator = Operator(self)
         self._disk_failure: tuple[DrawnFault, Restart] | None = None
-        self.snapshots = SnapshotRounds(self)
+        self.snapshots = self._rounds_of_snapshots()
+
+    def _crashes_of_workers(self) -> WorkerCrashes:
+        return WorkerCrashes(self, liveness.gathered_within_s(self.schedule))
+
+    def _rounds_of_snapshots(self) -> SnapshotRounds:
+        return SnapshotRounds(self)
 
     def play(self) -> None:
         """Play until the run is over. Raises ViolationError."""
@@ -156,12 +162,20 @@ class FaultyWorld(Links):
     def _start_coordinator(self, clock_s: float) -> None:
         """Start the coordinator. clock_s: reading of its monotonic clock."""
         try:
-            found = self.disk.load()
+            state = self._recovered(self.disk, clock_s)
         except EmptyDiskError:
             self._gather()
             return
+        self._go_on(state, clock_s)
+
+    def _recovered(self, disk: Disk, clock_s: float) -> State:
+        """Return the state that a disk's log leads to. Raises EmptyDiskError."""
+        found = disk.load()
         log = [records.from_log(line) for line in found.records]
-        state = recovery.recover(self.config, found.state, log, clock_s)
+        return recovery.recover(self.config, found.state, log, clock_s)
+
+    def _go_on(self, state: State, clock_s: float) -> None:
+        """Let a coordinator go on from a state, with the fragments of its disk."""
         committed = [fragment.version for fragment in state.fragments]
         merging, lost = self.disk.restore(committed)
         self.monitor.recovered(state)

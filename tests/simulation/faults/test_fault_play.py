@@ -16,9 +16,9 @@ def test_what_must_hold_holds() -> None:
     assert report.schedules == len(SEEDS)
     kinds = {fault.kind for seed in range(1000) for fault in draw(seed).faults}
     assert set(report.faults) == kinds
-    assert len(kinds) == len({kind for kind, _ in KINDS}) + 15, (
+    assert len(kinds) == len({kind for kind, _ in KINDS}) + 16, (
         "a full disk, a liar, one that boasts, an operator, deaths and cut lines of "
-        "workers, and nine kinds of a standby are drawn apart"
+        "workers, and ten kinds of a standby are drawn apart"
     )
     assert report.merges > CYCLES * len(SEEDS)
     assert report.crashes >= report.faults["island_crash"]

@@ -30,7 +30,8 @@ class Admission:
                 f"{word.worker}; check placement.worker_addresses, and --index",
             )
         with self._lock:
-            run_id, lead, dial = rendezvous.obeyed(self._workdir)
+            obeyed = rendezvous.obeyed(self._workdir)
+            run_id, lead, _ = obeyed
             path = self._workdir / run_files.WORKERS / "lead.json"
             if run_id and word.run_id != run_id:
                 raise Refused(
@@ -39,12 +40,8 @@ class Admission:
                     f"{run_id}, and the lead's run is {word.run_id}; give another "
                     f"--workdir, or remove that one",
                 )
-            newer = word.lead >= lead
-            if isinstance(word, BeginWorker):
-                newer, dial = word.is_newer(lead, dial), word.dial
-            elif word.lead > lead:
-                dial = 0
-            if not newer:
+            after = obeyed.after(word)
+            if after is None:
                 raise Refused(
                     "lead",
                     f"worker {self._index} obeys lead {lead} of run {run_id}, and this "
@@ -52,7 +49,7 @@ class Admission:
                     f"later; end one of them. If no other one is there, as after a "
                     f"wrong clock or a mandate that was made anew, remove {path}",
                 )
-            rendezvous.obey(self._workdir, word.run_id, word.lead, dial)
+            rendezvous.obey(self._workdir, after)
 
     def require_current(self, begin: BeginWorker) -> None:
         """Raise Refused if another line was admitted since this one."""

@@ -1,0 +1,76 @@
+"""A coordinator whose workers are on other machines: it decides, and holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.holding import ToHolder
+from diloco_jax.protocol.messages import AnchorRequest
+from diloco_jax.protocol.values import DeltaKey, Version
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors
+from diloco_jax.simulation.faults.observing import Incarnation
+from diloco_jax.simulation.faults.seated import SeatedCoordinator
+from diloco_jax.simulation.virtual.merging import VirtualFetch
+
+if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.apart_lead import Leading
+    from diloco_jax.simulation.faults.apart_world import ApartNode, ApartWorld
+
+
+class ApartCoordinator(SeatedCoordinator):
+    """One life of a coordinator. What islands send goes to its workers, which are
+    there while it is stopped, and once it is dead."""
+
+    def __init__(
+        self, world: ApartWorld, node: ApartNode, state: State, clock_offset: float
+    ) -> None:
+        super().__init__(world, node, state, Anchors(()), clock_offset)
+        assert node.leading is not None
+        self._workers: Leading = node.leading
+        self._worker_of = world.worker_of
+
+    def in_turn(self, act: Callable[[], None]) -> None:
+        """Do something after all events that wait for space."""
+        if self._effects:
+            self._later.append(act)
+        else:
+            act()
+
+    def after_decided(self, act: Callable[[], None]) -> None:
+        """Do something once all that was heard by now is decided, and may be seen."""
+        self.in_turn(lambda: self.after_shown(act))
+
+    def has(self, fragment: int) -> bool:
+        """See FaultyCoordinator: here is no fragment."""
+        return False
+
+    def hold(self, message: ToHolder) -> None:
+        """See VirtualCoordinator."""
+        self._workers.hold(message)
+
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """See VirtualCoordinator."""
+        process = self._worker_of(key.fragment).process
+        if process is not None:
+            process.upload(key, encoded)
+
+    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+        """See VirtualCoordinator."""
+        process = self._worker_of(fragment).process
+        if process is None:
+            return None
+        return process.fetch(fragment, self.state.fragments[fragment].version, have)
+
+    def anchor(
+        self,
+        who: Incarnation,
+        asked: AnchorRequest,
+        anchor: Anchor,
+        wanted: Callable[[], bool],
+    ) -> None:
+        """See FaultyCoordinator."""
+        process = self._worker_of(asked.fragment).process
+        if process is not None:
+            process.anchor(who, asked, anchor, wanted)
