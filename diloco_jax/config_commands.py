@@ -23,7 +23,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
-    from diloco_jax.island.environment import fit_threads
+    from diloco_jax.machine import fit_threads
 
     fit_threads()
     from diloco_jax.cluster.options import RunOptions
@@ -115,7 +115,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         config, options.init.removeprefix(DRAWN), trust_code=options.trust_code
     )
     workdir = _workdir(config)
-    from diloco_jax.island.environment import fit_threads
+    from diloco_jax.machine import fit_threads
 
     # Before anything imports jax.
     fit_threads()
