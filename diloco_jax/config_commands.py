@@ -23,7 +23,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
-    from diloco_jax.island.environment import fit_threads
+    from diloco_jax.machine import fit_threads
 
     fit_threads()
     from diloco_jax.cluster.options import RunOptions
@@ -115,7 +115,7 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         config, options.init.removeprefix(DRAWN), trust_code=options.trust_code
     )
     workdir = _workdir(config)
-    from diloco_jax.island.environment import fit_threads
+    from diloco_jax.machine import fit_threads
 
     # Before anything imports jax.
     fit_threads()
@@ -250,6 +250,7 @@ def _config_and_options(
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
     from diloco_jax.config.loading import read_config
+    from diloco_jax.config.named import names
     from diloco_jax.options import ANY_ISLAND, parse_with_config
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
@@ -258,8 +259,10 @@ def _config_and_options(
         parse_with_config(shown, ["--help"], options, prog, launches=launches)
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
-            f"CONFIG comes first: {prog} [options], with the path to a configs/*.py"
-            f"{f'; found {arguments[0]!r}' if arguments else ''}"
+            f"CONFIG comes first: {prog} [options]"
+            f"{f'; found {arguments[0]!r}' if arguments else ''}; give the path to a "
+            f".py file or to a run's config.json, or one of the names "
+            f"{', '.join(names())}"
         )
     path = arguments[0]
     config, parsed = parse_with_config(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 
@@ -30,6 +30,23 @@ def schedulable() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def fit_threads(
+    environment: MutableMapping[str, str] = os.environ, fewest: int = 1
+) -> None:
+    """Limit XLA's thread pool to the cores that this process may use, by NPROC; call
+    before importing jax.
+
+    XLA counts the machine's cores, also inside a container that has only a few of them:
+    then 200 threads would share the time of two cores. fewest: least number of threads.
+    A process of several devices needs more than two cores suggest, or jax 0.10.2
+    deadlocks when steps are dispatched ahead.
+    """
+    given = int(environment.get("NPROC") or 0)
+    threads = max(given or cores(), fewest)
+    if threads != (given or schedulable()):
+        environment["NPROC"] = str(threads)
 
 
 def instructions() -> str:

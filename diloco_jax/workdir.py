@@ -205,7 +205,8 @@ def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]
     ConfigError, naming `what` as the holder, if it is not free within `patience_s`.
     """
     folder = path.is_dir()
-    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT)
+    flags = os.O_RDONLY if folder else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
     try:
         _lock(descriptor, path, what, patience_s)
         if not _is_still(path, descriptor):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -160,6 +161,22 @@ def test_a_missing_file_is_named_with_the_nearest_one(path):
         load_config(path.with_name("tow.py"))
     with pytest.raises(ConfigError, match="neither"):
         load_config(path.rename(path.with_suffix(".txt")))
+
+
+def test_a_config_imports_what_lies_beside_it(path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path.with_name("beside_the_config.py").write_text("TOKENS = 25_600")
+    path.write_text(
+        "import beside_the_config\n"
+        "from diloco_jax.config import *\n"
+        "def config():\n"
+        "  run = RunConfig(total_tokens=beside_the_config.TOKENS)\n"
+        "  return Config(run=run, islands={'a': IslandConfig()})"
+    )
+    for _ in range(2):
+        assert load_config(path).run.total_tokens == 25_600
+    # Last, so that a file here hides no module that is installed.
+    assert sys.path.index(str(path.parent)) == len(sys.path) - 1
 
 
 def test_every_config_of_the_repository_is_valid(pytestconfig):

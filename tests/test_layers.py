@@ -135,6 +135,31 @@ def test_the_check_sees_circles() -> None:
     assert circles(through_a_package) == [["p.c", "p.q"]]
 
 
+def drawn_rooms() -> dict[str, set[str]]:
+    """The rooms that each room imports by the table of architecture.md, without those
+    that may import any."""
+    page = PACKAGE.parent / "docs" / "design" / "architecture.md"
+    rows = re.findall(r"^\| `(\w+)/` \| ([\w, ]*)\| .*\|$", page.read_text(), re.M)
+    return {
+        room: set(re.findall(r"\w+", others))
+        for room, others in rows
+        if others.strip() != "any"
+    }
+
+
+def test_rooms_import_those_that_the_architecture_names() -> None:
+    drawn, sources = drawn_rooms(), package_sources()
+    assert drawn.keys() > {"core", "protocol", "wire", "island", "coordinator"}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    found: dict[str, set[str]] = {room: set() for room in drawn}
+    for name in sources:
+        room = name.partition(".")[2].partition(".")[0]
+        if room in found:
+            others = {module.split(".")[1] for module in imports_among(name, sources)}
+            found[room] |= (others & rooms) - {room}
+    assert found == drawn
+
+
 PEERS = PACKAGE.parent / "benchmarks" / "peers" / "requirements.txt"
 SKY = PACKAGE.parent / ".ci" / "sky"
 

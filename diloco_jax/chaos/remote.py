@@ -172,7 +172,7 @@ class CostWatch:
 
 
 class _View:
-    """What the status says of an island, or of the run for the coordinator."""
+    """The part of the status about an island, or about the run for the coordinator."""
 
     def __init__(self, part: Mapping[str, Any], state: str, life: Any) -> None:
         self.state, self.life = state, life

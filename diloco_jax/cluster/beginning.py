@@ -142,9 +142,10 @@ def _described(workdir: Path, config: Config) -> str:
         there = read_config_json(workdir / run_files.CONFIG).run
     except ConfigError:
         return "another run (its config.json cannot be read)"
-    lines = differences(shared_fields(there), shared_fields(config.run))
+    where = ("in that run", "in this config")
+    lines = differences(shared_fields(there), shared_fields(config.run), where)
     if lines:
-        return f"another run, with {'; '.join(lines)} (here: that folder)"
+        return f"another run, with {'; '.join(lines)}"
     return "this run" if workdirs.holds_run(workdir) else "another run of this config"
 
 

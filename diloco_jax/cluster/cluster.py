@@ -250,6 +250,10 @@ class Cluster:
         for name, process in self.islands.items():
             if process.state in ("restarting", "refused", "failed"):
                 islands[name]["state"] = process.state
+                continue
+            begins = process.state == status.get("phase") == "running"
+            if begins and islands[name]["state"] == "gone":
+                islands[name]["state"] = "starting"  # Its next life says hello soon.
         return {**status, "islands": islands}
 
     def _coordinator_command(self, start: int) -> list[list[str]]:

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from diloco_jax.cluster.restarts import crashes_in_a_row
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
+from diloco_jax.restarts import crashes_in_a_row
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ GUARD = Path(__file__).with_name("guard.py")
 class ManagedProcess:
     """One child or several, restarts included. `poll()` must be called regularly.
 
-    restarts: largest number in a row; see `cluster.restarts`.
+    restarts: largest number in a row; see `diloco_jax.restarts`.
 
     commands: returns the children's command lines for their n-th attempt (from 1,
     within this launcher); called just before each start. Start from the main thread

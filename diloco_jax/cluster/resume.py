@@ -86,13 +86,14 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     config = resolve(dataclasses.replace(config, run=run, placement=placement))
     total = config.run.total_tokens
     more = workdirs.with_more_tokens(written, total)
-    lines = differences(shared_fields(more), shared_fields(config.run))
+    where = ("in the run", "in the config")
+    lines = differences(shared_fields(more), shared_fields(config.run), where)
     if lines:
         raise ConfigError(
             f"run {facts.run_id} in {workdir} goes on with its own settings alone, but "
-            f"the config has others: {'; '.join(lines)} (here: the run's). Islands and "
-            f"placement may differ, and a run that is over may get more total_tokens; "
-            f"for anything else, begin a new run"
+            f"the config has others: {'; '.join(lines)}. Islands and placement may "
+            f"differ, and a run that is over may get more total_tokens; for anything "
+            f"else, begin a new run"
         )
     if more != written:
         _require_over(workdir, written.total_tokens, total)

@@ -39,13 +39,18 @@ def shared_fields(config: Any) -> dict[str, Any]:
     return shared
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """List `field: ours here, theirs there` for every leaf in which two differ."""
+def differences(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    where: tuple[str, str] = ("here", "there"),
+) -> list[str]:
+    """List `field: ours here, theirs there` for every leaf in which two differ. where:
+    the words for the two."""
     found = []
     for name in sorted({*ours, *theirs}):
         a, b = ours.get(name), theirs.get(name)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += [f"{name}.{line}" for line in differences(a, b)]
+            found += [f"{name}.{line}" for line in differences(a, b, where)]
         elif a != b:
-            found.append(f"{name}: {a!r} here, {b!r} there")
+            found.append(f"{name}: {a!r} {where[0]}, {b!r} {where[1]}")
     return found

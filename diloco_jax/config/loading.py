@@ -22,6 +22,7 @@ from diloco_jax import config as configs
 from diloco_jax.config import Config, named, trust
 from diloco_jax.config.fields import types_of
 from diloco_jax.config.validation import require_sections
+from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import write_json
 from diloco_jax.options import NoOptions, parse_with_config
@@ -63,6 +64,7 @@ def read_config(path: str | Path) -> Config:
             f"{str(path)!r} is neither a .py file nor a config.json; give the path to "
             f"a configs/*.py file"
         )
+    find_beside(path)
     try:
         names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:

@@ -282,9 +282,13 @@ class Lead(EngineThread[State, Event]):
     def hear(self, message: FromHolder | AnchorWaits | WorkerAway | WorkerBack) -> None:
         """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case DeltaArrived() | MergePrepared() | AnchorWaits() | AnchorKept():
-                self.post(message)
-            case CycleKept():
+            case (
+                DeltaArrived()
+                | MergePrepared()
+                | AnchorWaits()
+                | AnchorKept()
+                | CycleKept()
+            ):
                 self.post(message)
             case WorkerBack():
                 self.post(message, lambda: self._note_recovered(message))

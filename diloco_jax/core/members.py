@@ -105,6 +105,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def find_beside(path: Path) -> None:
+    """Let a file that is executed import what lies beside it, as Python lets a script;
+    where names are equal, what is installed comes first."""
+    if (folder := str(path.absolute().parent)) not in sys.path:
+        sys.path.append(folder)
+
+
 def _file(place: str) -> Path:
     path = Path(place).expanduser().absolute()
     if not path.is_file():
@@ -135,6 +142,7 @@ def _execute(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look up the module that they are in.
     sys.modules[name] = module
+    find_beside(path)
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -60,8 +60,13 @@ class OfWorkdir:
     def __init__(self, workdir: Path, placement: Placement) -> None:
         """Raise ConfigError if the folder holds no run of this format, and none is
         being started there."""
-        if not (workdir / run_files.CONFIG).exists() or holds_run(workdir):
+        if holds_run(workdir):
             read_facts(workdir)
+        elif not (workdir / run_files.CONFIG).exists():
+            raise ConfigError(
+                f"{workdir} holds no run (there is no {run_files.FACTS}); give the "
+                f"workdir of a run, or HOST:PORT of its coordinator"
+            )
         self._workdir, self._placement = workdir, placement
         self._config: Config = read_config_json(workdir / run_files.CONFIG)
         self._tape = NewLines(workdir / run_files.TAPE)

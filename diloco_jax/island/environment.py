@@ -47,24 +47,7 @@ def prepare_environment(
     flags = environment.get("XLA_FLAGS", "").split()
     flags = [flag for flag in flags if flag.split("=")[0] != HOST_DEVICES]
     environment["XLA_FLAGS"] = " ".join([*flags, f"{HOST_DEVICES}={devices}"])
-    fit_threads(environment, MIN_NPROC if devices > 1 else 1)
-
-
-def fit_threads(
-    environment: MutableMapping[str, str] = os.environ, fewest: int = 1
-) -> None:
-    """Limit XLA's thread pool to the cores that this process may use, by NPROC; call
-    before importing jax.
-
-    XLA counts the machine's cores, also inside a container that has only a few of them:
-    then 200 threads would share the time of two cores. fewest: least number of threads.
-    A process of several devices needs more than two cores suggest, or jax 0.10.2
-    deadlocks when steps are dispatched ahead.
-    """
-    given = int(environment.get("NPROC") or 0)
-    threads = max(given or machine.cores(), fewest)
-    if threads != (given or machine.schedulable()):
-        environment["NPROC"] = str(threads)
+    machine.fit_threads(environment, MIN_NPROC if devices > 1 else 1)
 
 
 def skip_absent_tpu(

@@ -153,7 +153,7 @@ class JoinedIsland:
             refused = ending_of(error) if isinstance(error, Refused) else None
             self._close(refused or Ending(EXIT_FAILED, text))
             if refused is not None:
-                raise IslandEndedError(refused.text) from error
+                raise IslandEndedError(refused.text) from None  # It says the same.
             raise
         self._prepare()
         self._params = self._loop.hand_over()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.config import Config
+from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.faults import Faults
@@ -67,7 +67,15 @@ class JoinedHost(Parts["JoinedLoop"]):
             None,
             plain_axes(shapes) if axes is None else axes,
         )
-        super().__init__(config, name, address, build_plan(config.run, model))
+        try:
+            plan = build_plan(config.run, model)
+        except ConfigError as error:
+            raise ConfigError(
+                f"like, of {len(jax.tree.leaves(shapes))} arrays, cannot be cut as the "
+                f"run cuts its model ({error}); give parameters with the names and "
+                f"shapes of the run's model"
+            ) from error
+        super().__init__(config, name, address, plan)
 
     def build(self, identity: Identity, hosts: Hosts | None) -> None:
         """Build takes and adoptions. Raise ConfigError for a state of another run."""

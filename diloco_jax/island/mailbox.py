@@ -43,7 +43,7 @@ class Mailbox:
         self._traffic = {"bytes_up": 0, "bytes_down": 0, "bytes_join": 0}
         self._traffic_of: dict[int, dict[str, int]] = {}
         self.short: tuple[Short, ...] = ()
-        """What little is left of on this machine."""
+        """Disk or memory, where this machine is short of it."""
         self._short_of: dict[int, tuple[Short, ...]] = {}
 
     # ---- the loop's side --------------------------------------------------------

@@ -102,7 +102,8 @@ def _check(model: Model, run: RunConfig, island: IslandConfig, layout: Layout) -
         if not keys or not all(isinstance(key, str) for key in keys):
             raise ConfigError(
                 f"init makes a leaf at {jax.tree_util.keystr(path) or 'the top'}; "
-                f"parameters are nested dicts with names as keys"
+                f"parameters are nested dicts with names as keys: of flax, "
+                f"nnx.to_pure_dict(state), and a dict in place of each list"
             )
         if leaf.dtype != jnp.float32:
             raise ConfigError(

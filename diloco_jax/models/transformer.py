@@ -97,7 +97,7 @@ def build(
     adapters = lora.tensors(config, tensors["layers"]) if config.lora_rank else {}
     adapters_axes = jax.tree.map(lambda t: t.axes, adapters, is_leaf=_is_tensor)
 
-    def of_layer(weights: Any, names: Any) -> Any:
+    def gathered(weights: Any, names: Any) -> Any:
         """Gather one layer's weights, except along the axes that the layout cuts."""
         return jax.tree.map(lambda w, n: layout.gather(w, n[1:]), weights, names)
 
@@ -124,14 +124,14 @@ def build(
         losses = token_losses(x, table, targets, loss_chunk, layout)
         return weighted_loss(losses, weights)
 
-    def of_kind(weights: Any) -> Params:
+    def whole_layer(weights: Any) -> Params:
         """Gather a layer's weights, with its adapters added if there are any."""
         if not adapters:
-            found: Params = of_layer(weights, axes["layers"])
+            found: Params = gathered(weights, axes["layers"])
             return found
         base, own = weights
-        whole = of_layer(base, axes["layers"])
-        summed: Params = lora.merged(config, whole, of_layer(own, adapters_axes))
+        whole = gathered(base, axes["layers"])
+        summed: Params = lora.merged(config, whole, gathered(own, adapters_axes))
         return summed
 
     def apply_layers(
@@ -148,7 +148,7 @@ def build(
             )
 
         def layer(x: jax.Array, weights: Any, windowed: bool) -> tuple[jax.Array, None]:
-            module = layer_of(config, of_kind(weights))
+            module = layer_of(config, whole_layer(weights))
             x = module(x, turns[windowed], kinds[windowed], layout.constrain)
             return layout.constrain(x, STREAM), None
 

@@ -58,7 +58,8 @@ def _wrong(status: Mapping[str, Any]) -> Iterator[str]:
     for name, island in islands.items():
         state = str(island.get("state", ""))
         loss = island.get("loss", 0.0)
-        if state == "training" and island.get("steps") and not _finite(loss):
+        # The loss of a step is known at the end of the next one.
+        if state == "training" and island.get("steps", 0) > 1 and not _finite(loss):
             state = "without a finite loss"
         by_state.setdefault(state, []).append(name)
     ends = status.get("phase") == "flushing"

@@ -15,6 +15,7 @@ def closing_report(
     """Return the report as lines of plain text. outages: seconds of each outage, by
     island; None for one that did not end."""
     islands: Mapping[str, Mapping[str, Any]] = summary.get("islands", {})
+    width = _width(islands)
     lines = [
         _result(summary),
         f"goodput {summary.get('goodput', 0):.3f}, uptime "
@@ -24,13 +25,14 @@ def closing_report(
         f"{bytes_text(summary.get('bytes_down', 0))} down, "
         f"{bytes_text(summary.get('bytes_join', 0))} for joins",
         "",
-        "tokens      computed      merged        lost   in flight  share of merged",
+        f"{'tokens':<{width}} {'computed':>11} {'merged':>11} {'lost':>11} "
+        f"{'in flight':>11}  {'share of merged':>15}",
     ]
     total = max(1, summary.get("tokens_merged", 0))
     for name, island in [*islands.items(), ("total", summary)]:
         merged = island.get("tokens_merged", 0)
         lines.append(
-            f"{name:<8} {island.get('tokens_computed', 0):>11,} {merged:>11,} "
+            f"{name:<{width}} {island.get('tokens_computed', 0):>11,} {merged:>11,} "
             f"{_lost(island):>11,} {island.get('tokens_in_flight', 0):>11,}"
             f"  {merged / total:>15.1%}"
         )
@@ -114,8 +116,13 @@ def _outage_lines(
         median = islands[name].get("median_step_seconds", 0)
         gap = islands[name].get("max_step_gap_seconds", 0)
         ratio = f" = {gap / median:.1f} medians of {median:.3f} s" if median else ""
-        lines.append(f"  {name:<8} {gap:.3f} s{ratio}")
+        lines.append(f"  {name:<{_width(islands)}} {gap:.3f} s{ratio}")
     return lines
+
+
+def _width(islands: Mapping[str, Any]) -> int:
+    """Return the width of a column of islands' names."""
+    return max([8, *map(len, islands)])
 
 
 def _returns(island: Mapping[str, Any]) -> int:

@@ -85,7 +85,7 @@ class CoordinatorPlan:
     wire_cores: float
     merge_cores: float
     disk_cores: float
-    """Of snapshots, publishes and kept cycles that are written and sealed."""
+    """For snapshots, publishes and kept cycles, which are written and sealed."""
     cores: int
     """Whole cores: `busy_cores`, and one for everything else. With workers: those of
     each worker, and one for the lead."""

@@ -59,13 +59,17 @@ def least_sequence_flops(run: RunConfig) -> float:
     if not run.model.factory:
         return least_flops(run.model, run.sequence_length)
     quarter = run.sequence_length // 4
+    untold = "the FLOPs of model.factory cannot be counted: %s"
     try:
+        if build(run).loss is None:
+            logger.info(untold, "only the train loops that join know its loss")
+            return 0.0
         one, two, four = (
             _products(dataclasses.replace(run, sequence_length=n), IslandConfig())
             for n in (quarter, 2 * quarter, 4 * quarter)
         )
     except Exception as error:  # The model's own.
-        logger.warning("the FLOPs of model.factory cannot be counted: %s", error)
+        logger.warning(untold, error)
         return 0.0
     linear = 8 * (two - one) - 2 * (four - two)
     return max(0.0, min(linear, four)) * run.sequence_length / max(4 * quarter, 1)

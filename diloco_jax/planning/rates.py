@@ -82,8 +82,9 @@ class MachineRates(
         """
         return _or_dearest(self.replay_core_seconds, codec)
 
-    def lines(self) -> list[str]:
-        """Return lines for people: each rate, and where it is from."""
+    def lines(self, rule: str) -> list[str]:
+        """Return lines for people: each rate, and where it is from. rule: the run's,
+        whose rates are told if it has any of its own."""
         merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
         deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
         lines = [
@@ -91,7 +92,7 @@ class MachineRates(
             f"route {self.merge_route}): "
             f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
             f" [{self.merges_from}]",
-            *(rates.line(rule) for rule, rates in self.rules.items()),
+            *([self.rules[rule].line(rule)] if rule in self.rules else []),
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
         ]

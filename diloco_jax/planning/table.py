@@ -40,7 +40,7 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
             for name, n in plan.needs.networks.items()
         ),
         *_coordinator(plan.needs.coordinator, plan.needs.restart_seconds),
-        *plan.rates.lines(),
+        *plan.rates.lines(plan.needs.coordinator.merges.cost.rule),
         *_price(plan.price_per_hour),
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
@@ -51,6 +51,13 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
 def _refuse(refusals: list[Shortfall], console: Console) -> None:
     for refusal in refusals:
         console.print(f"REFUSED: {refusal.text}", highlight=False, soft_wrap=True)
+    if len(refusals) > 1:
+        console.print(
+            "each change was tried alone, and one may mend more: make the first, and "
+            "plan again",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _advise(advice: Sequence[Advice], console: Console) -> None:
@@ -177,7 +184,7 @@ def _run(run: RunPlan) -> str:
             f"{goodput.participation:.1%}",
             f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total",
             *_coordinator(coordinator, run.restart_seconds),
-            *run.rates.lines(),
+            *run.rates.lines(coordinator.merges.cost.rule),
             *_price(run.price_per_hour),
         )
     )

@@ -21,7 +21,7 @@ KEPT_S = 5.0
 
 
 class Revocations:
-    """What the coordinator said of certificates. Any thread may ask."""
+    """The coordinator's answers about certificates. Any thread may ask."""
 
     def __init__(self, ask: Callable[[int], bool]) -> None:
         """ask: asks the coordinator for a serial number; raises WireError."""

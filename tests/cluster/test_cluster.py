@@ -34,6 +34,24 @@ def test_what_the_launcher_knows_goes_before_what_the_coordinator_knew(config, w
     assert cluster.overlay({})["islands"] == {"a": {"state": "restarting"}}
 
 
+@pytest.mark.parametrize(
+    ("phase", "process", "shown"),
+    [
+        ("running", "running", "starting"),
+        ("running", "done", "gone"),
+        ("flushing", "running", "gone"),
+    ],
+)
+def test_an_island_of_a_run_that_goes_on_starts_until_it_says_hello(
+    config, workdir, phase, process, shown
+):
+    cluster = Cluster(config, workdir)
+    cluster.islands["a"] = cluster.coordinator
+    cluster.islands["a"].state = process
+    status = {"phase": phase, "islands": {"a": {"state": "gone", "steps": 3}}}
+    assert cluster.overlay(status)["islands"]["a"] == {"state": shown, "steps": 3}
+
+
 @pytest.mark.parametrize(("measured", "granted"), [(20.0, 40.0), (2.0, 10.0)])
 def test_who_is_to_end_has_two_steps_of_the_slowest_more(
     config, workdir, measured, granted

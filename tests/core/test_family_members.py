@@ -1,6 +1,7 @@
 """Members by name: from the table, from a file, or refused."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def test_a_member_in_a_file_is_found_once_and_passes(tmp_path: Path) -> None:
     Config(run=RunConfig(sync=SyncConfig(merge=name))).validate()
     assert RULES.find(name) is RULES.find(name)
     assert RULES.find(name).needs == "elementwise"
+
+
+def test_a_member_imports_what_lies_beside_its_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_rule.py").write_text("HALF = 0.5")
+    (tmp_path / "own.py").write_text("from beside_the_rule import HALF")
+    assert load(f"{tmp_path / 'own.py'}:HALF") == 0.5
 
 
 @pytest.mark.parametrize(

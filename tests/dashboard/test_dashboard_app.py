@@ -281,7 +281,7 @@ def test_a_coordinator_that_does_not_answer_is_said(monkeypatch, onlook):
 def test_a_target_that_is_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="neither a folder nor HOST:PORT"):
         dashboard_command([str(tmp_path / "none")])
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(ConfigError, match=r"holds no run .*; give the workdir"):
         dashboard_command([str(tmp_path)])
 
 

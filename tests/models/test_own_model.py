@@ -25,6 +25,7 @@ from diloco_jax.planning.report import fragments_of
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 MODEL = """
 import jax, jax.numpy as jnp
+from flax import nnx
 from diloco_jax.models.model import Model
 def init(key): return {"w": jnp.zeros((2, 3))}
 def loss(params, batch):
@@ -47,13 +48,21 @@ def made_by(factory: object, **run: object) -> RunConfig:
     return RunConfig(model=ModelConfig(factory=str(factory)), **run)
 
 
-def test_the_model_of_the_page_learns(path: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("in_flax", [False, True])
+def test_the_models_of_the_page_learn(
+    path: Path, tmp_path: Path, capsys, *, in_flax: bool
+) -> None:
     text = tmp_path / "text"
     text.mkdir()
     for index in range(5):
         (text / f"{index}.txt").write_text("abcdefgh, 01234567. " * 200)
     options = ["--data.paths", str(text), "--data.validation-fraction", "0.3"]
     options += ["--total-tokens", "40000", "--json"]
+    if in_flax:
+        file = r"^```python file=(\S+)\n(.*?)^```$"
+        ((name, block),) = re.findall(file, PAGE, re.MULTILINE | re.DOTALL)
+        (tmp_path / name).write_text(block)
+        options += ["--model.factory", f"{tmp_path / name}:model"]
     assert cli.main(["emulate", str(path), *options]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["eval_loss"] < np.log(256) - 1.5
@@ -117,15 +126,16 @@ def test_products_among_weights_are_none_of_a_sequence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "level"),
     [
-        "lambda run, island, layout: loop_model(init)",
-        "lambda run, island, layout: Model(init, broken, AXES)",
+        ("lambda run, island, layout: loop_model(init)", "INFO"),
+        ("lambda run, island, layout: Model(init, broken, AXES)", "WARNING"),
     ],
 )
 def test_a_program_that_cannot_be_traced_bounds_nothing_and_is_named(
-    tmp_path: Path, caplog, make: str
+    tmp_path: Path, caplog, make: str, level: str
 ) -> None:
+    caplog.set_level("INFO", "diloco_jax")
     factory = tmp_path / "untold.py"
     factory.write_text(
         f"{MODEL}from diloco_jax.models.model import loop_model\n"
@@ -134,7 +144,9 @@ def test_a_program_that_cannot_be_traced_bounds_nothing_and_is_named(
     )
     run = made_by(f"{factory}:make")
     assert least_sequence_flops(run) == 0.0
-    assert "the FLOPs of model.factory cannot be counted: " in caplog.text
+    (said,) = caplog.records
+    assert said.message.startswith("the FLOPs of model.factory cannot be counted: ")
+    assert said.levelname == level
 
 
 def test_products_in_a_loop_count_as_often_as_it_turns(tmp_path: Path) -> None:
@@ -169,6 +181,10 @@ def test_the_island_reaches_the_factory(tmp_path: Path) -> None:
         ("Model(init, loss, {'v': ('embed', 'mlp')})", "axes do not name"),
         ("Model(lambda key: {'w': jnp.zeros(2, int)}, loss, AXES)", "makes w as int32"),
         ("Model(lambda key: [jnp.zeros(2)], loss, AXES)", r"a leaf at \[0\]"),
+        (
+            "Model(lambda k: nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), loss, {})",
+            r"a leaf at .*value; .* of flax, nnx.to_pure_dict\(state\)",
+        ),
         ("Model(lambda key: 1 / 0, loss, AXES)", "its model fails: ZeroDivisionError"),
         (
             "Model(init, lambda p, b: loss(p, b)[0], AXES)",

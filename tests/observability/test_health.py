@@ -20,6 +20,9 @@ def test_a_run_whose_islands_train_is_healthy():
     assert health_of(status()) == {"state": "healthy", "why": []}
     starting = {"state": "compiling", "steps": 0, "loss": None}
     assert health_of(status(c=starting))["state"] == "healthy"
+    # The loss of the first step is read after the second one is launched.
+    first = {"state": "training", "steps": 1, "loss": None}
+    assert health_of(status(c=first))["state"] == "healthy"
 
 
 @pytest.mark.parametrize(

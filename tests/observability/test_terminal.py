@@ -177,6 +177,16 @@ def test_report_tells_result_tokens_and_what_the_kill_cost_whom():
     assert "v6e      0.700 s = 1.4 medians of 0.500 s" in report
 
 
+@pytest.mark.parametrize("name", ["v6e", "europe-west4-v5p-128"])
+def test_columns_of_the_report_stand_under_their_heads(name):
+    islands = {name: tokens(600, 600, 0), "b": tokens(400, 300, 100)}
+    lines = closing_report({**SUMMARY, "islands": islands}, {}).splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("tokens "))
+    table = lines[head : head + len(islands) + 2]
+    assert [line.split()[0] for line in table] == ["tokens", name, "b", "total"]
+    assert len({len(line) for line in table}) == 1
+
+
 def test_report_names_an_island_that_did_not_return():
     report = closing_report(SUMMARY, {"v5p": [7.25, None]})
     assert "v5p went away 2 times (for 7.2 s, to the end)" in report

@@ -323,7 +323,18 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
 def test_what_arithmetic_refuses_ends_with_2(capsys):
     path = str(CONFIGS / "four_regions.py")
     assert cli.main(["plan", path, "--arithmetic", "--link-gbit-per-s", "0.5"]) == 2
-    assert "REFUSED: islands." in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "REFUSED: islands." in shown
+    assert "make the first" not in shown
+
+
+def test_of_several_refusals_the_first_is_mended_first(capsys):
+    path = str(CONFIGS / "four_regions.py")
+    small = ("--launch.coordinator-disk-gb", "100")
+    assert cli.main(["plan", path, "--arithmetic", *small]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("REFUSED: ") > 1
+    assert "make the first, and plan again" in shown
 
 
 def test_a_missing_price_is_named(capsys):

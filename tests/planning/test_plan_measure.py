@@ -261,4 +261,7 @@ def test_a_file_reads_as_it_was_written(tmp_path):
     rates = msgspec.structs.replace(CONSTANTS, disk=disk, disk_from="there")
     write_rates(rates, path := str(tmp_path / "machine.json"))
     assert read_rates(path) == rates
-    assert any("0.15 GB/s written, 0.3 GB/s read [there]" in x for x in rates.lines())
+    lines = "\n".join(rates.lines("rda"))
+    assert "0.15 GB/s written, 0.3 GB/s read [there]" in lines
+    assert "trimmed_mean" not in lines
+    assert "rule trimmed_mean, core seconds" in "\n".join(rates.lines("trimmed_mean"))

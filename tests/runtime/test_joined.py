@@ -306,6 +306,10 @@ def test_what_does_not_fit_is_named(alone, tmp_path, monkeypatch):
             ({"every": 0}, "every = 0"),
             ({"like": {"w": jnp.zeros(3, jnp.bfloat16)}, "axes": None}, "bfloat16"),
             ({"like": jnp.zeros(3), "axes": None}, "leaf at the top"),
+            (
+                {"like": {"w": jnp.zeros(3)}, "axes": None},
+                "like, of 1 arrays, cannot be cut as the run cuts its model",
+            ),
         ):
             with pytest.raises(ConfigError, match=shown):
                 joined(alone, service, **changes)

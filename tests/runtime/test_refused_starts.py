@@ -249,7 +249,7 @@ def test_init_does_not_begin_twice_a_run_that_nobody_joined(config, tmp_path):
             ["--workdir", "FOLDER/used"],
             [
                 "FOLDER/used holds another run, with ",
-                "seed: 7 here",
+                "seed: 7 in that run, ",
                 "another --workdir",
             ],
         ),

@@ -199,7 +199,7 @@ def test_other_settings_are_refused_with_both_values(resumed, capsys):
     before = (resumed.workdir / "config.json").read_bytes()
     seed = resumed.config.run.seed
     shown = refused(capsys, "--resume", resumed.workdir, "--seed", seed + 1)
-    assert f"seed: {seed} here, {seed + 1} there" in shown
+    assert f"seed: {seed} in the run, {seed + 1} in the config" in shown
     assert "begin a new run" in shown
     assert (resumed.workdir / "config.json").read_bytes() == before
 

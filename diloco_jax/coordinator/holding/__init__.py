@@ -1,1 +1,1 @@
-"""What holds fragments: their deltas, arrays, merges and files. It knows no lead."""
+"""Fragments where they are held: deltas, arrays, merges and files. It knows no lead."""

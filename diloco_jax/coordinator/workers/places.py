@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from diloco_jax.config import Config
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor
-from diloco_jax.island.environment import fit_threads
+from diloco_jax.machine import fit_threads
 from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import BeginWorker
 from diloco_jax.wire import addresses

@@ -86,7 +86,7 @@ class Supervised:
         self._lines = threading.Lock()
         self._line: WorkerLine | None = None
         self._missed: dict[str, Forget] = {}
-        """What the worker has to forget of each island, once it is back."""
+        """The order that the worker missed of each island, for when it is back."""
         self._ending = threading.Event()
         self._telling: threading.Thread | None = None
         """Tells a worker on another machine that the run is over."""

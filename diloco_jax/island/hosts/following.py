@@ -94,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     traffic: dict[str, int]
     """Bytes that this host counted since it started."""
     short: tuple[Short, ...] = ()
-    """What little is left of on its machine."""
+    """Disk or memory, where its machine is short of it."""
 
 
 class LeadDecisions:

@@ -41,7 +41,7 @@ class Lanes:
         self._sizes = sizes
         self._stall_s = math.inf if standby is None else mandate_s
         self._serving = self._dialled = 0
-        """Which of the servers bulk goes to, and which one the next hello goes to."""
+        """Numbers of the server to which bulk goes, and of that for the next hello."""
         self._welcomed = False
         """True on a host with a control stream, which knows who serves."""
         self._lock = threading.Lock()

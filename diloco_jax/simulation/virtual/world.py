@@ -66,7 +66,7 @@ class World:
         self._line_speed = line_speed or LineSpeed()
         self._make_body = make_body
         self._log: list[Durable] = []
-        """What the coordinator comes back from; empty if it has no outages."""
+        """Records from which the coordinator comes back; empty if it has no outages."""
         self._merges = 0
 
     def start(self, spec: IslandSpec) -> VirtualIsland:

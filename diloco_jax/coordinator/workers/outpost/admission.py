@@ -1,4 +1,4 @@
-"""Which lead an outpost obeys: the newest of one run, across restarts of either."""
+"""The lead that an outpost obeys: the newest of one run, across restarts of either."""
 
 from __future__ import annotations
 

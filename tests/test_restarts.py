@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax.cluster.restarts import STEADY_S, crashes_in_a_row
+from diloco_jax.restarts import STEADY_S, crashes_in_a_row
 
 
 @pytest.mark.parametrize(
