@@ -1,9 +1,10 @@
 """The config of a run, as frozen values.
 
 All islands must agree on the `RunConfig`, which has one fingerprint. Each island
-announces its `IslandConfig` at join. `Placement` says where processes run and which
-faults to inject; it concerns only this machine. A `configs/*.py` file defines a
-function `config()` that returns a `Config`.
+announces its `IslandConfig` at join. `Placement` says where processes run, how long
+they wait and which faults to inject; it is in no fingerprint, and a run may go on with
+another one. A `configs/*.py` file defines a function `config()` that returns a
+`Config`.
 
 Bounds and help stand on the field (`fields.setting`), rules between fields in
 `validation`, and choices for open fields in `presets`.
