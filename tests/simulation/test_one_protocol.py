@@ -218,7 +218,7 @@ class Service:
     def arrived(self, key: Any, encoded: Any) -> None:
         raise AssertionError("nothing was asked for")
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         if have is not None:
             self.fetched.append(fragment)
         return VirtualFetch(self.versions[fragment], 0, None)

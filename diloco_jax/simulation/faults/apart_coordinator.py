@@ -56,12 +56,13 @@ class ApartCoordinator(SeatedCoordinator):
         if process is not None:
             process.upload(key, encoded)
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
-        """See VirtualCoordinator."""
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
+        """See VirtualCoordinator. A lead that was succeeded, and has not heard so, may
+        know less than the island."""
         process = self._worker_of(fragment).process
-        if process is None:
-            return None
-        return process.fetch(fragment, self.state.fragments[fragment].version, have)
+        return None if process is None else process.fetch(fragment, want, have)
 
     def anchor(
         self,

@@ -98,7 +98,7 @@ class VirtualGatherer:
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Ignore a delta."""
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch:
+    def fetch(self, fragment: int, want: Version, have: Version | None) -> VirtualFetch:
         """Raise AssertionError: there is nothing to fetch."""
         raise AssertionError(f"fragment {fragment} is fetched from one without state")
 

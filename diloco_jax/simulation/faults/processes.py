@@ -188,7 +188,9 @@ class FaultyCoordinator(VirtualCoordinator):
         self.monitor.arrived(key)
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
         """See VirtualCoordinator; None also for what is lost, or not committed yet."""
         here = self.anchors.anchors[fragment].version
         if (
@@ -196,7 +198,7 @@ class FaultyCoordinator(VirtualCoordinator):
             or here < self.state.fragments[fragment].version
         ):
             return None
-        return super().fetch(fragment, have)
+        return super().fetch(fragment, want, have)
 
     def lose(self, fragments: Iterable[int]) -> None:
         """See VirtualCoordinator."""

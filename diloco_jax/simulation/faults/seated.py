@@ -190,11 +190,13 @@ class SeatedCoordinator(FaultyCoordinator):
         """See FaultyCoordinator."""
         self.node.act(super().go_on)
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
         """See VirtualCoordinator; None also while it is stopped, or dead."""
         if self.node.paused or self.dead:
             return None
-        return super().fetch(fragment, have)
+        return super().fetch(fragment, want, have)
 
     def _prepare(self, merge: Merge, prepared: Prepared) -> None:
         if self.node.paused:

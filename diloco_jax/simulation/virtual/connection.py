@@ -40,8 +40,11 @@ class VirtualService(Protocol):
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """Take in a delta, all of whose bytes have arrived."""
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
-        """Return the newest version of a fragment; None if its worker is away."""
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
+        """Return the newest version of a fragment; None if its worker is away. want: of
+        which the island has heard."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -134,7 +134,9 @@ class VirtualCoordinator(Engine[State, Event]):
         self._deltas[key] = delta
         self.hear(DeltaArrived(**key._asdict(), refusal=refusal, norm=norm))
 
-    def fetch(self, fragment: int, have: Version | None) -> VirtualFetch | None:
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
         """Return the newest version of a fragment; None if its worker is away."""
         if fragment in self.dead_fragments:
             return None

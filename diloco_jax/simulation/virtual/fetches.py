@@ -80,7 +80,7 @@ class VirtualFetches:
             return
         away = set[int]()
         while (fetch := fetching.next(away)) is not None:
-            fetched = service.fetch(fetch.fragment, fetch.have)
+            fetched = service.fetch(fetch.fragment, fetch.want, fetch.have)
             if fetched is None:
                 fetching.failed(fetch.fragment)
                 away.add(fetch.fragment)

@@ -143,6 +143,18 @@ def test_a_disk_that_is_lost_before_any_island_has_its_fragments_comes_back() ->
     assert played(lost).terms == {1}
 
 
+def test_no_fetch_gets_less_than_the_island_has_heard_of() -> None:
+    """Its lead may have been succeeded, and know less."""
+    world = played()
+    assert world.coordinator is not None
+    fragment = world.workers[0].fragments[0]
+    newest = world.coordinator.state.fragments[fragment].version
+    fetched = world.coordinator.fetch(fragment, newest, None)
+    assert fetched is not None
+    assert fetched.version == newest
+    assert world.coordinator.fetch(fragment, newest.next(), newest) is None
+
+
 SUCCEEDED = (
     WorkerCut(at_s=AT_S, worker=0, to="primary", for_s=5 * LEASE_S),
     MandateAway(at_s=AT_S + 3.2 * LEASE_S, to="primary", for_s=3 * LEASE_S),
