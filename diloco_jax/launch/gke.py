@@ -1,10 +1,10 @@
 """Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
-coordinator is a Job with a disk and a Service in one of them. So is each worker with
-`launch.workers_apart`.
+coordinator is a Job with a disk and a Service in one of them. So is its standby with
+`launch.standby_zone`, and each worker with `launch.workers_apart`.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.
-So does the coordinator's pool.
+So do the pools of the coordinator and its standby.
 """
 
 from __future__ import annotations
@@ -12,33 +12,27 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from diloco_jax.launch import manifests
+from diloco_jax.launch import gke_looks, manifests
 from diloco_jax.launch.certificates import digest, files_of
-from diloco_jax.launch.order import (
-    CERTIFICATES,
-    COORDINATOR,
-    LOG_LINES,
-    PERMIT,
-    PORT,
-    WORKDIR,
-    Order,
-    worker_host,
-)
+from diloco_jax.launch.kubectl import apply, delete, find, kubectl
+from diloco_jax.launch.nodes import PlacedNode
+from diloco_jax.launch.order import COORDINATOR, PERMIT, Order, worker_host
 from diloco_jax.launch.placing import GkeCluster, PlacedIsland
 from diloco_jax.launch.pods import ISLAND, PART, config_name
 from diloco_jax.launch.resources import (
     SHARED,
     Command,
     Deployment,
-    Owned,
     Resource,
     labels,
 )
 from diloco_jax.launch.text import yaml_text
+from diloco_jax.wire import principal
 
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`, and of a worker's."""
 ISLAND_OBJECTS = "jobset,networkpolicy,serviceaccount"
+MANDATE_OBJECTS = "lease,rolebinding,role"
 
 
 def deployment(
@@ -46,69 +40,69 @@ def deployment(
 ) -> Deployment:
     """Return all that `diloco launch --on gke` makes and runs; see
     `tpu_vm.deployment`."""
-    name, settings = order.coordinator, order.settings
-    service = hosts(order)[0]
-    outside = f"{settings.coordinator_address or service}:{PORT}"
     files = {
         "config.yaml": yaml_text(manifests.config_map(order)),
-        "disk.yaml": yaml_text(manifests.disk(order, name, COORDINATOR)),
-        "coordinator.yaml": yaml_text(*manifests.coordinator(order, outside, now_unix)),
         "begin.yaml": yaml_text(manifests.permit(order)),
-        "reader.yaml": yaml_text(manifests.reader(order)),
     }
-    clusters = dict.fromkeys((order.cluster, *(i.cluster for i in order.islands)))
-    shared = settings.namespace != "default"
-    where = {COORDINATOR: order.cluster, **{i.name: i.cluster for i in order.islands}}
+    nodes, islands = order.nodes, order.islands
+    clusters = dict.fromkeys(
+        [*(n.cluster for n in nodes), *(i.cluster for i in islands)]
+    )
+    shared = order.settings.namespace != "default"
+    where = {node.stem: node.cluster for node in nodes}
+    where |= {principal.island(i.name).stem: i.cluster for i in islands}
     made = [
-        _coordinator_pool(order),
-        *(pool for island in order.islands for pool in _island_pools(order, island)),
+        *(_node_pool(order, node) for node in nodes),
+        *(pool for island in islands for pool in _island_pools(order, island)),
         *(_namespace(order, cluster) for cluster in clusters if shared),
         *(
-            _secret(order, where[order.owner_of(stem)], stem, certificates)
+            _secret(order, where.get(stem, order.cluster), stem, certificates)
             for stem in order.secrets
         ),
         *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
-        _disk(order, name, f"{folder}/disk.yaml"),
-        _permit(order, f"{folder}/begin.yaml"),
-        _job(order, name, f"{folder}/coordinator.yaml", ("Complete",)),
     ]
+    if order.lease:
+        files["mandate.yaml"] = yaml_text(*manifests.mandate(order))
+        made.append(_mandate(order, f"{folder}/mandate.yaml"))
+    for node in nodes:
+        name, file, disk = node.resource, f"{node.stem}.yaml", f"{node.files}disk.yaml"
+        files[disk] = yaml_text(manifests.disk(order, name, node.stem))
+        files[file] = yaml_text(*manifests.coordinator(order, node, now_unix))
+        files[f"{node.files}reader.yaml"] = yaml_text(manifests.reader(order, node))
+        made.append(_disk(order, node.cluster, name, f"{folder}/{disk}"))
+        if not node.follows:
+            made.append(_permit(order, f"{folder}/begin.yaml"))
+        made.append(_job(order, node.cluster, name, f"{folder}/{file}", ("Complete",)))
     for number, worker in enumerate(order.workers):
         part, file = manifests.part_of_worker(number), f"{worker}.yaml"
         files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(order, worker, part))
         files[file] = yaml_text(*manifests.worker(order, number, now_unix))
-        made.append(_disk(order, worker, f"{folder}/{worker}-disk.yaml"))
-        made.append(_job(order, worker, f"{folder}/{file}"))
-    for island in order.islands:
+        disk = f"{folder}/{worker}-disk.yaml"
+        made.append(_disk(order, order.cluster, worker, disk))
+        made.append(_job(order, order.cluster, worker, f"{folder}/{file}"))
+    for island in islands:
         file = f"{island.resource}.yaml"
-        near = island.cluster == order.cluster
-        address = f"{service}:{PORT}" if near else outside
-        files[file] = yaml_text(*manifests.island(order, island, address, now_unix))
+        files[file] = yaml_text(*manifests.island(order, island, now_unix))
         made.append(_jobset(order, island, f"{folder}/{file}"))
     login = ("gcloud", "container", "clusters", "get-credentials")
-    inside = ("exec", f"job/{name}", "--container=diloco")
-    ask = ("diloco", "status", outside, "--json", "--certificates", CERTIFICATES)
     return Deployment(
         files=files,
         prepare=tuple(Command((*login, c.name, *_cluster(c))) for c in clusters),
         resources=tuple(made),
         start=(),
         stop=(),
-        logs=_logs(order),
-        status=_kubectl(order, order.cluster, *inside, "--", *ask),
-        results=_results(order, folder),
+        logs=gke_looks.logs(order),
+        statuses=gke_looks.statuses(order),
+        results=gke_looks.results(order, folder),
     )
 
 
 def hosts(order: Order) -> tuple[str, ...]:
-    """Return the names by which islands reach the coordinator and its workers, for
-    their certificates."""
-    name, address = order.coordinator, order.settings.coordinator_address
+    """Return the names by which islands reach the coordinator, its standby and its
+    workers, for their certificates."""
+    nodes = [(node.inside, node.resource, node.outside) for node in order.nodes]
     workers = (worker_host(worker, order.settings) for worker in order.workers)
-    return (
-        *(f"{name}.{order.settings.namespace}.svc", name),
-        *([address] if address else []),
-        *workers,
-    )
+    return (*(name for names in nodes for name in names if name), *workers)
 
 
 # ---- machines ---------------------------------------------------------------------
@@ -147,18 +141,20 @@ def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
     ]
 
 
-def _coordinator_pool(order: Order) -> Resource:
+def _node_pool(order: Order, node: PlacedNode) -> Resource:
     settings = order.settings
+    workers = 0 if node.follows else len(order.workers)
     return _pool(
         order,
-        order.cluster,
-        order.coordinator,
+        node.cluster,
+        node.resource,
         COORDINATOR,
-        settings.coordinator_zone,
+        node.zone,
         f"--machine-type={settings.coordinator_machine}",
-        f"--max-nodes={1 + len(order.workers)}",
+        f"--max-nodes={1 + workers}",
         f"--node-taints={PART}={COORDINATOR}:NoSchedule",
         account=settings.coordinator_account or settings.service_account,
+        part=node.stem,
     )
 
 
@@ -171,7 +167,9 @@ def _pool(
     *options: str,
     account: str,
     remedy: str = "",
+    part: str = "",
 ) -> Resource:
+    """part: of the run, in labels, if it is another one than the owner."""
     pools = ("gcloud", "container", "node-pools")
     where = (f"--cluster={cluster.name}", *_cluster(cluster))
     return Resource(
@@ -183,7 +181,7 @@ def _pool(
                 *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
                 # Machines are bought when pods ask for them, and given back after them.
                 *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
-                f"--labels={labels(order, owner)}",
+                f"--labels={labels(order, part or owner)}",
                 *([f"--service-account={account}"] if account else []),
                 *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
             ),
@@ -213,40 +211,59 @@ def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
     return Resource(
         what=f"JobSet {name} ({island.slice.topology})",
         owner=island.name,
-        find=_kubectl(order, cluster, *get),
-        create=_kubectl(order, cluster, "apply", "-f", file),
-        delete=_delete(order, cluster, ISLAND_OBJECTS, name),
+        find=kubectl(order, cluster, *get),
+        create=apply(order, cluster, file),
+        delete=delete(order, cluster, ISLAND_OBJECTS, name),
         dead=("Failed",),
         runs=True,
     )
 
 
-def _job(order: Order, name: str, file: str, ended: tuple[str, ...] = ()) -> Resource:
-    """Return the coordinator, or a worker. ended: states that say that the run is
-    over."""
-    cluster = order.cluster
+def _job(
+    order: Order,
+    cluster: GkeCluster,
+    name: str,
+    file: str,
+    ended: tuple[str, ...] = (),
+) -> Resource:
+    """Return the coordinator, its standby, or a worker. ended: states that say that the
+    run is over."""
     state = 'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
     get = ("get", "job", name, "--ignore-not-found", "-o", state)
     return Resource(
         what=f"{OBJECTS} {name}",
         owner=COORDINATOR,
-        find=_kubectl(order, cluster, *get),
-        create=_kubectl(order, cluster, "apply", "-f", file),
-        delete=_delete(order, cluster, OBJECTS, name),
+        find=kubectl(order, cluster, *get),
+        create=apply(order, cluster, file),
+        delete=delete(order, cluster, OBJECTS, name),
         dead=("Failed",),
         ended=ended,
         runs=True,
     )
 
 
-def _disk(order: Order, name: str, file: str) -> Resource:
-    kind, cluster = "persistentvolumeclaim", order.cluster
+def _disk(order: Order, cluster: GkeCluster, name: str, file: str) -> Resource:
+    kind = "persistentvolumeclaim"
     return Resource(
         what=f"{kind} {name}",
         owner=COORDINATOR,
-        find=_find(order, cluster, kind, name),
-        create=_kubectl(order, cluster, "apply", "-f", file),
-        delete=_delete(order, cluster, kind, name),
+        find=find(order, cluster, kind, name),
+        create=apply(order, cluster, file),
+        delete=delete(order, cluster, kind, name),
+        keeps=True,
+    )
+
+
+def _mandate(order: Order, file: str) -> Resource:
+    """Return the role of those who write the Lease of the mandate, and the Lease, which
+    the first of them makes. It belongs to the run: it says whose disk counts."""
+    name, cluster = order.lease, order.cluster
+    return Resource(
+        what=f"{MANDATE_OBJECTS} {name}",
+        owner=COORDINATOR,
+        find=find(order, cluster, "rolebinding", name),
+        create=apply(order, cluster, file),
+        delete=delete(order, cluster, MANDATE_OBJECTS, name),
         keeps=True,
     )
 
@@ -259,27 +276,27 @@ def _permit(order: Order, file: str) -> Resource:
     return Resource(
         what=f"job {name}",
         owner=COORDINATOR,
-        find=_find(order, cluster, "job", name),
-        create=_kubectl(order, cluster, "apply", "-f", file),
-        delete=_delete(order, cluster, "job", name),
+        find=find(order, cluster, "job", name),
+        create=apply(order, cluster, file),
+        delete=delete(order, cluster, "job", name),
         keeps=True,
         content=PERMIT,
         # Its machine has to come, and the image.
-        grant=(_kubectl(order, cluster, *waits, deadline_s=1900),),
+        grant=(kubectl(order, cluster, *waits, deadline_s=1900),),
     )
 
 
 def _config_map(order: Order, cluster: GkeCluster, file: str) -> Resource:
     name = config_name(order)
-    apply = _kubectl(order, cluster, "apply", "-f", file)
+    made = apply(order, cluster, file)
     return Resource(
         what=f"configmap {name}{_elsewhere(order, cluster)}",
         owner=SHARED,
-        find=_find(order, cluster, "configmap", name),
-        create=apply,
-        delete=_delete(order, cluster, "configmap", name),
+        find=find(order, cluster, "configmap", name),
+        create=made,
+        delete=delete(order, cluster, "configmap", name),
         content=hashlib.sha256(order.config_json.encode()).hexdigest(),
-        update=(apply,),
+        update=(made,),
     )
 
 
@@ -288,19 +305,19 @@ def _secret(
 ) -> Resource:
     name = order.secrets[stem]
     files = files_of(Path(certificates), stem)
-    create = _kubectl(
+    create = kubectl(
         *(order, cluster, "create", "secret", "generic", name),
         *(f"--from-file={certificates}/{file}" for file in files),
     )
-    delete = _delete(order, cluster, "secret", name)
+    deleted = delete(order, cluster, "secret", name)
     return Resource(
         what=f"secret {name}",
         owner=order.owner_of(stem),
-        find=_find(order, cluster, "secret", name),
+        find=find(order, cluster, "secret", name),
         create=create,
-        delete=delete,
+        delete=deleted,
         content=digest(Path(certificates), stem),
-        update=(delete, create),
+        update=(deleted, create),
     )
 
 
@@ -309,71 +326,11 @@ def _namespace(order: Order, cluster: GkeCluster) -> Resource:
     return Resource(
         what=f"namespace {name}{_elsewhere(order, cluster)}",
         owner=SHARED,
-        find=_find(order, cluster, "namespace", name),
-        create=_kubectl(order, cluster, "create", "namespace", name),
+        find=find(order, cluster, "namespace", name),
+        create=kubectl(order, cluster, "create", "namespace", name),
         delete=None,
     )
 
 
 def _elsewhere(order: Order, cluster: GkeCluster) -> str:
     return "" if cluster == order.cluster else f" in {cluster.context}"
-
-
-def _logs(order: Order) -> tuple[Owned, ...]:
-    lines = f"--tail={LOG_LINES}"
-    own = ("--container=diloco", lines)
-    return (
-        *(
-            Owned(
-                COORDINATOR,
-                _kubectl(order, order.cluster, "logs", f"job/{name}", *own),
-            )
-            for name in (order.coordinator, *order.workers)
-        ),
-        *(
-            Owned(
-                island.name,
-                _kubectl(
-                    order,
-                    island.cluster,
-                    "logs",
-                    f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}",
-                    *("--container=diloco", "--prefix", lines),
-                    f"--max-log-requests={island.slice.hosts}",
-                ),
-            )
-            for island in order.islands
-        ),
-    )
-
-
-def _results(order: Order, folder: str) -> tuple[Command, ...]:
-    """Return the commands that copy the run's folder, from a pod beside its disk."""
-    name, cluster = manifests.reader_name(order), order.cluster
-    ready = ("--for=condition=Ready", "--timeout=900s")
-    copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / "results"))
-    return (
-        _kubectl(order, cluster, "apply", "-f", f"{folder}/reader.yaml"),
-        _kubectl(order, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
-        _kubectl(order, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
-        _delete(order, cluster, "pod", name),
-    )
-
-
-def _find(order: Order, cluster: GkeCluster, kind: str, name: str) -> Command:
-    get = ("get", kind, name, "--ignore-not-found", "-o", "name")
-    return _kubectl(order, cluster, *get)
-
-
-def _delete(order: Order, cluster: GkeCluster, kinds: str, name: str) -> Command:
-    delete = ("delete", kinds, name, "--ignore-not-found")
-    return _kubectl(order, cluster, *delete, deadline_s=300)
-
-
-def _kubectl(
-    order: Order, cluster: GkeCluster, *arguments: str, deadline_s: float = 120.0
-) -> Command:
-    where = (f"--context={cluster.context}", f"--namespace={order.settings.namespace}")
-    # After "--" comes a command in the pod.
-    own = arguments.index("--") if "--" in arguments else len(arguments)
-    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), deadline_s)

@@ -10,7 +10,8 @@ import ipaddress
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.launch.order import COORDINATOR, MAX_RESTARTS, PERMIT, PORT, Order
+from diloco_jax.launch.nodes import PlacedNode
+from diloco_jax.launch.order import MAX_RESTARTS, PERMIT, PORT, Order
 from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.launch.pods import (
     POOL,
@@ -34,9 +35,7 @@ PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
 """Addresses of nodes and pods of other clusters."""
 
 
-def island(
-    order: Order, island: PlacedIsland, address: str, now_unix: int
-) -> list[Manifest]:
+def island(order: Order, island: PlacedIsland, now_unix: int) -> list[Manifest]:
     """Return the island's account, the policy that closes its ports to all others, and
     its JobSet."""
     name = island.resource
@@ -47,11 +46,11 @@ def island(
     return [
         _account(order, name, island.name, order.settings.service_account),
         _policy(order, name, island.name, own),
-        jobset(order, island, address, now_unix),
+        jobset(order, island, now_unix),
     ]
 
 
-def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> Manifest:
+def jobset(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
     """Return the island's JobSet: as many pods as the slice has hosts, all or none.
 
     now_unix: first incarnation of this JobSet, above those of any JobSet before it.
@@ -65,7 +64,7 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
         "podFailurePolicy": {"rules": rules},
         "template": {
             "metadata": {"labels": _labels(order, island.name)},
-            "spec": island_pod(order, island, address, now_unix),
+            "spec": island_pod(order, island, now_unix),
         },
     }
     metadata = _metadata(order, island.resource, island.name)
@@ -106,18 +105,50 @@ def jobset(order: Order, island: PlacedIsland, address: str, now_unix: int) -> M
     }
 
 
-def coordinator(order: Order, address: str, now_unix: int) -> list[Manifest]:
-    """Return account, service, policy, disruption budget and Job of the coordinator.
+def coordinator(order: Order, node: PlacedNode, now_unix: int) -> list[Manifest]:
+    """Return account, service, policy, disruption budget and Job of the coordinator, or
+    of its standby.
 
     now_unix: the last hour counts from then.
     """
-    name = order.coordinator
+    name, part = node.resource, node.stem
     return [
-        _account(order, name, COORDINATOR, _coordinators_account(order)),
-        _service(order),
-        _policy(order, name, COORDINATOR, [_islands_may(order, order.ports)]),
-        _budget(order, name, COORDINATOR),
-        _job(order, name, COORDINATOR, coordinator_pod(order, address, now_unix)),
+        _account(order, name, part, _coordinators_account(order)),
+        _service(order, node),
+        _policy(order, name, part, [_islands_may(order, order.ports)]),
+        _budget(order, name, part),
+        _job(order, name, part, coordinator_pod(order, node, now_unix)),
+    ]
+
+
+def mandate(order: Order) -> list[Manifest]:
+    """Return the role of those who may write the Lease of the mandate, and the binding
+    that lets the accounts of both nodes. The first coordinator makes the Lease."""
+    name, group = order.lease, "rbac.authorization.k8s.io"
+    metadata = _metadata(order, name, "mandate")
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    space = order.settings.namespace
+    return [
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "Role",
+            "metadata": metadata,
+            "rules": [
+                {**leases, "verbs": ["get", "update"], "resourceNames": [name]},
+                # No name can be given for what is not there yet.
+                {**leases, "verbs": ["create"]},
+            ],
+        },
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": metadata,
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+            "subjects": [
+                {"kind": "ServiceAccount", "name": node.resource, "namespace": space}
+                for node in order.nodes
+            ],
+        },
     ]
 
 
@@ -125,8 +156,11 @@ def worker(order: Order, number: int, now_unix: int) -> list[Manifest]:
     """Return account, service, policy and Job of a worker on a machine of its own."""
     name, part = order.workers[number], part_of_worker(number)
     control, bulk = PORT, PORT + 1
-    lead: Manifest = {"podSelector": {"matchLabels": _labels(order, COORDINATOR)}}
-    may_lead = {"from": [lead], "ports": [{"protocol": "TCP", "port": control}]}
+    leads: list[Manifest] = [
+        {"podSelector": {"matchLabels": _labels(order, node.stem)}}
+        for node in order.nodes
+    ]
+    may_lead = {"from": leads, "ports": [{"protocol": "TCP", "port": control}]}
     metadata = _metadata(order, name, part)
     return [
         _account(order, name, part, _coordinators_account(order)),
@@ -170,23 +204,23 @@ def permit(order: Order) -> Manifest:
     }
 
 
-def reader(order: Order) -> Manifest:
-    """Return the pod from which results are copied."""
+def reader(order: Order, node: PlacedNode) -> Manifest:
+    """Return the pod from which results are copied off a node's disk."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": _metadata(order, reader_name(order), "reader"),
-        "spec": reader_pod(order),
+        "metadata": _metadata(order, reader_name(order, node), "reader"),
+        "spec": reader_pod(order, node),
     }
 
 
-def reader_name(order: Order) -> str:
+def reader_name(order: Order, node: PlacedNode) -> str:
     """Return the name of that pod."""
-    return f"{order.name}-reader"
+    return f"{node.resource if node.follows else order.name}-reader"
 
 
 def disk(order: Order, name: str, part: str) -> Manifest:
-    """Return the disk on which the coordinator, or a worker, keeps its part of the run.
+    """Return the disk on which a coordinator, or a worker, keeps its part of the run.
     It is an object of its own, which outlives the Job."""
     size = f"{order.settings.coordinator_disk_gb}Gi"
     return {
@@ -211,7 +245,7 @@ def config_map(order: Order) -> Manifest:
 
 
 def _job(order: Order, name: str, part: str, pod: Manifest) -> Manifest:
-    """Return the Job of the coordinator, or of a worker, which has a disk."""
+    """Return the Job of a coordinator, or of a worker, which has a disk."""
     annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     return {
         "apiVersion": "batch/v1",
@@ -253,15 +287,15 @@ def _coordinators_account(order: Order) -> str:
     return order.settings.coordinator_account or order.settings.service_account
 
 
-def _service(order: Order) -> Manifest:
-    """Return the coordinator's service: in its cluster, or behind an internal load
+def _service(order: Order, node: PlacedNode) -> Manifest:
+    """Return the service of a coordinator: in its cluster, or behind an internal load
     balancer if it is to be reached from elsewhere."""
-    name, address = order.coordinator, order.settings.coordinator_address
+    address = node.outside
     workers = range(len(order.ports) - 2)
     names = ("control", "bulk", *(f"worker-{worker}" for worker in workers))
-    metadata = _metadata(order, name, COORDINATOR)
+    metadata = _metadata(order, node.resource, node.stem)
     spec: Manifest = {
-        "selector": _labels(order, COORDINATOR),
+        "selector": _labels(order, node.stem),
         "ports": [
             {"name": name, "port": port}
             for name, port in zip(names, order.ports, strict=True)
@@ -293,7 +327,7 @@ def _islands_may(order: Order, to: tuple[int, ...]) -> Manifest:
     peers: list[Manifest] = [
         {"podSelector": {"matchLabels": {"diloco-run": order.name}}}
     ]
-    if order.settings.coordinator_address:
+    if any(node.outside for node in order.nodes):
         peers += [{"ipBlock": {"cidr": block}} for block in PRIVATE]
     ports = [{"protocol": "TCP", "port": port} for port in to]
     return {"from": peers, "ports": ports}

@@ -19,10 +19,19 @@ from diloco_jax.config import (
     Placement,
     own_code,
 )
+from diloco_jax.coordinator.mandates.kubernetes import KUBERNETES
+from diloco_jax.launch.nodes import (
+    PlacedNode,
+    check_reached,
+    lease_name,
+    mandate_of,
+    place_nodes,
+)
 from diloco_jax.launch.placing import (
     Backend,
     GkeCluster,
     PlacedIsland,
+    check_clusters,
     check_zones,
     cluster_of,
     place,
@@ -67,10 +76,12 @@ class Order:
     name: str
     settings: LaunchConfig
     islands: tuple[PlacedIsland, ...]
-    cluster: GkeCluster
-    """The coordinator's; only for GKE."""
+    nodes: tuple[PlacedNode, ...]
+    """The coordinator, then its standby if the launch makes one."""
     config_json: str
     """The config as the machines read it."""
+    mandate: str = ""
+    """What says which node leads, see `Placement.mandate`."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
     ports: tuple[int, ...] = (PORT, PORT + 1)
@@ -85,7 +96,8 @@ class Order:
         """Names of the secrets with certificates, by the stem of the files in them."""
         islands = {principal.island(i.name).stem: i.resource for i in self.islands}
         workers = {principal.worker(n).stem: w for n, w in enumerate(self.workers)}
-        owners = {COORDINATOR: self.coordinator, **islands, **workers}
+        nodes = {node.stem: node.resource for node in self.nodes}
+        owners = {**nodes, **islands, **workers}
         return {stem: f"{resource}-certificates" for stem, resource in owners.items()}
 
     def owner_of(self, stem: str) -> str:
@@ -94,9 +106,21 @@ class Order:
         return names.get(stem, COORDINATOR)
 
     @property
+    def cluster(self) -> GkeCluster:
+        """The coordinator's cluster; only for GKE."""
+        return self.nodes[0].cluster
+
+    @property
+    def lease(self) -> str:
+        """Name of the Lease that the launch makes for the mandate; empty if it makes
+        none."""
+        is_ours = len(self.nodes) > 1 and self.mandate.startswith(KUBERNETES)
+        return lease_name(self.name) if is_ours else ""
+
+    @property
     def coordinator(self) -> str:
         """Name of everything that is made for the coordinator."""
-        return f"{self.name}-{COORDINATOR}"
+        return self.nodes[0].resource
 
     @property
     def permit(self) -> str:
@@ -125,15 +149,17 @@ class Order:
         return ("--init", self.source) if self.source else ("--init",)
 
     def island_arguments(
-        self, island: PlacedIsland, address: str, notice_s: float
+        self, island: PlacedIsland, address: str, notice_s: float, standby: str = ""
     ) -> tuple[str, ...]:
         """Return the arguments of `diloco` on the island's hosts, less the incarnation.
 
-        notice_s: seconds from SIGTERM until the goodbye must be said.
+        notice_s: seconds from SIGTERM until the goodbye must be said. standby: address
+        of the coordinator's standby.
         """
         return (
             *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", island.name),
-            *("--coordinator", address, "--workdir", WORKDIR),
+            *("--coordinator", address, *(("--standby", standby) if standby else ())),
+            *("--workdir", WORKDIR),
             *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
         )
 
@@ -212,23 +238,27 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             "launch.name is empty, and config.json names no run; set launch.name"
         )
     islands = tuple(place(name, config, island, on) for island in config.islands)
+    nodes = place_nodes(config, name, on, source)
     if on == "gke":
         check_zones(settings, islands)
-        _check_address(settings, islands)
+        check_clusters(settings, islands)
+        check_reached(nodes, islands)
     workers = _workers(config, name, on, islands)
     resources = [pool for island in islands for pool in island.pools]
-    resources += [resource_name(name, COORDINATOR), *workers]
+    resources += [*(node.resource for node in nodes), *workers]
     for resource in resources:
         if resources.count(resource) > 1:
             raise ConfigError(
                 f"two parts of the run would be called {resource!r}; rename an island"
             )
-    hosts = _host_config(config, islands, workers)
+    mandate = mandate_of(config, nodes, resource_name(name, ""))
+    hosts = _host_config(config, islands, workers, mandate)
     return Order(
         name=resource_name(name, ""),
         settings=settings,
         islands=islands,
-        cluster=cluster_of(settings),
+        nodes=nodes,
+        mandate=mandate,
         config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
         source=source,
         ports=tuple(range(PORT, PORT + hosts.placement.ports)),
@@ -299,23 +329,6 @@ def _needed(on: Backend) -> tuple[str, ...]:
     return needed.get(on, ())
 
 
-def _check_address(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
-    for name in settings.clusters:
-        if name not in [island.name for island in islands]:
-            raise ConfigError(
-                f"launch.clusters names {name!r}, but the islands are "
-                f"{', '.join(island.name for island in islands)}"
-            )
-    away = [i.name for i in islands if i.cluster != cluster_of(settings)]
-    if away and not settings.coordinator_address:
-        raise ConfigError(
-            f"launch.coordinator_address is empty, and {', '.join(away)} run in other "
-            f"clusters than the coordinator; reserve an internal address in its subnet "
-            f"(`gcloud compute addresses create`) and write it there, or a host name "
-            f"that leads to it"
-        )
-
-
 def _copied(config: Config) -> DataConfig:
     """Return the data's config with the paths that the machines have.
 
@@ -335,10 +348,13 @@ def _copied(config: Config) -> DataConfig:
 
 
 def _host_config(
-    config: Config, placed: tuple[PlacedIsland, ...], workers: tuple[str, ...]
+    config: Config,
+    placed: tuple[PlacedIsland, ...],
+    workers: tuple[str, ...],
+    mandate: str,
 ) -> Config:
-    """Return the config for the machines, with the number of hosts of each slice, and
-    where workers are.
+    """Return the config for the machines, with the number of hosts of each slice, where
+    workers are, and what says which node leads.
 
     It leaves out the settings of this machine; the machines' command lines give their
     own.
@@ -354,6 +370,7 @@ def _host_config(
         advertise=here.advertise,
         certificates=here.certificates,
         insecure=here.insecure,
+        mandate=mandate,
         worker_addresses=tuple(
             f"{worker_host(worker, launch)}:{PORT}" for worker in workers
         ),

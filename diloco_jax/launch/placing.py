@@ -133,15 +133,33 @@ def cluster_of(settings: LaunchConfig, island: str = "") -> GkeCluster:
     Raises ConfigError naming field, value and remedy.
     """
     written = settings.clusters.get(island, "")
+    return read_cluster(settings, f"launch.clusters.{island}", written)
+
+
+def read_cluster(settings: LaunchConfig, field: str, written: str) -> GkeCluster:
+    """Return the cluster that a field names; if it is empty, the coordinator's.
+
+    Raises ConfigError naming field, value and remedy.
+    """
     parts = written.split("/") if written else [settings.location, settings.cluster]
     if len(parts) == 2:
         parts.insert(0, settings.project)
     if len(parts) != 3 or (written and not all(parts)):
         raise ConfigError(
-            f"launch.clusters.{island} = {written!r}; write 'LOCATION/CLUSTER' or "
+            f"{field} = {written!r}; write 'LOCATION/CLUSTER' or "
             f"'PROJECT/LOCATION/CLUSTER', such as 'us-central1/tpus'"
         )
     return GkeCluster(*parts)
+
+
+def check_clusters(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
+    """Raise ConfigError for a cluster of an island that the run does not have."""
+    for name in settings.clusters:
+        if name not in [island.name for island in islands]:
+            raise ConfigError(
+                f"launch.clusters names {name!r}, but the islands are "
+                f"{', '.join(island.name for island in islands)}"
+            )
 
 
 def check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
@@ -149,6 +167,10 @@ def check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> No
     cluster may have nodes in all zones of its region, like a regional one."""
     home = cluster_of(settings)
     fields = [("launch.coordinator_zone", settings.coordinator_zone, home, "", "")]
+    if zone := settings.standby_zone:
+        there = settings.standby_cluster
+        cluster = read_cluster(settings, "launch.standby_cluster", there)
+        fields.append(("launch.standby_zone", zone, cluster, "", ""))
     for island in islands:
         generation, region = island.slice.generation, region_of(island.cluster.location)
         known = [zone for zone in generation.zones if region_of(zone) == region]
@@ -165,6 +187,10 @@ def check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> No
                 other = f"name a cluster there: launch.clusters.{name}"
             if name in settings.clusters:
                 where = f"launch.clusters.{name} = {settings.clusters[name]!r}"
+            if field == "launch.standby_zone":
+                other = "name a cluster there: launch.standby_cluster"
+                if settings.standby_cluster:
+                    where = f"launch.standby_cluster = {settings.standby_cluster!r}"
             raise ConfigError(
                 f"{field} = {zone!r} is outside {where}, and all nodes of a GKE "
                 f"cluster are in its region; choose a zone of {region}{offers}, or "

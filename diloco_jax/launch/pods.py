@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.launch.fleet import MACHINES
+from diloco_jax.launch.nodes import PlacedNode
 from diloco_jax.launch.order import (
     CERTIFICATES,
     CONFIG_FOLDER,
@@ -33,30 +35,82 @@ STOP_S = 60
 """Seconds of notice for the coordinator, which writes a snapshot and the summary."""
 TPU_PORTS = (8471, 8482, 8431)
 """Ports of libtpu, JAX and the runtime metrics."""
+BEGINS_S = 1800
+"""Seconds for which a standby on a new disk waits for the coordinator's first answer.
+Until the run has begun there is nothing to follow."""
 REQUESTED = 0.8
 """Share of a machine that its one pod asks for. The rest is the node's own."""
 PART, ISLAND = "diloco-part", "diloco-island"
 """Taint of the coordinator's pool; label of an island's pools."""
 POOL = "cloud.google.com/gke-nodepool"
-_PERMIT = f"{WORKDIR}/{PERMIT}"
+_PERMIT, _NODE = f"{WORKDIR}/{PERMIT}", f"{WORKDIR}/{run_files.NODE}"
 
 
-def coordinator_pod(order: Order, address: str, now_unix: int) -> Manifest:
-    """Return the coordinator's pod. now_unix: its last hour counts from then."""
+def coordinator_pod(order: Order, node: PlacedNode, now_unix: int) -> Manifest:
+    """Return the pod of the coordinator, or of its standby. now_unix: its last hour
+    counts from then."""
+    address = f"{node.host}:{PORT}"
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
-    init = shlex.join(order.init_arguments())
     start = ended_at(f'{command} "$@"', order.end_unix(now_unix), STOP_S)
-    script = f"""\
+    others = [other for other in order.nodes if other != node]
+    leads = [f"{other.host_for(node.cluster)}:{PORT}" for other in others]
+    if node.follows:
+        (lead,) = leads
+        script = (
+            f"set -- --standby-of {lead}\n{_until_over(_after_begin(lead) + start)}"
+        )
+    else:
+        init = shlex.join(order.init_arguments())
+        script = f"""\
+{"" if order.mandate else _ALONE}\
 if [ -d {WORKDIR}/log ]; then rm -f {_PERMIT}; fi
+{"".join(map(_unless_it_began, leads))}\
 if [ -e {_PERMIT} ]; then set -- {init}; fi
-{_until_over(start)}"""
-    return _serving_pod(order, order.coordinator, COORDINATOR, script, order.ports)
+{_until_over(start, _FOLLOWS_NEXT if leads else "")}"""
+    return _serving_pod(order, node, node.resource, node.stem, script, order.ports)
 
 
-def _until_over(start: str) -> str:
+def _unless_it_began(standby: str) -> str:
+    """Return shell lines by which a coordinator follows its standby at HOST:PORT: it
+    leads at once from its own log if the mandate still names it. A run that has had no
+    mandate yet has nobody to follow."""
+    return f"""\
+if [ ! -d {WORKDIR}/log ] || [ -e {_NODE} ]; then set -- --standby-of {standby}; fi
+"""
+
+
+_ALONE = f"""\
+if [ -e {_NODE} ]; then
+  echo "launch.standby_zone is empty, and this run has had a standby, which may have"
+  echo "led last: set it again. If this coordinator led last, remove {_NODE}"
+  exit 2
+fi
+"""
+"""Lines that keep a coordinator from going on from a log that may be the older one."""
+_FOLLOWS_NEXT = f"""\
+# Another node leads the run that is here: the next start follows it.
+if [ "$code" = 3 ] && [ "$1" != --standby-of ] && [ -d {WORKDIR}/log ]; then code=1; fi
+"""
+
+
+def _after_begin(lead: str) -> str:
+    """Return shell lines that wait until the coordinator at HOST:PORT has answered
+    once; not on a disk on which a standby has been."""
+    return f"""\
+lead={lead} until=$(($(date +%s) + {BEGINS_S}))
+while [ ! -e {_NODE} ] && [ "$(date +%s)" -lt $until ]; do
+  if timeout 5 bash -c "exec 3<>/dev/tcp/${{lead%:*}}/${{lead##*:}}" 2>/dev/null; then
+    break
+  fi
+  sleep 5
+done
+"""
+
+
+def _until_over(start: str, last: str = "") -> str:
     """Return shell lines that run these and end as they do, but with 1 instead of 0 if
     the pod was asked to end, as where its node is drained: the Job would count as
-    complete, which says that the run is over."""
+    complete, which says that the run is over. last: lines that may change the code."""
     return f"""\
 serve() {{
 {start}}}
@@ -75,7 +129,7 @@ if [ "$asked" ]; then
   wait "$child" || code=$?
   if [ "$code" = 0 ]; then code=1; fi
 fi
-exit "$code"
+{last}exit "$code"
 """
 
 
@@ -86,7 +140,7 @@ def permit_pod(order: Order) -> Manifest:
     return {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
-        **_on_coordinators_node(order),
+        **_on_node_of(order.nodes[0]),
         "containers": [
             {
                 "name": "diloco",
@@ -104,23 +158,30 @@ def worker_pod(order: Order, worker: int, now_unix: int) -> Manifest:
     command = shlex.join(["diloco", *order.worker_arguments(worker)])
     script = _until_over(ended_at(command, order.end_unix(now_unix), STOP_S))
     stem = principal.worker(worker).stem
-    return _serving_pod(order, order.workers[worker], stem, script, (PORT, PORT + 1))
+    name, ports = order.workers[worker], (PORT, PORT + 1)
+    return _serving_pod(order, order.nodes[0], name, stem, script, ports)
 
 
 def _serving_pod(
-    order: Order, name: str, stem: str, script: str, ports: tuple[int, ...]
+    order: Order,
+    node: PlacedNode,
+    name: str,
+    stem: str,
+    script: str,
+    ports: tuple[int, ...],
 ) -> Manifest:
-    """Return a pod with a disk and a machine for itself. name: of all that is made for
-    it. stem: of its certificates."""
+    """Return a pod with a disk and a machine for itself, in the node's pool. name: of
+    all that is made for it. stem: of its certificates."""
+    leads = stem == node.stem
     volumes = [*_volumes(order, stem), _disk(name)]
     machine = machine_of(order.settings.coordinator_machine)
     size = _requests(machine.cores, machine.memory / GIB)
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": STOP_S,
-        **_identity(name),
-        **_on_coordinators_node(order),
-        **(_copies_data(order) if stem == COORDINATOR else {}),
+        **_identity(name, writes_lease=leads and bool(order.lease)),
+        **_on_node_of(node),
+        **(_copies_data(order) if leads else {}),
         "containers": [
             {
                 "name": "diloco",
@@ -141,15 +202,15 @@ def _serving_pod(
     }
 
 
-def reader_pod(order: Order) -> Manifest:
-    """Return a pod from which the run's folder can be copied, beside the coordinator or
+def reader_pod(order: Order, node: PlacedNode) -> Manifest:
+    """Return a pod from which a node's workdir can be copied, beside the coordinator or
     after it."""
-    volumes = [_disk(order.coordinator)]
+    volumes = [_disk(node.resource)]
     return {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": 24 * 3600,
         "automountServiceAccountToken": False,
-        **_on_coordinators_node(order),
+        **_on_node_of(node),
         "containers": [
             {
                 "name": "diloco",
@@ -162,12 +223,12 @@ def reader_pod(order: Order) -> Manifest:
     }
 
 
-def island_pod(
-    order: Order, island: PlacedIsland, address: str, now_unix: int
-) -> Manifest:
+def island_pod(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
     """Return the pod that runs on every host of the island's slice."""
     notice_s = NOTICE_S[island.purchase]
-    arguments = order.island_arguments(island, address, float(notice_s - GOODBYE_S))
+    dials = [f"{node.host_for(island.cluster)}:{PORT}" for node in order.nodes]
+    goodbye_after_s = float(notice_s - GOODBYE_S)
+    arguments = order.island_arguments(island, dials[0], goodbye_after_s, *dials[1:])
     command = shlex.join(["diloco", *arguments])
     # The shell adds the numbers and is replaced: signals reach `diloco` itself.
     script = ended_at(
@@ -235,18 +296,18 @@ def config_name(order: Order) -> str:
     return f"{order.name}-config"
 
 
-def _identity(name: str) -> Manifest:
+def _identity(name: str, *, writes_lease: bool = False) -> Manifest:
     """name: of the pod's service account."""
     return {
         "serviceAccountName": name,
-        # `diloco` asks nothing of the cluster.
-        "automountServiceAccountToken": False,
+        # `diloco` asks nothing of the cluster but the Lease that says who leads.
+        "automountServiceAccountToken": writes_lease,
     }
 
 
-def _on_coordinators_node(order: Order) -> Manifest:
+def _on_node_of(node: PlacedNode) -> Manifest:
     return {
-        "nodeSelector": {POOL: order.coordinator},
+        "nodeSelector": {POOL: node.resource},
         "tolerations": [{"key": PART, "operator": "Equal", "value": COORDINATOR}],
     }
 

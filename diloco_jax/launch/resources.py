@@ -98,7 +98,8 @@ class Deployment:
     start: tuple[Owned, ...]
     stop: tuple[Owned, ...]
     logs: tuple[Owned, ...]
-    status: Command
-    """Command that prints what `diloco status --json` does, beside the coordinator."""
+    statuses: tuple[Command, ...]
+    """Commands that print what `diloco status --json` does, beside each coordinator;
+    the one that leads answers."""
     results: tuple[Command, ...]
     """Commands that copy the run's folder to `results` beside the launch's folder."""

@@ -72,7 +72,7 @@ def deployment(
             Owned(owner, Command(("sky", "jobs", "logs", "--name", n, "--no-follow")))
             for owner, n in names.items()
         ),
-        status=Command(status),
+        statuses=(Command(status),),
         results=(),
     )
 

@@ -95,10 +95,9 @@ class Submitter:
         """Return what `diloco status --json` prints on the coordinator's machine; empty
         in a dry run."""
         self.prepare()
-        self._show(shlex.join(self.deployment.status.arguments))
-        if self.dry_run:
-            return {}
-        return _status_of(call(self.deployment.status))
+        for command in self.deployment.statuses:
+            self._show(shlex.join(command.arguments))
+        return {} if self.dry_run else self._ask()
 
     def results(self) -> None:
         """Copy the run's folder to this machine."""
@@ -114,18 +113,32 @@ class Submitter:
 
     def phase(self) -> str:
         """Return the phase of the run, as its coordinator says."""
-        return str(_status_of(call(self.deployment.status))["phase"])
+        return str(self._ask()["phase"])
+
+    def _ask(self) -> dict[str, Any]:
+        """Return the status that the coordinator which leads prints. Raises
+        CommandError, with what each has said, if none does."""
+        errors = []
+        for command in self.deployment.statuses:
+            try:
+                return _status_of(call(command))
+            except CommandError as error:
+                errors.append(str(error))
+        raise CommandError("\n".join(errors))
 
     def has_ended(self) -> bool:
-        """Tell whether what is left of the coordinator says that the run is over.
+        """Tell whether what is left of the coordinators says that the run is over: one
+        has said so, and none goes on.
 
-        Raises CommandError if it is gone and has said nothing of that kind.
+        Raises CommandError if they are gone and have said nothing of that kind.
         """
+        ended, goes_on, lost = False, False, []
         for resource in self.deployment.resources:
             if not resource.ended:
                 continue
             state = word = self._state(resource)
             if not state and self._record.is_due(resource.what):
+                goes_on = True
                 continue  # A last word would be that of one before it.
             if not state and resource.last_word is not None:
                 result = attempt(resource.last_word)
@@ -133,15 +146,23 @@ class Submitter:
                     raise failure(resource.last_word, result)
                 word = result.output.strip() if not result.code else ""
             if not set(word.split()).isdisjoint(resource.ended):
-                return True
-            if not state or set(state.split()) & set(resource.dead):
-                raise CommandError(
+                ended = True
+            elif not state or set(state.split()) & set(resource.dead):
+                lost.append(
                     f"{resource.what} is {state or 'not there'}, and its last word is "
-                    f"{word or 'none'!r}: the run is not over, nobody leads it, and "
-                    f"all the rest is paid for. Its log says why it ended; `--action "
-                    f"create` makes it anew, `--action delete` ends the launch"
+                    f"{word or 'none'!r}"
                 )
-        return False
+            else:
+                goes_on = True
+        if lost and goes_on:
+            self._show(f"# {'; '.join(lost)}: the run has one coordinator less")
+        if lost and not (goes_on or ended):
+            raise CommandError(
+                f"{'; '.join(lost)}: the run is not over, nobody leads it, and all the "
+                f"rest is paid for. Its log says why it ended; `--action create` makes "
+                f"it anew, `--action delete` ends the launch"
+            )
+        return ended and not goes_on
 
     def reviving(self) -> list[Resource]:
         """Return what is to be made anew once it is taken away."""

@@ -82,7 +82,7 @@ def deployment(
         logs=_everywhere(
             order, f"sudo journalctl --unit diloco --lines {LOG_LINES} --no-pager"
         ),
-        status=_everywhere(order, ask + CERTIFICATES)[0].command,
+        statuses=(_everywhere(order, ask + CERTIFICATES)[0].command,),
         results=(
             gcloud(
                 order,

@@ -14,7 +14,7 @@ from diloco_jax.errors import ConfigError
 from diloco_jax.launch.fleet import GENERATIONS
 from diloco_jax.launch.placing import slice_of
 
-COORDINATOR = "coordinator"
+COORDINATOR, STANDBY = "coordinator", "standby"
 
 
 def parse_prices(text: str) -> dict[str, float]:
@@ -49,10 +49,10 @@ def require_prices(config: Config, prices: Mapping[str, float]) -> None:
 
 
 def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, float]:
-    """Return the hourly price of the chips by generation, and of the coordinator's
-    machines.
+    """Return the hourly price of the chips by generation, of the coordinator's
+    machines, and of its standby's if there is one.
 
-    prices: per chip by generation, and per machine for "coordinator".
+    prices: per chip by generation, and per machine and its disk for "coordinator".
     """
     parts: dict[str, float] = {}
     for name, island in config.islands.items():
@@ -60,9 +60,12 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
         generation = found.generation.name
         chips = found.chips * prices[generation]
         parts[generation] = parts.get(generation, 0.0) + chips
-    # Each worker apart has a machine like the coordinator's.
+    # Each worker apart has a machine like the coordinator's, and so has a standby.
     machines = 1 + config.launch.workers_apart * config.placement.workers
-    return parts | {COORDINATOR: machines * prices[COORDINATOR]}
+    parts[COORDINATOR] = machines * prices[COORDINATOR]
+    if config.launch.standby_zone:
+        parts[STANDBY] = prices[COORDINATOR]
+    return parts
 
 
 def sentence(per_hour: Mapping[str, float]) -> str:

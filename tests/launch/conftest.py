@@ -20,6 +20,7 @@ from diloco_jax.config import Config, IslandConfig, LaunchConfig
 from diloco_jax.launch.command import LaunchOptions, run
 
 HERE = Path(__file__).parent
+WAIT_S = 120.0
 
 
 class Cloud:
@@ -97,7 +98,7 @@ class Cloud:
     def set_object(self, key: str, **fields: Any) -> None:
         """The same for an object."""
         objects = self.objects
-        objects[key].update(fields)
+        objects.setdefault(key, {}).update(fields)
         (self._folder / "objects.json").write_text(json.dumps(objects))
 
     def complete(self) -> None:
@@ -207,3 +208,29 @@ def act(config: Config, monkeypatch: pytest.MonkeyPatch):
         return code
 
     return act
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a container's script with a `diloco` that tells what it is told."""
+    started = []
+
+    def start(script, body):
+        tool = tmp_path / "diloco"
+        tool.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        tool.chmod(0o755)
+        script = script.replace("/var/lib/diloco", str(tmp_path))
+        process = subprocess.Popen(
+            ["/bin/bash", "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RESTART_ATTEMPT": "3"},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(WAIT_S)
+        process.stdout.close()

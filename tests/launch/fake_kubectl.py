@@ -30,7 +30,7 @@ FLAGS = {
 KINDS = {
     *("configmap", "secret", "namespace", "service", "job", "jobset", "pod"),
     *("persistentvolumeclaim", "poddisruptionbudget", "networkpolicy"),
-    "serviceaccount",
+    *("serviceaccount", "role", "rolebinding", "lease"),
 }
 
 
@@ -142,6 +142,8 @@ def act_on(
         if verb == "exec":
             if ended(objects[name]):
                 return fail("cannot exec into a container in a completed pod")
+            if primary := objects[name].get("follows"):
+                return fail(f"this is standby two of {primary}; ask the primary")
             print(json.dumps({"phase": objects[name].get("phase", "running")}))
     elif verb == "cp":
         pod = names[0].partition(":")[0]

@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import re
 import signal
-import subprocess
 import time
 
 import pytest
@@ -108,32 +107,6 @@ def test_no_key_is_in_any_file(config):
 # ---- what pods run ---------------------------------------------------------------
 
 
-@pytest.fixture
-def shell(tmp_path):
-    """Runs a container's script with a `diloco` that tells what it is told."""
-    started = []
-
-    def start(script, body):
-        tool = tmp_path / "diloco"
-        tool.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        tool.chmod(0o755)
-        script = script.replace("/var/lib/diloco", str(tmp_path))
-        process = subprocess.Popen(
-            ["/bin/bash", "-c", script],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RESTART_ATTEMPT": "3"},
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(WAIT_S)
-        process.stdout.close()
-
-
 def test_an_island_counts_its_attempts_from_the_launch(config, shell):
     script = container_script(job_and_pod(jobset(config))[2])
     island = shell(script, 'echo "$@"; exit 3')
@@ -204,7 +177,7 @@ def test_islands_reach_every_port_of_a_coordinator(config, workers, ports):
     order = make_order(
         dataclasses.replace(config, placement=placement), "two.py", "gke"
     )
-    _, service, policy, _, pods = manifests.coordinator(order, "address", NOW)
+    _, service, policy, _, pods = manifests.coordinator(order, order.nodes[0], NOW)
     (rule,) = policy["spec"]["ingress"]
     assert [p["port"] for p in rule["ports"]] == list(ports.values())
     assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == ports
