@@ -17,6 +17,15 @@ Prediction: what arithmetic gives for data-parallel, and 7 % more for the header
 TCP; 0.99 of no limit for the decoupled run, also at 2 Gbit/s and 1 s, where its
 exchange takes about half of the link.
 
+Seen: three rings at steps of 6 s took 0.165 to 0.296 more than their formulas, beside
+other work on the machine (load 11). Rings alone, the day after on an AMD EPYC (load 2;
+`rings_alone` of the raw numbers): 0.106 and 0.135 for two islands at 5 Gbit/s and 6 s,
+0.089 and 0.113 for four, 0.106 for two at 2 Gbit/s, and 0.255 for four. It is TCP's: a
+link that holds 50 ms drops what a window has too much, so that 7 % of the segments and
+more go twice, and where a window has few segments a timeout comes, of 0.2 s and more
+each: 85 of them in the last case, 0 to 26 in the others. Links that hold 0.5 s (tried
+for two islands) lost nothing and took 0.24 more: acknowledgements wait as long.
+
 Command: `python -m benchmarks.wan`, as root. Cost: about 35 minutes on two cores.
 """
 
