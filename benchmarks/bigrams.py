@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.models.model import (
     Batch,
+    Metrics,
     Model,
     Params,
     split_batch,
@@ -28,7 +29,7 @@ def model(run: RunConfig, island: IslandConfig, layout: object) -> Model:
     def init(key: jax.Array) -> Params:
         return {name: jnp.zeros((BYTES, BYTES // PARTS)) for name in names}
 
-    def loss(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, object]]:
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         inputs, targets, weights = split_batch(batch)
         table = jnp.concatenate([params[name] for name in names], axis=1)
         logits = jax.nn.log_softmax(table[inputs])

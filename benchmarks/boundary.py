@@ -187,7 +187,7 @@ def train(address: str, steps: int) -> dict[str, float]:
 
     def stepped(params: Any) -> Any:
         params, loss = step(params)
-        jax.block_until_ready(params)
+        jax.block_until_ready(params)  # type: ignore[no-untyped-call]
         time.sleep(STEP_S)
         return params, loss
 
@@ -201,7 +201,8 @@ def train(address: str, steps: int) -> dict[str, float]:
         began = time.thread_time(), time.perf_counter()
         params, _ = stepped(params)
         alone.append(since(began))
-    both, boundaries = [], []
+    both: list[tuple[float, float]] = []
+    boundaries: list[tuple[float, float]] = []
     with diloco_jax.join(
         address, name=NAME, like=params, tokens_per_step=8, incarnation=1
     ) as island:
@@ -212,7 +213,8 @@ def train(address: str, steps: int) -> dict[str, float]:
             setattr(exchange, what, counted(getattr(exchange, what), done, what))
         while not island.over:
             if island.step == WARM_STEPS:
-                both.clear(), boundaries.clear()
+                both.clear()
+                boundaries.clear()
                 done.update(dict.fromkeys(done, (0, 0.0)))
             whole = time.thread_time(), time.perf_counter()
             params, loss = stepped(params)
@@ -276,7 +278,7 @@ def computed_s(exchange: Any, params: Any) -> float:
             began = time.thread_time()
             results = [program(*one) for one in given]
             spent[real].append(time.thread_time() - began)
-            jax.block_until_ready(results)
+            jax.block_until_ready(results)  # type: ignore[no-untyped-call]
     return statistics.median(spent[True]) - statistics.median(spent[False])
 
 

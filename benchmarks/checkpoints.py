@@ -78,7 +78,9 @@ def main() -> int:
     )
 
 
-def measure(name: str, steps: int, step_seconds: float, every_s: float) -> dict:
+def measure(
+    name: str, steps: int, step_seconds: float, every_s: float
+) -> dict[str, Any]:
     """Measure one run; without checkpoints if `every_s` is 0."""
     island = IslandConfig(batch_size=BATCH, step_seconds=step_seconds)
     config = Config(

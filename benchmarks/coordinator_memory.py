@@ -73,7 +73,7 @@ def main() -> int:
     base, _ = measure("baseline", SMALL, options.cycles)
     lives, parameters = measure("87 M parameters", LARGE, options.cycles)
     f32 = 4 * parameters
-    results = [
+    results: list[dict[str, Any]] = [
         {
             "life": what,
             "start": (life.start - before.start) / f32,

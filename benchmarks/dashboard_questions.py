@@ -225,22 +225,26 @@ def of_tokens(truth: Truth) -> Iterator[Question]:
     """Yield what is asked of the tokens that each island lost: told in its row of the
     islands, and failure by failure."""
     for name, lost in sorted(truth.tokens_lost.items()):
-        yield Question(
-            kind="tokens lost, in all",
-            text=f"How many tokens did {name} lose?",
-            of_page=lambda page, name=name: page.tokens_lost(name),
-            answer=lost,
-            agree=_about,
-        )
-        yield Question(
-            kind="tokens lost, by row",
-            text=f"How many tokens did the failures of {name} cost together?",
-            of_page=lambda page, name=name: sum(
-                row.tokens_lost() for row in page.failures if row.who == name
-            ),
-            answer=lost,
-            agree=_about,
-        )
+        yield from _of_tokens_of(name, lost)
+
+
+def _of_tokens_of(name: str, lost: int) -> Iterator[Question]:
+    yield Question(
+        kind="tokens lost, in all",
+        text=f"How many tokens did {name} lose?",
+        of_page=lambda page: page.tokens_lost(name),
+        answer=lost,
+        agree=_about,
+    )
+    yield Question(
+        kind="tokens lost, by row",
+        text=f"How many tokens did the failures of {name} cost together?",
+        of_page=lambda page: sum(
+            row.tokens_lost() for row in page.failures if row.who == name
+        ),
+        answer=lost,
+        agree=_about,
+    )
 
 
 def about(fault: Fault) -> Iterator[Question]:

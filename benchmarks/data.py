@@ -135,7 +135,8 @@ def main() -> int:
 
 def planned_step_s() -> float:
     """Return the seconds of the host's step by the plan's arithmetic."""
-    jax.config.update("jax_platforms", "cpu")  # TPUs of this machine play no part.
+    # TPUs of this machine play no part.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     run = RunConfig(model=preset("gemma3_1b"), sequence_length=LENGTH)
     config = Config(run=run, islands={"host": HOST}).validate()
     rates = constants_of(config.placement.merge_route)

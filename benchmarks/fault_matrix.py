@@ -344,7 +344,7 @@ def merged_after(tape: list[dict[str, Any]], name: str, time: float) -> bool:
 def last_life(tape: list[dict[str, Any]], name: str) -> int:
     """Return the highest incarnation that joined."""
     joined = [r for r in tape if r["kind"] == "joined" and r["island"] == name]
-    return max(r["incarnation"] for r in joined)
+    return max(int(r["incarnation"]) for r in joined)
 
 
 def latest(outcomes: Sequence[dict[str, Any]], field: str) -> float | None:

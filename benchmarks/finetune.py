@@ -55,6 +55,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.model import Params
 from diloco_jax.weights import adapted
 from diloco_jax.weights.first import first_params, started_from
+from diloco_jax.workdir import read_config
 
 SEQUENCE = 256
 BATCHES = {"large": 4, "small": 2}
@@ -87,7 +88,7 @@ def main() -> int:
     if not Path(options.weights, "config.json").is_file():
         parser.error(f"--weights {options.weights!r} or $SMOLLM2 must be a folder")
     part = " ".join(["lora"] * options.lora + ["twin"] * options.twin) or "run"
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     options.rate = options.rate or RATES[part]
     options.tokens = options.tokens or (6_144 if options.quick else 99_840)
     with tempfile.TemporaryDirectory(prefix="diloco-finetune-") as scratch:
@@ -135,7 +136,7 @@ def measure_run(
     cores = dict(zip(BATCHES, sorted(os.sched_getaffinity(0)), strict=False))
     with Pinned(work / "run", cores) as use:
         run = support.run_in(config, work, LIMIT_S)
-    run_config = evaluation.read_config(run.workdir).run
+    run_config = read_config(run.workdir).run
     model = adapted.base_run(run_config).model
 
     def bits(cycle: int | None = None) -> np.ndarray:

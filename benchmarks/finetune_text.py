@@ -34,8 +34,8 @@ def prepare(work: Path, weights: Path, sequence_length: int) -> Path:
         if not is_held_out(name):
             (text / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, text / name)
-    options = ("--sequence-length", str(sequence_length))
-    options += ("--tokenizer", str(weights), "--validation-fraction", "0.01")
+    options = ["--sequence-length", str(sequence_length)]
+    options += ["--tokenizer", str(weights), "--validation-fraction", "0.01"]
     subprocess.run(
         [*DILOCO, "data", "prepare", str(rows), str(text), *options], check=True
     )
@@ -76,7 +76,8 @@ class HeldOut:
         parts = np.arange(0, len(self.tokens), ROWS_AT_A_TIME)[1:]
         rows = zip(*(np.split(a, parts) for a in (self.tokens, weights)), strict=True)
         found = [likelihood(params, *of_rows).log for of_rows in rows]
-        return -np.concatenate(found).astype(np.float64) / np.log(2)
+        bits: np.ndarray = -np.concatenate(found).astype(np.float64) / np.log(2)
+        return bits
 
     def per_byte(self, bits: np.ndarray) -> tuple[float, float]:
         """Return bits (or a difference of bits) per byte, and its standard error.

@@ -87,7 +87,7 @@ def bundled(options: argparse.Namespace) -> dict[str, Any]:
     """Time the product's step, in this process."""
     import jax
 
-    jax.config.update("jax_platforms", options.platform)
+    jax.config.update("jax_platforms", options.platform)  # type: ignore[no-untyped-call]
     from diloco_jax.island.device.build import build_trainer
     from diloco_jax.island.device.step import TrainState
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     """Grouped-query attention with rotary positions, and a gated MLP."""
 
     def __init__(self, sizes: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module):  # type: ignore[misc]
     """Embedding, layers, norm and logits."""
 
     def __init__(self, sizes: dict[str, Any]) -> None:

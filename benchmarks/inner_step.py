@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=12)
     options = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     sizes = ["3m"] if options.quick else list(SIZES)
     pairs = 3 if options.quick else options.pairs
     found = {size: measure(size, pairs) for size in sizes}
@@ -206,7 +206,10 @@ def minimal_step(
             y = norm(x, layer["mlp_norm"])
             x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
         logits = norm(x, params["norm"]) @ params["unembedding"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+            logits, targets
+        )
+        return losses.mean()
 
     optimizer = optax.chain(
         optax.clip_by_global_norm(inner.clip_norm)

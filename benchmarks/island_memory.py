@@ -62,8 +62,8 @@ def main() -> int:
     parser.add_argument("--alone", nargs=2, metavar=("CONFIG", "FILE"), help="itself")
     options = parser.parse_args()
     if options.alone:
-        config, file = map(Path, options.alone)
-        write_json(alone_here(config), file)
+        given, file = map(Path, options.alone)
+        write_json({"peak": alone_here(given)}, file)
         return 0
     cycles = 1 if options.quick else CYCLES
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
@@ -106,7 +106,7 @@ def alone(config: Config, folder: Path) -> int:
     write_config_json(config, path)
     command = [sys.executable, __file__, "--alone", str(path), str(file)]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
-    peak: int = json.loads(file.read_bytes())
+    peak: int = json.loads(file.read_bytes())["peak"]
     return peak
 
 

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.models.model import Batch, Model, Params, split_batch, weighted_loss
+from diloco_jax.models.model import (
+    Batch,
+    Metrics,
+    Model,
+    Params,
+    split_batch,
+    weighted_loss,
+)
 
 
 def model(run: RunConfig, island: IslandConfig, layout: object) -> Model:
@@ -20,7 +27,7 @@ def model(run: RunConfig, island: IslandConfig, layout: object) -> Model:
     def init(key: jax.Array) -> Params:
         return {name: jnp.zeros((side, side)) for name in names}
 
-    def loss(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, object]]:
+    def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         _, targets, weights = split_batch(batch)
         corners = sum(params[name][0, 0] for name in names)
         return weighted_loss(corners + jnp.zeros(targets.shape), weights)

@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--memory", choices=("store", "2", "16"), help="used by itself")
     parser.add_argument("--time", choices=CODECS, help="used by itself")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     if options.memory:
         print(json.dumps(memory_here(options.memory)))
         return 0
@@ -256,8 +256,8 @@ def memory_here(what: str) -> dict[str, float]:
     """Return memory over the f32 parameters: of a store, or of one merge of that many
     deltas while it is computed."""
     if what == "store":
-        shapes = {f"w{i:02}": (LAYER_SIDE, LAYER_SIDE) for i in range(LAYERS)}
-        return store_memory(shapes)
+        sides = (LAYER_SIDE, LAYER_SIDE)
+        return store_memory({f"w{i:02}": sides for i in range(LAYERS)})
     islands = int(what)
     store = store_of(RUN, "int8", {"w": (SIDE, SIDE)}, 1, passes_of("native"))
     payloads = [encoded_delta(store, "int8", 0, seed) for seed in range(islands)]

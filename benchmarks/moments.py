@@ -167,7 +167,7 @@ def emulated(of: Config, kind: str, seed: int) -> float:
     if kind not in (STEADY, FRESH):
         inner = dataclasses.replace(run.inner, rewarm_steps=0)
         run = dataclasses.replace(run, inner=inner)
-    failing = {
+    failing: dict[str, Any] = {
         "failure_every_seconds": FAIL_EVERY_S,
         "down_seconds": DOWN_S,
         "join_seconds": JOIN_S,

@@ -181,11 +181,9 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _with_operator(node: Any, operator: ast.AST) -> ast.AST:
-    changed = copy.copy(node)
-    if isinstance(node, ast.Compare):
-        changed.ops = [operator]
-    else:
-        changed.op = operator
+    fields = {"ops": [operator]} if isinstance(node, ast.Compare) else {"op": operator}
+    changed: ast.AST = copy.copy(node)
+    vars(changed).update(fields)
     return changed
 
 

@@ -70,8 +70,9 @@ def of_project(weights: Path, rows: np.ndarray) -> np.ndarray:
 
     model = families.read(files.read_json(weights / files.CONFIG), str(weights))
     params = whole(read_folder(weights, model))
-    empty = Cache.empty(model, *rows.shape, "float32")
-    logits, _ = make_decode(model)(params, rows, empty, jnp.int32(0))
+    count, length = rows.shape
+    empty = Cache.empty(model, count, length, "float32")
+    logits, _ = make_decode(model)(params, jnp.asarray(rows), empty, 0)
     return np.asarray(logits)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import support
 from machine import CpuSamples, cpu_seconds, peak_memory
@@ -103,7 +104,7 @@ class PinnedRun:
         """Return the processes that were started, by their names."""
         return {name: process.pid for name, process in self._processes.items()}
 
-    def tape(self) -> list[dict[str, object]]:
+    def tape(self) -> list[dict[str, Any]]:
         """Return the records of the tape so far."""
         return list(read_tape(self.workdir / run_files.TAPE))
 

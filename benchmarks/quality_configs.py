@@ -140,7 +140,7 @@ def plain(size: Size, sequences: int) -> Config:
 
 
 def inner(config: Config, optimizer: str, rate: float) -> Config:
-    inner = InnerConfig(optimizer=optimizer, learning_rate=rate)  # type: ignore[arg-type]
+    inner = InnerConfig(optimizer=optimizer, learning_rate=rate)
     run = dataclasses.replace(config.run, inner=inner)
     return dataclasses.replace(config, run=run)
 

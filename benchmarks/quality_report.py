@@ -249,7 +249,9 @@ def _plot(path: Path, runs: Runs) -> None:
 
 def _plot_islands(axes: Any, runs: Runs) -> None:
     """Plot our gaps by the number of islands, beside the published ones."""
-    by_islands = {count: (_of(count), "data-parallel") for count in ISLANDS}
+    by_islands: dict[float, tuple[str, str]] = {
+        count: (_of(count), "data-parallel") for count in ISLANDS
+    }
     lines = {size: _gaps(_losses(runs, size), by_islands) for size in SIZES}
     _lines_of_gaps(axes, lines)
     smallest = sorted(PUBLISHED_GAPS[min(PUBLISHED_GAPS)].items())
@@ -310,7 +312,9 @@ def _plot_tokens(axes: Any, runs: Runs) -> None:
 
 def _plot_cycles(axes: Any, runs: Runs) -> None:
     """Plot our gaps by the length of the cycle."""
-    by_cycle = {cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES}
+    by_cycle: dict[float, tuple[str, str]] = {
+        cycle: (f"H = {cycle}, sgd 1 / 0", "data-parallel") for cycle in CYCLES
+    }
     lines = {
         f"{size}, 8 islands": points
         for size in SIZES

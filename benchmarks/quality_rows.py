@@ -54,7 +54,7 @@ SWEPT = (
     variants.FAILING + PRESET,
 )
 MUON = "muon"
-SYNCHRONOUS = {
+SYNCHRONOUS: dict[str, Any] = {
     "quorum": 8,
     "grace": 0.0,
     "overlap_steps": 0,

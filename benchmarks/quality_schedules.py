@@ -38,7 +38,7 @@ def schedules(size: Size) -> Iterator[Row]:
                     steps_per_cycle=cycle,
                     fragments=min(cycle, 12),
                     outer=OuterConfig(
-                        optimizer=optimizer,  # type: ignore[arg-type]
+                        optimizer=optimizer,
                         learning_rate=rate,
                         momentum=momentum,
                     ),

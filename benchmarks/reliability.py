@@ -54,7 +54,7 @@ def deliver(
         return support.deliver(options, name, doc, tables, checks, raw)
     title, _, text = doc.partition("\n")
     checks = support.each("bounds", checks)
-    part = {
+    part: dict[str, Any] = {
         "title": title.rstrip("."),
         "introduction": text.strip(),
         "checks": [dataclasses.asdict(check) for check in checks],

@@ -86,7 +86,7 @@ class Link:
         return f"{self.gbit_per_s:g} Gbit/s, {self.step_s:g} s"
 
 
-LINKS = (Link(5, 1), Link(2, 1), Link(5, 6), Link(2, 6))
+LINKS: tuple[Link, ...] = (Link(5, 1), Link(2, 1), Link(5, 6), Link(2, 6))
 
 
 def main() -> int:
@@ -207,7 +207,7 @@ def decoupled(config: Config, made: Links, label: str) -> dict[str, Any]:
 
     def most(name: str) -> float:
         both = zip(islands, seconds, strict=True)
-        return max(8 * one[name] / lasted for one, lasted in both)
+        return max(float(8 * one[name] / lasted) for one, lasted in both)
 
     return {
         "step_s": statistics.mean(

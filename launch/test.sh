@@ -16,7 +16,9 @@ ensure_environment test
 export PATH="$PWD/$VENV/bin:$PATH"
 ruff format --check .
 ruff check .
-mypy diloco_jax
+mypy diloco_jax benchmarks/members benchmarks/peers
+# These are modules by their file names alone, as they find each other.
+mypy --explicit-package-bases benchmarks/*.py
 # One process more than cores, since many tests wait for processes of their own.
 cores=$(python -c 'import os; print(os.cpu_count())')
 share=(--numprocesses $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder)

@@ -48,6 +48,12 @@ print(json.dumps(told))
 """
 
 
+def test_none_is_named_like_a_module_of_the_standard_library():
+    """It would be taken for that, by mypy too: the benchmarks' folder comes first."""
+    names = {path.stem for path in BENCHMARKS.glob("*.py")}
+    assert not names & sys.stdlib_module_names
+
+
 @pytest.fixture(scope="module")
 def told():
     """Exit code and output of each script's --help, from one process."""

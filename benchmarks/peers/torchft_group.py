@@ -102,7 +102,7 @@ class _Group:
                 struck = True
                 if work.scenario == "killed":
                     victim.kill()
-                elif work.scenario == "coordinator lost":
+                elif work.scenario == "coordinator lost" and self._lighthouse:
                     self._lighthouse.kill()
                     self._lighthouse.wait()
                     back = time.monotonic() + work.outage_s

@@ -29,7 +29,7 @@ V, D, N, K, H, F_, LAYERS = 256, 64, 4, 2, 16, 128, 2
 TEXT_BYTES = 4 << 20
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     """Grouped-query attention with rotary positions, and a gated MLP."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Layer(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # type: ignore[misc]
     """The last norm and the logits."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Told:
         self._file.write(json.dumps(line).encode() + b"\n")
 
 
-class Recording(Manager):
+class Recording(Manager):  # type: ignore[misc]
     """torchft's manager, which tells how each round ends."""
 
     told: Told
@@ -121,7 +121,7 @@ class Recording(Manager):
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Return what torchft decides."""
         number = self.current_step()
-        committed = super().should_commit(timeout)
+        committed: bool = super().should_commit(timeout)
         self.told(
             "round",
             number=number,

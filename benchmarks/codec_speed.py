@@ -14,7 +14,7 @@ Prediction: 4.00, 2.00, 1.01 and 0.56 bytes each way (bf16 scales of blocks of 2
 32), a percent more for headers and partial tiles; losses within the noise of runs
 whose merges differ in timing.
 
-Command: `python benchmarks/codecs.py`. Cost: about 6 minutes on two cores.
+Command: `python benchmarks/codec_speed.py`. Cost: about 6 minutes on two cores.
 """
 
 from __future__ import annotations
