@@ -2,6 +2,7 @@
 superfluous.
 
 Only versions that the lead has committed are in the store, so each snapshot is of one.
+Those of its start are not written before it shows that they count.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Saver:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
         self.lost: set[int] = set()
         """Fragments without arrays, which are not written."""
+        self.undecided = False
+        """True from what a lead says at its start to its next message. A standby may
+        take over without the newest versions until then: a snapshot of one would take
+        the place of what that lead needs."""
 
     def begin(self) -> None:
         """Write the first snapshots of a run or a term, one per fragment held here; see
@@ -54,8 +59,12 @@ class Saver:
         if not self._snapshots.writer.due(now):
             return
         for fragment in self._unsaved()[:1]:
+            save = self._writes(fragment)
+            # Only now: the lead may have changed before the version was looked up.
+            if self.undecided:
+                return
             self._snapshots.took_turn(fragment)
-            self._snapshots.writer.write(now, self._writes(fragment))
+            self._snapshots.writer.write(now, save)
 
     def write_last(self, within_s: float | None) -> None:
         """Write every fragment whose version is in no snapshot yet; it is durable when

@@ -165,10 +165,12 @@ class HoldingProcess:
         match message:
             case Merge():
                 self._merge(message)
-            case Commit(fragment=fragment) if fragment in self.lost:
-                self._begin_term(fragment)
-            case Commit():
-                self._commit(message)
+            case Commit(fragment=fragment):
+                if fragment in self.lost:
+                    self._begin_term(fragment)
+                else:
+                    self._commit(message)
+                self._world.monitor.published(fragment, self.anchors.anchors[fragment])
             case AwaitAnchor(fragment=fragment):
                 self._awaited[fragment] = message
             case KeepFragment():
@@ -209,14 +211,12 @@ class HoldingProcess:
         self.anchors.replay(fragment, version, cast(bytes, prepared.merged))
         for key in prepared.merge.deltas:
             self.deltas.pop(key, None)
-        self._world.monitor.published(fragment, self.anchors.anchors[fragment])
 
     def _begin_term(self, fragment: int) -> None:
-        """Make a kept anchor visible."""
+        """Swap a kept anchor in."""
         self.anchors.load(fragment, self._kept.pop(fragment))
         self._awaited.pop(fragment, None)
         self.lost.discard(fragment)
-        self._world.monitor.published(fragment, self.anchors.anchors[fragment])
 
     def _forget(self, forget: Forget) -> None:
         before = max(forget.before, self._fences.get(forget.island, 0))

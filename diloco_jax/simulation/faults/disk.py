@@ -205,6 +205,8 @@ class Disk:
         if not known or max(known).version.term != through.term:
             return False
         begin = max(known)
+        for unfit in [v for v in saved if v > begin.version]:
+            del saved[unfit]  # See `FragmentSnapshots.load`.
         anchors.load(fragment, begin)
         version = begin.version
         while version < through:

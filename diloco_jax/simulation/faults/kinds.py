@@ -116,7 +116,8 @@ class Impostor(DrawnFault, frozen=True):
         if island.ended is not None:
             return False
         impostor = world.make_island(self.island, island.incarnation - self.behind)
-        impostor.session += ".impostor"
+        # No two processes have one session.
+        impostor.session += f".impostor.{world.struck[self.kind]}"
         world.connect(impostor)
         return world.begun(self, 0.0)
 

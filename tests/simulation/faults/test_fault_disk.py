@@ -102,6 +102,18 @@ def test_what_is_prepared_and_not_committed_is_discarded() -> None:
     assert list(disk.published(0)) == [committed.version]
 
 
+def test_a_snapshot_of_what_never_was_goes_before_another_has_its_version() -> None:
+    """A worker had swapped it in, and the next lead's log has not committed it."""
+    disk = begun()
+    committed = merged(disk, first_anchors(1)[0], 1)
+    disk.save_fragment(0, committed)
+    disk.save_fragment(0, committed.next(b"never was"))
+    assert disk.restore([committed.version])[0].anchors == [committed]
+    assert disk.saved(0) == [committed.version]
+    newest = merged(disk, committed, 1)
+    assert disk.restore([newest.version])[0].anchors == [newest]
+
+
 def test_a_committed_publish_that_is_missing_is_damage() -> None:
     disk = begun()
     committed = merged(disk, first_anchors(1)[0], 2)

@@ -9,7 +9,12 @@ from diloco_jax.protocol.coordinator import early
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import CoordinatorCrash
+from diloco_jax.simulation.faults.kinds import (
+    CoordinatorCrash,
+    DiskFailure,
+    Impostor,
+    JoinCrash,
+)
 from diloco_jax.simulation.faults.play import Played, play
 from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
@@ -70,3 +75,28 @@ def test_many_schedules_have_workers_that_outlive_their_lead() -> None:
         and getattr(getattr(fault, "restart", None), "workers_live", False)
     ]
     assert len(outlived) > 20
+
+
+def test_two_processes_that_come_under_one_name_are_two() -> None:
+    """Both come while the coordinator is away. One is let in, and the other is not."""
+    restart = Restart(down_s=2.37, clock_s=3.8, noticed_s=4.0, workers_live=True)
+    schedule = Schedule(
+        islands={"c": DrawnIsland(batch_size=2, join_s=0.4)},
+        faults=(
+            JoinCrash(at_s=5.97, island="c", down_s=0.49, joining_s=1.19),
+            DiskFailure(at_s=8.15, restart=restart, appends=1),
+            Impostor(at_s=8.49, island="c"),
+            Impostor(at_s=10.03, island="c"),
+        ),
+        total_tokens=85,
+        fragment_sizes=(7,),
+        workers=3,
+        steps_per_cycle=3,
+        overlap_steps=1,
+        grace=0.0,
+        max_staleness=0,
+        outage_s=125.0,
+        transfer_s=0.2,
+        merge_s=0.1,
+    )
+    assert play(schedule).wrong is None

@@ -31,6 +31,7 @@ from diloco_jax.simulation.faults.standby_faults import (
     MandateAway,
     NodeStop,
     StandbyCrash,
+    StandbyFull,
     WorkerCut,
 )
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
@@ -224,6 +225,54 @@ def test_a_merge_that_nobody_has_committed_is_given_up() -> None:
         pytest.raises(ViolationError, match=r"restored|anchors|prepared"),
     ):
         played(*faults, **fields)
+
+
+UNSEEN = (
+    MandateAway(at_s=5.29, to="both", for_s=7.09),
+    StandbyFull(at_s=5.42, for_s=1.14),
+    CoordinatorCrash(at_s=8.24, restart=Restart(down_s=2.99), effects=2),
+    NodeStop(at_s=12.32, part="primary", for_s=15.82),
+)
+"""The first lead commits a version that its standby lacks. It starts again, has the
+worker swap the version in, and stops before it serves."""
+
+
+def test_what_was_swapped_in_and_nobody_has_seen_never_was() -> None:
+    """The standby takes over at the version before, and its merge is another one."""
+    given_up = []
+    really_alive = apart_process.alive
+
+    def alive(asked: Any, store: Any, lost: Any) -> Any:
+        given_up.extend(
+            committed.version
+            for committed in asked.fragments
+            if store.current(committed.fragment)[0] > committed.version
+        )
+        return really_alive(asked, store, lost)
+
+    standby = replace(STANDBY, rates=(0.98, 1.0159), copy_s=0.5)
+    islands = {"a": DrawnIsland(join_s=1.7), "c": DrawnIsland(join_s=1.0)}
+    schedule = replace(
+        SCHEDULE,
+        islands=islands,
+        faults=UNSEEN,
+        standby=standby,
+        total_tokens=90,
+        fragment_sizes=(3,),
+        workers=3,
+        steps_per_cycle=3,
+        grace=0.0,
+        max_staleness=0,
+        outage_s=125.0,
+        transfer_s=0.2,
+        merge_s=0.1,
+    )
+    world = Watched(schedule)
+    with mock.patch.object(apart_process, "alive", alive):
+        world.play()
+    assert [version.number for version in given_up] == [0]
+    assert world.takeovers["log"] == 1
+    assert world.terms == {1}
 
 
 def test_answers_name_versions_and_values() -> None:
