@@ -39,8 +39,8 @@ ROWS = (
         "overhead",
         "an island's step with a merge at every step, over the same loop alone",
         ("overhead",),
-        "That of 3 M parameters varied from 0.998 to 1.106 between pairs; on another "
-        "machine, an AMD EPYC, it was 1.032.",
+        "Its page says where the CPU goes: XLA's work of takes and adoptions first, "
+        "then the wake-ups of Python's threads.",
     ),
     Row(
         "inner_step",
