@@ -33,7 +33,11 @@ def test_the_workdir_of_another_run_is_refused_and_left_alone(config, tmp_path):
         pytest.raises(ConfigError) as caught,
     ):
         beginning.create()
-    for shown in (str(tmp_path / "run"), "seed: 0 here, 1 there", "--workdir"):
+    for shown in (
+        str(tmp_path / "run"),
+        "seed: 0 in that run, 1 in this config",
+        "--workdir",
+    ):
         assert shown in str(caught.value)
     assert read_config_json(tmp_path / "run" / "config.json") == made
 

@@ -106,7 +106,8 @@ def test_the_model_of_weights_stays_that_of_the_run(config, tmp_path):
     assert resumed_config(config, tmp_path).run.model == model
     own = dataclasses.replace(config.run.model, weights="hf:/other")
     other = dataclasses.replace(config.run, model=own)
-    with pytest.raises(ConfigError, match=r"model\.qk_norm: True here, False there"):
+    differs = r"model\.qk_norm: True in the run, False in the config"
+    with pytest.raises(ConfigError, match=differs):
         resumed_config(dataclasses.replace(config, run=other), tmp_path)
 
 
@@ -119,8 +120,8 @@ def test_other_settings_are_refused_and_nothing_changes(config, workdir):
     with pytest.raises(ConfigError) as refused:
         resumed_config(given, workdir)
     for shown in (
-        "outer.learning_rate: 0.7 here, 0.9 there",
-        "sequence_length: 128 here, 8 there",
+        "outer.learning_rate: 0.7 in the run, 0.9 in the config",
+        "sequence_length: 128 in the run, 8 in the config",
         str(workdir),
     ):
         assert shown in str(refused.value)
@@ -141,10 +142,11 @@ def test_a_run_that_is_over_gets_more_tokens(config, workdir):
     assert not finished(more, workdir)
     with pytest.raises(ConfigError, match=r"1000016, but .* 1000016 tokens already"):
         resumed_config(with_tokens(config, 1_000_016), workdir)
-    with pytest.raises(ConfigError, match="total_tokens: 1000000 here, 999999 there"):
+    differs = "total_tokens: 1000000 in the run, 999999 in the config"
+    with pytest.raises(ConfigError, match=differs):
         resumed_config(with_tokens(config, 999_999), workdir)
     other = dataclasses.replace(config.run, total_tokens=2_000_000, seed=9)
-    with pytest.raises(ConfigError, match="seed: 0 here, 9 there"):
+    with pytest.raises(ConfigError, match="seed: 0 in the run, 9 in the config"):
         resumed_config(dataclasses.replace(config, run=other), workdir)
 
 

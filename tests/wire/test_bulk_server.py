@@ -272,7 +272,8 @@ def test_sockets_of_both_ends_send_at_once_and_notice_who_is_gone(serve, connect
     client = connect(address, bulk_channels=1)
     client.transfers.upload(upload_start(8), b"12345678")
     until(lambda: server._bulk._acceptor._idle)
-    for idle in (server._bulk._acceptor._idle, client.transfers._connections._idle):
+    mine = [connection for _, connection in client.transfers._connections._idle]
+    for idle in (server._bulk._acceptor._idle, mine):
         (connection,) = idle
         for level, option, expected in (
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),

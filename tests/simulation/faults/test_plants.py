@@ -7,7 +7,7 @@ from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.invariants import INVARIANTS
 from diloco_jax.simulation.faults.play import UNBROKEN, play_seed
 
-SEEDS = range(400)
+SEEDS = range(500)
 
 
 def first_found(invariant: str) -> int | None:
