@@ -23,8 +23,9 @@ other work on the machine (load 11). Rings alone, the day after on an AMD EPYC (
 0.089 and 0.113 for four, 0.106 for two at 2 Gbit/s, and 0.255 for four. It is TCP's: a
 link that holds 50 ms drops what a window has too much, so that 7 % of the segments and
 more go twice, and where a window has few segments a timeout comes, of 0.2 s and more
-each: 85 of them in the last case, 0 to 26 in the others. Links that hold 0.5 s (tried
-for two islands) lost nothing and took 0.24 more: acknowledgements wait as long.
+each: 85 of them in the last case, 0 to 26 in the others. Links that hold 0.5 s, tried
+for two islands at 5 Gbit/s and 6 s, lost nothing and took 0.235 more; perhaps since
+acknowledgements wait behind what the other direction sends.
 
 Command: `python -m benchmarks.wan`, as root. Cost: about 35 minutes on two cores.
 """

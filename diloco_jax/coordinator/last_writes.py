@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastWrites:
-    """What one life writes at its end. begun_unix, over_unix: see `summary.write`.
+    """The last writes of one life. begun_unix, over_unix: see `summary.write`.
     patience_s: returns the longest wait for a snapshot that is being written."""
 
     workdir: Path

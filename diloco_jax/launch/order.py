@@ -81,7 +81,7 @@ class Order:
     config_json: str
     """The config as the machines read it."""
     mandate: str = ""
-    """What says which node leads, see `Placement.mandate`."""
+    """The object that says which node leads, see `Placement.mandate`."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
     ports: tuple[int, ...] = (PORT, PORT + 1)

@@ -159,8 +159,8 @@ FromWorker = (
 )
 
 OF_ONE_LEAD = MergePrepared | AnchorKept | DeltaArrived
-"""What a worker tells the lead for which it was done, and no later one: merges that a
-later one has not committed never were, and it is told of deltas anew."""
+"""Messages for the lead under which they were made, and for no later one: merges that
+a later one has not committed never were, and it is told of deltas anew."""
 
 encode = msgspec.msgpack.Encoder().encode
 to_worker = msgspec.msgpack.Decoder(ToWorker).decode

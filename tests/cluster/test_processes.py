@@ -109,7 +109,7 @@ def test_restarts_are_bounded(make, until):
 def test_a_process_that_cannot_be_started_again_counts_as_a_crash(
     make, until, monkeypatch
 ):
-    """Of an island of two hosts: the first one, which was started, ends too."""
+    """The first host of an island of two, which was started, ends too."""
     now, begun = [0.0], []
     process = make(
         *["raise SystemExit(1)"] * 2, restart_delay_s=700.0, clock=lambda: now[0]

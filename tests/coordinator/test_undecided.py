@@ -1,4 +1,4 @@
-"""What a lead has committed and not shown may never have been: snapshots of it wait."""
+"""Snapshots wait of what a lead has committed and not shown: it may never have been."""
 
 from __future__ import annotations
 

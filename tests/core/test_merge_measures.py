@@ -140,7 +140,7 @@ def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
 def test_few_large_tiles_are_looked_at_in_part(
     shape: tuple[int, int], elements: float
 ) -> None:
-    """Of as many elements as a tile has at most, all; else that many, or 1/64."""
+    """All elements of a tile are looked at up to its most; else that many, or 1/64."""
     assert sample_bytes(shape) == 4 * math.ceil(elements)
 
 

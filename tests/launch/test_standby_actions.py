@@ -18,7 +18,7 @@ KEPT = [
     "role/two-mandate",
     "rolebinding/two-mandate",
 ]
-"""What belongs to the run: both disks, and what says which of them counts."""
+"""Belongings of the run: both disks, and the object that says which one counts."""
 
 
 def leads(cloud):

@@ -143,7 +143,7 @@ class Pods:
         return text.replace("0.0.0.0:7077", self.addresses.get(name, "0.0.0.0:7077"))
 
     def log(self, name: str) -> Path:
-        """What the pods of that name have said."""
+        """Return all that pods of that name have said."""
         return self.root / f"{name}.log"
 
     def await_log(self, name: str, line: str, times: int = 1) -> None:

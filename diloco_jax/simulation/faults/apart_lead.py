@@ -45,7 +45,7 @@ class LedWorker:
         self._dials, self._until = 0, 0.0
         self._missed: dict[str, Forget] = {}
         self._unheard: list[Callable[[ApartCoordinator], None]] = []
-        """What happened before the lead serves."""
+        """News from before the lead serves."""
 
     def act(self, act: Callable[[], None]) -> None:
         """Do something in the lead's process, if it lives and once it is awake."""

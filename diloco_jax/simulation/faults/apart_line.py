@@ -48,7 +48,7 @@ class WorkerNetwork(StandbyNetwork):
 
 
 class DialledLine:
-    """What was dialled once: from a lead to a worker."""
+    """One line from a lead to a worker, from its dial to its end."""
 
     def __init__(
         self,

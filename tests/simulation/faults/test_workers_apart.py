@@ -276,7 +276,7 @@ def test_what_was_swapped_in_and_nobody_has_seen_never_was() -> None:
 
 
 def test_answers_name_versions_and_values() -> None:
-    """What a process answers is what the invariants see."""
+    """Invariants see the answers of a process as they are."""
     answers = []
     say = DialledLine.say
 
