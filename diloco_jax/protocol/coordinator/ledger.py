@@ -268,37 +268,41 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
 
 def check(state: State) -> list[str]:
     """List the errors in the books, as text; empty if the books balance."""
-    wrong = []
-    for fragment in state.fragments:
-        lost = sum(sum(a.lost_tokens.values()) for a in fragment.accounts.values())
-        if fragment.lost_in_all != lost:
+    return [wrong for f in state.fragments for wrong in check_fragment(state, f)]
+
+
+def check_fragment(state: State, fragment: Fragment) -> list[str]:
+    """List the errors in the books of one fragment."""
+    wrong, lost_in_all = [], 0
+    for name, account in fragment.accounts.items():
+        island = state.islands[name]
+        merging = sum(
+            c.tokens
+            for c in fragment.merging
+            if c.island == name
+            and (not _is_of(c, account, name) or account.start >= c.end)
+        )
+        merging += sum(c.tokens for c in fragment.left_behind if c.island == name)
+        settled = island.tokens_before + account.start * account.tokens_per_step
+        lost = sum(account.lost_tokens.values())
+        lost_in_all += lost
+        booked = account.merged_tokens + lost + account.carried_tokens
+        if booked + merging != settled:
             wrong.append(
-                f"fragment {fragment.index}: its accounts have lost {lost} tokens, but "
-                f"its lost_in_all is {fragment.lost_in_all}"
+                f"fragment {fragment.index}, island {name}: merged, lost and "
+                f"carried {booked} + merging or left behind {merging} != settled "
+                f"{settled} tokens"
             )
-        for name, account in fragment.accounts.items():
-            island = state.islands[name]
-            merging = sum(
-                c.tokens
-                for c in fragment.merging
-                if c.island == name
-                and (not _is_of(c, account, name) or account.start >= c.end)
+        if account.start > island.steps:
+            wrong.append(
+                f"fragment {fragment.index}, island {name}: settled to step "
+                f"{account.start} of {island.steps}"
             )
-            merging += sum(c.tokens for c in fragment.left_behind if c.island == name)
-            settled = island.tokens_before + account.start * account.tokens_per_step
-            booked = account.merged_tokens + sum(account.lost_tokens.values())
-            booked += account.carried_tokens
-            if booked + merging != settled:
-                wrong.append(
-                    f"fragment {fragment.index}, island {name}: merged, lost and "
-                    f"carried {booked} + merging or left behind {merging} != settled "
-                    f"{settled} tokens"
-                )
-            if account.start > island.steps:
-                wrong.append(
-                    f"fragment {fragment.index}, island {name}: settled to step "
-                    f"{account.start} of {island.steps}"
-                )
+    if fragment.lost_in_all != lost_in_all:
+        wrong.append(
+            f"fragment {fragment.index}: its accounts have lost {lost_in_all} tokens, "
+            f"but its lost_in_all is {fragment.lost_in_all}"
+        )
     return wrong
 
 

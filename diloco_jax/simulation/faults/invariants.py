@@ -8,10 +8,11 @@ they check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
     safe_books,
@@ -60,6 +61,8 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_workers.NewestObeyed,
 )
 
+Calls = Sequence[Callable[..., None]]
+
 OBSERVATIONS = tuple(
     name
     for name, value in vars(Invariant).items()
@@ -96,17 +99,47 @@ class Monitor(Invariant):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self.names = Names(config)
-        invariants = [self.names, *(kind(config) for kind in INVARIANTS)]
+        self._invariants = [self.names, *(kind(config) for kind in INVARIANTS)]
+        self._deciding: dict[frozenset[type], Calls] = {}
+        self._carrying: dict[type, Calls] = {}
+        """Those that look at effects of these types."""
         for name in OBSERVATIONS:
-            watching = [
-                getattr(invariant, name)
-                for invariant in invariants
-                if getattr(type(invariant), name) is not getattr(Invariant, name)
-            ]
-            setattr(self, name, _all(watching))
+            if name not in ("decided", "carrying_out"):
+                setattr(self, name, _all(self._watching(name)))
+
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        kinds = frozenset(map(type, effects))
+        calls = self._deciding.get(kinds)
+        if calls is None:
+            calls = self._deciding[kinds] = self._watching("decided", kinds)
+        for call in calls:
+            call(state, effects)
+
+    def carrying_out(self, effect: AnyEffect) -> None:
+        kind = type(effect)
+        calls = self._carrying.get(kind)
+        if calls is None:
+            calls = self._watching("carrying_out", {kind})
+            self._carrying[kind] = calls
+        for call in calls:
+            call(effect)
+
+    def _watching(self, name: str, kinds: Set[type] | None = None) -> Calls:
+        """Return the methods that are not empty, of invariants that look at one of
+        these types of effects."""
+        return [
+            getattr(invariant, name)
+            for invariant in self._invariants
+            if getattr(type(invariant), name) is not getattr(Invariant, name)
+            and (
+                kinds is None
+                or invariant.effects is None
+                or not kinds.isdisjoint(invariant.effects)
+            )
+        ]
 
 
-def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
+def _all(calls: Calls) -> Callable[..., None]:
     def observe(*observation: Any, **facts: Any) -> None:
         for call in calls:
             call(*observation, **facts)

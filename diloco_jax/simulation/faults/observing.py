@@ -36,12 +36,18 @@ class Invariant:
     """Observer of a run. Records are those of the log; steps count from 0."""
 
     name: ClassVar[str]
+    effects: ClassVar[tuple[type, ...] | None] = None
+    """Types of the effects at which it looks: `carrying_out` is called for no others,
+    and `decided` for no step without one of them. None: for all of them.
+    """
 
     def __init__(self, config: PolicyConfig) -> None:
         self.config = config
 
     def hold(self, holds: bool, what: str, *values: object) -> None:
-        """Raise ViolationError unless it holds."""
+        """Raise ViolationError unless it holds. values: put behind `what`; they cost
+        nothing as long as it holds, unlike a formatted string.
+        """
         if not holds:
             raise ViolationError(self.name, " ".join([what, *map(str, values)]))
 

@@ -10,8 +10,8 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.events import Persist, Tell
+from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
     Finished,
@@ -52,7 +52,7 @@ class LedgerExact(Invariant):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        self._seen: object = None
+        self._seen: tuple[Fragment | None, ...] = (None,) * config.fragments
         self._merged: dict[tuple[int, str], int] = defaultdict(int)
         self._steps: dict[Incarnation, int] = {}
         self._progress = 0
@@ -64,10 +64,15 @@ class LedgerExact(Invariant):
                 self._progress = tokens
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        if state.fragments is not self._seen:
-            self._seen = state.fragments
-            wrong = ledger.check(state)
-            self.hold(not wrong, "; ".join(wrong))
+        if state.fragments is self._seen:
+            return
+        seen, self._seen = self._seen, state.fragments
+        # Incarnations come and go by records, and all fragments' books with them.
+        everything = any(isinstance(effect, Persist) for effect in effects)
+        for fragment, before in zip(state.fragments, seen, strict=True):
+            if everything or fragment is not before:
+                wrong = ledger.check_fragment(state, fragment)
+                self.hold(not wrong, "the books:", *wrong)
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Merged):
@@ -204,10 +209,9 @@ class DataOnce(Invariant):
             for positions_of in (self._granted, self._lost)
             if process[0] == who and process in positions_of
         ]
-        self.hold(
-            positions.tolist() in granted,
-            f"{who} trains step {step} on {positions.tolist()}, granted are {granted}",
-        )
+        drawn = positions.tolist()
+        what = "island, step and positions of its data; granted are"
+        self.hold(drawn in granted, what, who, step, drawn, granted)
 
     def recovered(self, state: State) -> None:
         known = self._merged.keys() | set().union(*self._held.values())
@@ -227,9 +231,10 @@ class DataOnce(Invariant):
         granted = self._granted[self._process(who)]
         positions = range(record.start, record.stop)
         follows = record.offset == len(granted)
-        self.hold(follows, f"{who} has {len(granted)} positions:", record)
+        self.hold(follows, "positions that it has:", who, len(granted), record)
         for holder, held in self._held.items():
-            self.hold(held.isdisjoint(positions), f"{holder} has part of", record)
+            apart = held.isdisjoint(positions)
+            self.hold(apart, "this one has part of it:", holder, record)
         self.hold(
             self._merged.keys().isdisjoint(positions), "part of it is merged:", record
         )
@@ -245,9 +250,8 @@ class DataOnce(Invariant):
         count = self._per_step[who]
         for position in self._granted[process][c.start * count : c.end * count]:
             merged = self._merged.setdefault(position, who)
-            self.hold(
-                merged == who, f"position {position} of {who} was merged from {merged}"
-            )
+            what = "a position that was merged from two:"
+            self.hold(merged == who, what, position, who, merged)
 
 
 class DurableFirst(Invariant):
@@ -257,6 +261,7 @@ class DurableFirst(Invariant):
     """
 
     name = "durable"
+    effects = (Commit, Tell)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)

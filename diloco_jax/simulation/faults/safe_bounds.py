@@ -39,6 +39,7 @@ class BoundsKept(Invariant):
     """
 
     name = "bounds"
+    effects = (Note, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -110,7 +111,8 @@ class QuarantineKept(Invariant):
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         begun = any(isinstance(e, Persist) for e in effects)
         shown = {name for name, island in state.islands.items() if island.quarantined}
-        self.hold(begun or shown == self._apart, f"{shown}, log: {self._apart}")
+        same = begun or shown == self._apart
+        self.hold(same, "decided", shown, "log:", self._apart)
         for effect in effects:
             if isinstance(effect, Merge):
                 within = self._apart & {c.island for c in effect.contributions}

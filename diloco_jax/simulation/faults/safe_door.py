@@ -48,8 +48,8 @@ class DoorKept(Invariant):
 
     def _equal(self, state: State, when: str) -> None:
         same = set(state.admitted) == self._admitted
-        self.hold(same, f"{when}: {state.admitted}, log: {self._admitted}")
+        self.hold(same, when, state.admitted, "log:", self._admitted)
 
     def _check(self, name: str, what: str) -> None:
         known = name in self._of_config or name in self._admitted
-        self.hold(known, f"{name} is {what}, and was not let in")
+        self.hold(known, "was not let in, and is there:", name, what)

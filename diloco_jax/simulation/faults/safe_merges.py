@@ -30,6 +30,7 @@ class MergedOnce(Invariant):
     """No take and no step of an incarnation enters two merges of a fragment."""
 
     name = "merged_once"
+    effects = (Merge,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -92,6 +93,7 @@ class DeltasExact(Invariant):
     """
 
     name = "deltas"
+    effects = (Merge,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -145,18 +147,20 @@ class QuorumHeld(Invariant):
         self._ended: set[Incarnation] = set()
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        ended = set(self._ended)
-        names = {island.session: name for name, island in state.islands.items()}
+        ended = self._ended
         for effect in effects:
             match effect:
                 case Tell(session=session, message=TakeRequest(tick=tick)):
-                    self._asked.setdefault(tick, set()).add(names[session])
+                    islands = state.islands.items()
+                    name = next(n for n, i in islands if i.session == session)
+                    self._asked.setdefault(tick, set()).add(name)
                 case Persist(record=Left(island=island, incarnation=incarnation)):
-                    ended.add((island, incarnation))
+                    ended = ended | {(island, incarnation)}
                 case Note(record=Skipped(fragment=fragment, why="open")):
                     self._late.add(state.fragments[fragment].tick)
-        for tick in self._asked.keys() - self._asked_first.keys():
-            self._asked_first[tick] = len(self._asked[tick])
+        if len(self._asked) > len(self._asked_first):
+            for tick in self._asked.keys() - self._asked_first.keys():
+                self._asked_first[tick] = len(self._asked[tick])
         stopping = self._stopping
         for effect in effects:
             if isinstance(effect, Persist):
@@ -207,6 +211,7 @@ class RecordedFirst(Invariant):
     """No delta is merged before the island's records up to its take are on the tape."""
 
     name = "recorded"
+    effects = (Note, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -218,11 +223,8 @@ class RecordedFirst(Invariant):
             fact = effect.record
             who, record = (fact.island, fact.incarnation), fact.record
             through = self._through[who]
-            self.hold(
-                record.seq <= through + 1,
-                f"on the tape of {who} is everything through {through}, next comes",
-                record,
-            )
+            follows = record.seq <= through + 1
+            self.hold(follows, "the last one on the tape of", who, through, record)
             self._through[who] = max(through, record.seq)
             if record.kind == "took":
                 self._takes.add((*who, record.fragment, record.tick))
@@ -242,6 +244,7 @@ class FencedOut(Invariant):
     """
 
     name = "fenced"
+    effects = (Persist, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -315,6 +318,7 @@ class HeldOnly(Invariant):
     """
 
     name = "held"
+    effects = (Note, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -361,6 +365,7 @@ class StaleOut(Invariant):
     """
 
     name = "stale"
+    effects = (Merge,)
 
     def carrying_out(self, effect: AnyEffect) -> None:
         if isinstance(effect, Merge):

@@ -30,7 +30,9 @@ class SpeedsKept(Invariant):
         for name, island in state.islands.items():
             least_s = self._least_s.get(name, 0.0) * island.sequences_per_step
             believed = not 0 < island.step_seconds < least_s
-            self.hold(believed, f"{name}: {island.step_seconds} s, least {least_s}")
+            self.hold(
+                believed, "too fast:", name, island.step_seconds, "s, is", least_s
+            )
         for effect in effects:
             if isinstance(effect, Tell) and isinstance(effect.message, Refused):
                 refused = effect.message

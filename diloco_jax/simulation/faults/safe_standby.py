@@ -12,7 +12,7 @@ class OneLeads(Invariant):
     name = "mandate"
 
     def shows(self, node: str, holder: str) -> None:
-        self.hold(node == holder, f"{node} lets something be seen, {holder} leads")
+        self.hold(node == holder, "lets something be seen, leads:", node, holder)
 
 
 class InStep(Invariant):
@@ -23,9 +23,7 @@ class InStep(Invariant):
     name = "in_step"
 
     def named(self, node: str, last: int, seen: int) -> None:
-        self.hold(
-            last >= seen, f"{node} is called in step, has {last} records; seen: {seen}"
-        )
+        self.hold(last >= seen, "called in step; its records, seen:", node, last, seen)
 
 
 class SeenStays(Invariant):

@@ -146,6 +146,7 @@ class TicksOnce(Invariant):
     """
 
     name = "ticks"
+    effects = (Tell,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -161,10 +162,8 @@ class TicksOnce(Invariant):
             case Tell(message=TakeRequest(fragment=fragment, tick=tick)):
                 use = (fragment, self._life)
                 first = self._of.setdefault(tick, use)
-                self.hold(
-                    first == use,
-                    f"tick {tick} is for (fragment, life) {use}, was for {first}",
-                )
+                what = "of a tick, its (fragment, life), and those before:"
+                self.hold(first == use, what, tick, use, first)
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         key = (*who, take.fragment, take.tick)
@@ -179,6 +178,7 @@ class CyclesWhole(Invariant):
     """
 
     name = "cycles"
+    effects = (KeepFragment,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -207,8 +207,6 @@ class CyclesWhole(Invariant):
         """See Invariant. An order to keep something may have to wait for a standby
         while the next merge is recorded, so it is checked when it is decided.
         """
-        if not any(isinstance(effect, KeepFragment) for effect in effects):
-            return
         versions, ticks = list(self._versions), list(self._ticks)
         for effect in effects:
             match effect:

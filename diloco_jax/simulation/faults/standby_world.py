@@ -76,7 +76,8 @@ class StandbyWorld(FaultyWorld):
         """Tell whether the run is over, and so are both processes."""
         if super()._is_over():
             cast(SeatedCoordinator, self.coordinator).node.finish()
-        return all(node.retired for node in self.nodes.values())
+        first, second = self.nodes.values()
+        return first.retired and second.retired
 
     # ---- processes ------------------------------------------------------------------
 

@@ -184,11 +184,13 @@ class VirtualIsland:
         self._fetches.fetch()
         if self._conversation.may_leave:
             self.leave("preempted")
-        elif self._next is not None and isinstance(message, Progress):
-            pass  # As in a real loop, the next boundary looks at it.
-        elif not self._stepping:
+        elif self._stepping or (
+            # As in a real loop, the next boundary looks at it.
+            self._next is not None and isinstance(message, Progress)
+        ):
+            self._reports.look()
+        else:
             self._at_boundary()
-        self._reports.look()
 
     def _welcomed(self, welcome: Welcome) -> None:
         self._reports.welcomed()
@@ -255,6 +257,7 @@ class VirtualIsland:
     def _at_boundary(self) -> None:
         boundary = self.boundary
         if boundary is None or self.ended is not None:
+            self._reports.look()
             return
         decision = self._ahead.next(self._conversation.decide())
         log_refused(boundary.act(decision, self.steps))
