@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,8 @@ from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.tls import TlsFiles
+
+logger = logging.getLogger(__name__)
 
 STOP_S = 10.0
 JOINS_AT_ONCE = 4
@@ -228,7 +231,9 @@ class SyntheticIsland:
         return True
 
     def end(self) -> int:
-        """Say goodbye; return the exit code."""
+        """Say goodbye; return the exit code, and say why if it failed."""
+        if self._ending.exit_code != EXIT_DONE:
+            logger.error("island %s ends: %s", self._name, self._ending.text)
         self._sender.close(STOP_S)
         self._receiver.close(STOP_S)
         self._link.close(self._ending, STOP_S)
