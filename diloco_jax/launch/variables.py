@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco_jax import libtpu
+from diloco_jax.before_jax import HOST_DEVICES, MULTI_SLICE
 from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.island.environment import HOST_DEVICES, MULTI_SLICE
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"[A-Za-z0-9][-_.A-Za-z0-9]*")

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import libtpu, run_files
+from diloco_jax.before_jax import prepare_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.island.environment import prepare_environment
 from diloco_jax.launch.variables import FLAGS, variables_of
 from diloco_jax.planning.workers import Workers, last_lines
 
