@@ -7,8 +7,10 @@ from collections.abc import MutableMapping
 from importlib import metadata, util
 from pathlib import Path
 
-from diloco_jax import machine, tpus
+from diloco_jax import libtpu, machine, tpus
 
+FLAG_LISTS = ("XLA_FLAGS", libtpu.VARIABLE)
+"""Variables whose values are lists of flags. An unknown flag ends the process."""
 HOST_DEVICES = "--xla_force_host_platform_device_count"
 MULTI_SLICE = "MEGASCALE_"
 """Beginning of the names of a multi-slice job's variables."""
