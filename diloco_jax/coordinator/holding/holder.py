@@ -58,7 +58,7 @@ from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.sources import FetchSource
+from diloco_jax.wire.fetch_source import FetchSource
 
 logger = logging.getLogger(__name__)
 
