@@ -238,8 +238,10 @@ def test_policies_have_no_arrays() -> None:
 
 def test_a_config_is_read_without_jax() -> None:
     code = (
-        "import sys; from diloco_jax.config.loading import load_config; "
-        "load_config(sys.argv[1], ['--sync.merge', 'mean']); "
+        "import sys; from diloco_jax.config.loading import read_config; "
+        "from diloco_jax.options import NoOptions, parse_with_config; "
+        "config, overrides = read_config(sys.argv[1]), ['--sync.merge', 'mean']; "
+        "parse_with_config(config, overrides, NoOptions(), 'diloco run'); "
         "print('jax' in sys.modules)"
     )
     config = PACKAGE.parent / "configs" / "quickstart.py"

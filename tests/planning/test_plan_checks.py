@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+from config_support import load_config
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import refusals

@@ -11,8 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from config_support import load_config
 
-from diloco_jax.config.loading import load_config, write_config_json
+from diloco_jax.config.loading import write_config_json
 
 REPOSITORY = Path(__file__).parents[2]
 pytestmark = [

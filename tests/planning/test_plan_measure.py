@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from config_support import load_config
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, OuterConfig, RunConfig
-from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import CODECS
 from diloco_jax.merge_route import passes_of

@@ -269,10 +269,6 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             return self._eval.lower(params, batch, self._abstract_frozen())
 
-    def compilations(self) -> int:
-        """Return how often the step was compiled: 1 from the first step on."""
-        return int(self._step._cache_size())  # type: ignore[attr-defined]
-
     def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
         rows = batch_sharding(self.mesh)
         batch = abstract_batch(fields, self.batch_size, sequence_length)
