@@ -83,7 +83,7 @@ class Link:
 
     @property
     def text(self) -> str:
-        """What tables say."""
+        """Text for tables."""
         return f"{self.gbit_per_s:g} Gbit/s, {self.step_s:g} s"
 
 
