@@ -89,7 +89,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a reader of the page finds in its tables."""
+    """Answers that a reader of the page finds in its tables."""
 
     failures: tuple[Row, ...]
     """In order."""

@@ -129,7 +129,7 @@ def cell_name(case: Case, phase: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one run showed. Times in seconds."""
+    """Result of one run. Times in seconds."""
 
     strikes: tuple[str, ...]
     problems: tuple[str, ...]

@@ -22,7 +22,7 @@ RECORDS = (
     run_files.METRICS,
     run_files.CHAOS,
 )
-"""What a run writes down for people and for replay: it grows with the run's length."""
+"""Files for people and for replay, which grow with the run's length."""
 
 
 class Use(NamedTuple):

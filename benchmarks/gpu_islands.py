@@ -30,7 +30,7 @@ import tape_checks
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
-from diloco_jax.config.loading import load_config
+from diloco_jax.config.loading import read_config
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.workdir import read_summary
@@ -90,7 +90,7 @@ def main() -> int:
 
 def config_of(tokens: int) -> Config:
     """Return the quickstart without its fault, and a GPU island without a pace."""
-    config = load_config(str(CONFIG))
+    config = read_config(str(CONFIG))
     quick = dataclasses.replace(config.islands[ON_GPU], step_seconds=0.0)
     return dataclasses.replace(
         config,

@@ -1,4 +1,4 @@
-"""What lying islands do to the loss, and what it costs to guard against them.
+"""Lying islands: their harm to the loss, and the cost of guarding against them.
 
 Two of eight islands lie in every delta that they send. Each run is an emulation with
 0.04 M parameters, 12 fragments and 300 thousand tokens; deltas go up as f32, so that a

@@ -119,7 +119,7 @@ BEYOND = (
     *(Cell(codec, 32, 16 * SIDE) for codec in ("int8", "int4")),
     *(Cell("int8", m, SIDE // 4, rule) for rule in RULES for m in (2, 8, 64)),
 )
-"""What is measured by "native" alone, each in a process of its own."""
+"""Cells that "native" alone measures, each in a process of its own."""
 
 
 def main() -> int:

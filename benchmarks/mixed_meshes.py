@@ -25,7 +25,7 @@ import tape_checks
 from faults import GAP_MEDIANS_MAX
 
 from diloco_jax.config import Config
-from diloco_jax.config.loading import load_config
+from diloco_jax.config.loading import read_config
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "mixed_meshes.py"
 KILLED = "two-hosts"
@@ -49,7 +49,7 @@ def main() -> int:
 
 def longer(tokens: int) -> Config:
     """The config, with that many tokens and two hosts killed."""
-    config = load_config(str(CONFIG))
+    config = read_config(str(CONFIG))
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, total_tokens=tokens),

@@ -121,7 +121,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 class _Said:
-    """What a process prints, read by a thread so that it never waits for us."""
+    """Output of a process, read by a thread so that it never waits for us."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._lines: list[str] = []

@@ -187,7 +187,7 @@ def book_checks(run: support.Run) -> list[support.Check]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What faults cost the islands together."""
+    """Cost of faults, all islands together."""
 
     began: float
     """Unix seconds of the last first step."""

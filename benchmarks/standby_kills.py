@@ -73,7 +73,7 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look:
-    """What the tape of one leader says."""
+    """Facts that the tape of one leader has."""
 
     recoveries: tuple[float, ...]
     merges: tuple[float, ...]
@@ -254,7 +254,7 @@ class Strikes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one kill. gap: until the next merge, in lengths of the mandate."""
+    """Outcome of one kill. gap: until the next merge, in lengths of the mandate."""
 
     kill: Kill
     recovered: bool

@@ -54,8 +54,8 @@ from diloco_jax.config import (
     ModelConfig,
     Placement,
     RunConfig,
+    loading,
 )
-from diloco_jax.config.loading import load_config
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.workdir import read_config
 
@@ -83,7 +83,7 @@ class Link:
 
     @property
     def text(self) -> str:
-        """What tables say."""
+        """Text for tables."""
         return f"{self.gbit_per_s:g} Gbit/s, {self.step_s:g} s"
 
 
@@ -164,7 +164,7 @@ def measured(count: int, cycles: int, chosen: tuple[Link, ...]) -> list[dict[str
 
 def reference() -> Config:
     """Return the config of the full size."""
-    return load_config(ROOT / "configs" / "four_regions.py")
+    return loading.read_config(ROOT / "configs" / "four_regions.py")
 
 
 def config_of(count: int, cycles: int) -> Config:

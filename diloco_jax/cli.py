@@ -94,7 +94,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def replay_command(arguments: Sequence[str]) -> int:
     """Run `diloco replay WORKDIR [--until MERGE] [--json]`."""
-    from diloco_jax.island.environment import skip_absent_tpu
+    from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.
     skip_absent_tpu()

@@ -206,12 +206,9 @@ def emulate_command(arguments: Sequence[str]) -> int:
     from diloco_jax.simulation.emulation.options import CommandOptions
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
-    from diloco_jax.island.environment import (
-        generation_here,
-        prepare_environment,
-        skip_absent_tpu,
-    )
+    from diloco_jax.before_jax import prepare_environment, skip_absent_tpu
     from diloco_jax.libtpu import set_flags
+    from diloco_jax.tpus import generation_here
 
     # Before anything imports jax.
     skip_absent_tpu()

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from diloco_jax import libtpu, machine
+from diloco_jax.before_jax import FLAG_LISTS
 
 VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 """Instruction sets for which XLA compiles different code, as Linux names them."""
@@ -19,7 +20,7 @@ VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sv
 STEERING = ("JAX_", "XLA_", "TPU_", "LIBTPU_")
 """Beginnings of the names of variables that jax and its libraries read."""
 NOT_STEERING = (
-    *("XLA_FLAGS", libtpu.VARIABLE),
+    *FLAG_LISTS,
     *("JAX_COORDINATOR_", "TPU_WORKER_", "TPU_PROCESS_ADDRESSES"),
 )
 """Variables that are left out: the tape has flags as facts of their own, and the others

@@ -58,7 +58,7 @@ def eval_command(arguments: Sequence[str]) -> int:
         if option in arguments and not given:
             raise ConfigError(f"{option} names nothing; give at least one after it")
     read_config(options.workdir, options.paths or None, trust_code=options.trust_code)
-    from diloco_jax.island.environment import skip_absent_tpu
+    from diloco_jax.before_jax import skip_absent_tpu
     from diloco_jax.machine import fit_threads
 
     # Before anything imports jax.

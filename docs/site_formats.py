@@ -62,7 +62,7 @@ LIFE = """sequenceDiagram
     C->>I: TakeRequest, for the flush
     C->>I: Finished
     I->>C: Goodbye"""
-"""What is said in which order, as a diagram of mermaid."""
+"""Order of the messages, as a diagram of mermaid."""
 
 WIRE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     (

@@ -1,4 +1,4 @@
-"""What breaks a primary or a standby on purpose; see `plants`."""
+"""Bugs planted in a primary or a standby; see `plants`."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_a_jax_that_writes_otherwise_is_left_alone(cache_of_jax, monkeypatch, ca
     compiler, _ = cache_of_jax
 
     def another(entry):
-        """Of a jax to come."""
+        """Stand for a jax to come."""
 
     monkeypatch.setattr(compiler, "_cache_write", another)
     compilation._have_every_host_write.__wrapped__()

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from config_support import load_config
 
 from diloco_jax.config import (
     Config,
@@ -20,7 +21,7 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
-from diloco_jax.config.loading import load_config, read_config_json, write_config_json
+from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import Corpus
 

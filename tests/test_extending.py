@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from config_support import load_config
 from pieces import merge_deltas
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli
-from diloco_jax.config.loading import load_config, read_config
+from diloco_jax.config.loading import read_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs.codec import Codec, encode_with_feedback
 from diloco_jax.core.merge import RULES

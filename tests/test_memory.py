@@ -1,5 +1,4 @@
-"""What a machine says of its memory, with and without a control group; malloc's
-arenas."""
+"""Memory that a machine has left, with and without a control group; malloc's arenas."""
 
 import subprocess
 import sys

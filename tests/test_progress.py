@@ -40,7 +40,7 @@ TERMINALS = {
 
 
 class Given(NamedTuple):
-    """What commands are given: a folder with `config.json`, and a run's workdir."""
+    """Arguments of commands: a folder with `config.json`, and a run's workdir."""
 
     folder: Path
     run: Path | None

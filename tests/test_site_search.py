@@ -20,7 +20,7 @@ SHOWN = 3
 class Question(NamedTuple):
     asks: str
     typed: str
-    """What a reader types into the search."""
+    """Words that a reader types into the search."""
     answered_by: str
     """Page that answers it, as the site names it."""
 

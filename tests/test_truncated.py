@@ -71,7 +71,7 @@ class Kind(NamedTuple):
     read: Callable[[], Any]
     prefix: bool = False
     named: str = ""
-    """What a message has to name; empty = the file."""
+    """Name that a message must have; empty = the file's."""
 
 
 def tape(folder: Path) -> Kind:
@@ -332,7 +332,7 @@ def opened() -> tuple[int, int]:
 
 
 def read(kind: Kind) -> tuple[Any, str]:
-    """What is in the file, or what is said of it."""
+    """Return what is in the file, or what is said of it."""
     try:
         return kind.read(), ""
     except NAMED as error:

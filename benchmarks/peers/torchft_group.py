@@ -30,7 +30,7 @@ REPLICA = Path(__file__).with_name("torchft_replica.py")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a user of torchft sets."""
+    """Settings of a user of torchft."""
 
     name: str
     heartbeat_timeout_ms: int = 5000

@@ -24,10 +24,10 @@ class Work:
     scenario: Scenario
     replicas: int
     seconds: float
-    """Of training, after all have begun."""
+    """Time of training, after all have begun."""
     step_seconds: float = 0.1
     slow_factor: float = 4.0
-    """By which the last replica's steps are longer where one is slow."""
+    """Factor by which the last replica's steps are longer where one is slow."""
     outage_s: float = 8.0
     """Time for which the coordinator is away where it is lost."""
     batch: int = 2
@@ -76,7 +76,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one system made of a run."""
+    """Result of one system in a run."""
 
     system: str
     version: str
@@ -100,9 +100,9 @@ class Outcome:
     """All that the run's processes sent to each other; None where it was not
     measured."""
     tokens_useful: float
-    """In the common model at the end of the run."""
+    """Tokens in the common model at the end of the run."""
     loss: float
-    """Of the last steps, or of the evaluation, in nats: a sign that it trains."""
+    """Loss of the last steps or of the evaluation in nats: a sign that it trains."""
 
     @property
     def bytes_per_token(self) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, setting
 
@@ -138,3 +139,27 @@ class LaunchConfig:
         "", help="Kueue's local queue in which islands wait; empty = none."
     )
     namespace: str = setting("default", help="Kubernetes namespace.")
+
+
+class Variables(NamedTuple):
+    """The variables of one part of the run. Both are by the variable's name."""
+
+    plain: Mapping[str, str]
+    secret: Mapping[str, str]
+    """Names of secrets."""
+
+
+def variables_of(settings: LaunchConfig, owner: str) -> Variables:
+    """Return the variables of an island, or of the coordinator: its own, named
+    OWNER:NAME, count before those of every process."""
+    return Variables(_of(settings.environment, owner), _of(settings.secrets, owner))
+
+
+def _of(given: Mapping[str, str], owner: str) -> dict[str, str]:
+    everybodys = {name: value for name, value in given.items() if ":" not in name}
+    own = {
+        name.rpartition(":")[2]: value
+        for name, value in given.items()
+        if name.rpartition(":")[0] == owner
+    }
+    return everybodys | own

@@ -12,7 +12,6 @@ import re
 import runpy
 import traceback
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,12 @@ from diloco_jax.config.validation import require_sections
 from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import write_json
-from diloco_jax.options import NoOptions, parse_with_config
 from diloco_jax.paths import expand
 
 # Python's message about a keyword argument that a class does not have.
 UNKNOWN_FIELD = re.compile(
     r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
 )
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config at `path` with fields replaced by `overrides`, validated.
-
-    Raises ConfigError; an unknown or malformed option ends the process with code 2
-    and a suggestion on standard error, as argument parsers do.
-    """
-    prog = f"diloco run {path}"
-    return parse_with_config(read_config(path), overrides, NoOptions(), prog)[0]
 
 
 def read_config(path: str | Path) -> Config:

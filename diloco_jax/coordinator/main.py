@@ -132,62 +132,21 @@ class Coordinator:
     def start(self) -> None:
         """Make or load the state, or gather it from islands, and serve."""
         config, workdir = self._config, self._workdir
-        run, placement = config.run, config.placement
         self.seat = taken(config, workdir, self._facts, self.gathers, self._open)
         gathered = None if self._facts.run_id else self._gather()
-        lock = workdirs.held(workdir / run_files.LOCK, "a coordinator")
-        self._open.enter_context(lock)
-        if gathered is not None and workdirs.holds_run(workdir):
-            raise ConfigError(
-                f"{workdir} holds a run now, but held none when this coordinator came "
-                f"up; start the coordinator again to go on with that run"
-            )
+        self._hold_workdir(gathered)
         compilation.use_cache(compilation.of_run(workdir))
-        run_id, sizes = self._facts.run_id, self._plan.sizes
+        run_id = self._facts.run_id
         self.policy_config = policy = policy_of(config, self._plan, run_id)
-        whose = checkpoint.whose(run, run_id, self._plan)
-        self._states = StateSnapshots(self._folder, placement, policy, whose)
+        whose = checkpoint.whose(config.run, run_id, self._plan)
+        self._states = StateSnapshots(self._folder, config.placement, policy, whose)
         found = self._states.newest()
-        giver = "" if workdirs.has_begun(workdir) else placement.first_from
-        given, new = None, found is None and gathered is None
-        if new and not self._init and not giver:
-            raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
-        if new:
-            # Left by a start that failed: no run exists before the first snapshot.
-            remove_tape(workdir / run_files.TAPE)
-        if new and giver:
-            given = term.first_given(config, policy, self._plan, self._serve_early)
-        self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
-        self._open.callback(self._tape.close)
-        self._kept = KeptCycles(workdir, placement.exports_kept, whose, sizes)
-        self._open.callback(self._kept.close, self._deadlines.stop_s)
-        self._holders = Holders(
-            config, self._plan, self._kept, workdir, run_id, self._open, self.seat
-        )
+        given = self._begin_run() if found is None and gathered is None else None
+        self._open_parts(whose)
         state = self._make_state(gathered, found, given)
         extends = going_on.extension(config, workdir, state)
-        self._metrics = Metrics.of_run(config, workdir, run_id)
-        self._open.callback(self._metrics.close)
-        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
-        # Unix time; 0 if the run was not over before this life.
-        was_over = state.phase == "done" and extends is None
-        self._over = self._roster.saved_unix() if was_over else 0.0
-        self._sessions = sessions = Sessions()
-        sessions.completed = self.holder.completed
-        self.lead = Lead(
-            policy,
-            state,
-            holder=self.holder,
-            log=self._log,
-            tape=self._tape,
-            metrics=self._metrics,
-            sessions=sessions,
-            faults=faults_of(config, COORDINATOR, self.seat.reign),
-            slow_s=self._deadlines.report_s,
-            housekeeping=self._keep_house,
-            seat=self.seat,
-        )
-        self.seat.watch(self._log, self._tape, self._states)
+        self._open_measures(was_over=state.phase == "done" and extends is None)
+        self._make_lead(state)
         # Both before any hello, and the extension before the run counts as over.
         if extends is not None:
             self.lead.post(extends)
@@ -195,33 +154,8 @@ class Coordinator:
             before = self._facts
             self._facts, resumed = going_on.after_stop(before, self._roster, workdir)
             self.lead.post(resumed)
-        self._announcer = Announcer(
-            config,
-            self._plan,
-            workdir,
-            roster=self._roster,
-            metrics=self._metrics,
-            holder=self.holder,
-            snapshots=self._states.writer,
-            disk=self._disk,
-            tls=self._tls,
-            begun_unix=self._facts.begun_unix,
-            seat=self.seat,
-        )
-        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
-        self._announcer.begin(self.lead)
-        service = Service(
-            Likeness(run, self._plan),
-            lead=self.lead,
-            holder=self.holder,
-            sessions=sessions,
-            roster=self._roster,
-            metrics=self._metrics,
-            kept=self._kept,
-            profiles=Profiles.of_run(placement, workdir, sessions.tell),
-            status=self._announcer.shown,
-            sources=run.data.sources,
-        )
+        self._announce()
+        service = self._make_service()
         if gathered is not None or given is not None:
             self._server.hand_over(service)
             self._open.callback(self._server.stop, 0.0)  # Before its files.
@@ -303,6 +237,42 @@ class Coordinator:
         workdirs.make_workdir(workdir)
         return gathered
 
+    def _hold_workdir(self, gathered: Gathered | None) -> None:
+        """Lock the workdir, which had no run if the state was gathered."""
+        lock = workdirs.held(self._workdir / run_files.LOCK, "a coordinator")
+        self._open.enter_context(lock)
+        if gathered is not None and workdirs.holds_run(self._workdir):
+            raise ConfigError(
+                f"{self._workdir} holds a run now, but held none when this coordinator "
+                f"came up; start the coordinator again to go on with that run"
+            )
+
+    def _begin_run(self) -> Params | None:
+        """Clear a new run's place; return parameters that an island gives, if any."""
+        config, workdir = self._config, self._workdir
+        giver = "" if workdirs.has_begun(workdir) else config.placement.first_from
+        if not self._init and not giver:
+            raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
+        # Left by a start that failed: no run exists before the first snapshot.
+        remove_tape(workdir / run_files.TAPE)
+        if not giver:
+            return None
+        serve_early = self._serve_early
+        return term.first_given(config, self.policy_config, self._plan, serve_early)
+
+    def _open_parts(self, whose: dict[str, Any]) -> None:
+        """Open the tape, the kept cycles and the holders of fragments."""
+        config, workdir = self._config, self._workdir
+        self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
+        self._open.callback(self._tape.close)
+        exports, sizes = config.placement.exports_kept, self._plan.sizes
+        self._kept = KeptCycles(workdir, exports, whose, sizes)
+        self._open.callback(self._kept.close, self._deadlines.stop_s)
+        run_id = self._facts.run_id
+        self._holders = Holders(
+            config, self._plan, self._kept, workdir, run_id, self._open, self.seat
+        )
+
     def _make_state(
         self, gathered: Gathered | None, found: int | None, given: Params | None
     ) -> State:
@@ -331,6 +301,65 @@ class Coordinator:
             self._facts.write(workdir)
             self.seat.begun()
         return made.state
+
+    def _open_measures(self, *, was_over: bool) -> None:
+        """Open what islands measure. was_over: the run was, before this life."""
+        workdir = self._workdir
+        self._metrics = Metrics.of_run(self._config, workdir, self._facts.run_id)
+        self._open.callback(self._metrics.close)
+        self._roster = Roster.begin_from(workdir / run_files.ROSTER)
+        self._over = self._roster.saved_unix() if was_over else 0.0  # Unix time.
+
+    def _make_lead(self, state: State) -> None:
+        self._sessions = Sessions()
+        self._sessions.completed = self.holder.completed
+        self.lead = Lead(
+            self.policy_config,
+            state,
+            holder=self.holder,
+            log=self._log,
+            tape=self._tape,
+            metrics=self._metrics,
+            sessions=self._sessions,
+            faults=faults_of(self._config, COORDINATOR, self.seat.reign),
+            slow_s=self._deadlines.report_s,
+            housekeeping=self._keep_house,
+            seat=self.seat,
+        )
+        self.seat.watch(self._log, self._tape, self._states)
+
+    def _announce(self) -> None:
+        """Begin to show people how the run is."""
+        self._announcer = Announcer(
+            self._config,
+            self._plan,
+            self._workdir,
+            roster=self._roster,
+            metrics=self._metrics,
+            holder=self.holder,
+            snapshots=self._states.writer,
+            disk=self._disk,
+            tls=self._tls,
+            begun_unix=self._facts.begun_unix,
+            seat=self.seat,
+        )
+        self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
+        self._announcer.begin(self.lead)
+
+    def _make_service(self) -> Service:
+        config, tell = self._config, self._sessions.tell
+        return Service(
+            Likeness(config.run, self._plan),
+            lead=self.lead,
+            holder=self.holder,
+            sessions=self._sessions,
+            roster=self._roster,
+            metrics=self._metrics,
+            kept=self._kept,
+            profiles=Profiles.of_run(config.placement, self._workdir, tell),
+            status=self._announcer.shown,
+            sources=config.run.data.sources,
+        )
 
     def _open_log(self, after: int) -> durable.RecordLog:
         folder = self._workdir / run_files.LOG

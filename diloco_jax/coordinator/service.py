@@ -31,8 +31,8 @@ from diloco_jax.protocol.coordinator.events import Disconnected, KeepAsked, Said
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.session import Session
-from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
-from diloco_jax.wire.sources import FetchSource
 
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ def dashboard_command(arguments: Sequence[str]) -> int:
         "Show a run in a browser, on this machine alone. It reads and changes nothing.",
     )
     check_bounds(options)
-    from diloco_jax.dashboard.sources import opened
+    from diloco_jax.dashboard.run_readers import opened
 
     placement = Placement(certificates=options.certificates, insecure=options.insecure)
     source = opened(options.target, placement)

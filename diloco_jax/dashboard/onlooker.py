@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.dashboard.sources import Telling, status_or_why
+from diloco_jax.dashboard.run_readers import Telling, status_or_why
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
 from diloco_jax.observability.health import health_of

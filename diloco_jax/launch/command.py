@@ -94,35 +94,20 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     prices = price.parse_prices(options.price)
     if options.action == "list":
         return _list(config, options, prices)
-    if options.on is None:
-        raise ConfigError("--on is missing; choose --on tpu_vm, --on gke or --on sky")
-    if options.disk and options.action != "delete":
-        raise ConfigError(
-            f"--disk with --action {options.action}: it is for --action delete, which "
-            f"then deletes the run too; leave it out"
-        )
-    quiet = options.dry_run or options.yes or options.action in LOOKS
-    if not (quiet or sys.stdin.isatty()):
-        raise ConfigError(
-            "there is no terminal to ask on; give --yes to run the commands, or "
-            "--dry-run to see them"
-        )
-    order = make_order(config, path, options.on, options.init)
+    on = _backend_of(options)
+    order = make_order(config, path, on, options.init)
     if options.action == "create" and not options.unplanned:
         from diloco_jax.launch.planned import require_planned
 
         require_planned(config)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
-    record = LaunchRecord(workdir / "launch.json", options.on)
-    own = config.placement.certificates
-    certificates = Path(absolute(own)) if own else workdir / "certificates"
-    folder = workdir / "launch"
-    backend = BACKENDS[options.on]
+    record = LaunchRecord(workdir / "launch.json", on)
+    folder, certificates = workdir / "launch", _certificates(config, workdir)
     if options.action in ("create", "run") and not options.dry_run:
         prepare_certificates(
             certificates,
-            backend.hosts(order),
+            BACKENDS[on].hosts(order),
             tuple(island.name for island in order.islands),
             len(order.workers),
             standby=len(order.nodes) > 1,
@@ -132,7 +117,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
 
     def render() -> Deployment:
         now = int(time.time())
-        made: Deployment = backend.deployment(
+        made: Deployment = BACKENDS[on].deployment(
             order, str(certificates), str(folder), now
         )
         return made
@@ -146,17 +131,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     for line in _zone_remarks(order):
         _show(line)
     if options.action in ("create", "run"):
-        if prices:
-            price.require_prices(config, prices)
-        notes = (
-            *flag_notes(config),
-            *_image_notes(order),
-            *_data_notes(order),
-            *_source_notes(order),
-            *_account_notes(order, options.on),
-        )
-        for line in (*notes, *_costs(config, prices)):
-            _show(line)
+        _show_notes(config, order, on, prices)
     if options.action in ("create", "run", "results"):
         for name in _write(deployment, folder):
             _show(f"written: {folder / name}")
@@ -169,34 +144,91 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         dry_run=options.dry_run,
     )
     try:
-        match options.action:
-            case "create":
-                submitter.create()
-            case "run":
-                submitter.run()
-            case "status":
-                _render(submitter.status())
-            case "logs":
-                submitter.logs()
-            case "results":
-                submitter.results()
-            case "watch":
-                alarm = Alarm(config.placement, order.name, tuple)
-                show = print if options.dry_run else _show
-                watch = LaunchWatch(submitter, renew, show, alarm.raised)
-                alarm.start()
-                try:
-                    watch.run(order.ends_unix or math.inf)
-                finally:
-                    alarm.close(WITHIN_S)
-            case "stop":
-                submitter.stop()
-            case "delete":
-                submitter.delete(disk=options.disk)
+        if options.action == "watch":
+            _watch(config, order, submitter, renew, options)
+        else:
+            _act(submitter, options)
     except CommandError as error:
         _show(f"error: {error}")
         return 1
     return 0
+
+
+def _backend_of(options: LaunchOptions) -> Backend:
+    """Return where to run; raise ConfigError for options that do not go together."""
+    if options.on is None:
+        raise ConfigError("--on is missing; choose --on tpu_vm, --on gke or --on sky")
+    if options.disk and options.action != "delete":
+        raise ConfigError(
+            f"--disk with --action {options.action}: it is for --action delete, which "
+            f"then deletes the run too; leave it out"
+        )
+    quiet = options.dry_run or options.yes or options.action in LOOKS
+    if not (quiet or sys.stdin.isatty()):
+        raise ConfigError(
+            "there is no terminal to ask on; give --yes to run the commands, or "
+            "--dry-run to see them"
+        )
+    return options.on
+
+
+def _certificates(config: Config, workdir: Path) -> Path:
+    own = config.placement.certificates
+    return Path(absolute(own)) if own else workdir / "certificates"
+
+
+def _show_notes(
+    config: Config, order: Order, on: Backend, prices: dict[str, float]
+) -> None:
+    """Show what to know before machines are made, and what they cost."""
+    if prices:
+        price.require_prices(config, prices)
+    notes = (
+        *flag_notes(config),
+        *_image_notes(order),
+        *_data_notes(order),
+        *_source_notes(order),
+        *_account_notes(order, on),
+    )
+    for line in (*notes, *_costs(config, prices)):
+        _show(line)
+
+
+def _act(submitter: Submitter, options: LaunchOptions) -> None:
+    """Carry out an action that ends by itself."""
+    match options.action:
+        case "create":
+            submitter.create()
+        case "run":
+            submitter.run()
+        case "status":
+            _render(submitter.status())
+        case "logs":
+            submitter.logs()
+        case "results":
+            submitter.results()
+        case "stop":
+            submitter.stop()
+        case "delete":
+            submitter.delete(disk=options.disk)
+
+
+def _watch(
+    config: Config,
+    order: Order,
+    submitter: Submitter,
+    renew: Callable[[], Deployment],
+    options: LaunchOptions,
+) -> None:
+    """Make anew what is preempted, until the run is over."""
+    alarm = Alarm(config.placement, order.name, tuple)
+    show = print if options.dry_run else _show
+    watch = LaunchWatch(submitter, renew, show, alarm.raised)
+    alarm.start()
+    try:
+        watch.run(order.ends_unix or math.inf)
+    finally:
+        alarm.close(WITHIN_S)
 
 
 def _write(deployment: Deployment, folder: Path) -> list[str]:

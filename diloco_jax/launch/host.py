@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from importlib import resources
 
+from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.order import (
     COORDINATOR,
     MAX_RESTARTS,
@@ -14,7 +15,6 @@ from diloco_jax.launch.order import (
     Order,
 )
 from diloco_jax.launch.placing import PlacedIsland
-from diloco_jax.launch.variables import variables_of
 from diloco_jax.wire import principal
 
 NOTICE_S = 25.0

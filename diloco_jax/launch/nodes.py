@@ -19,7 +19,7 @@ from diloco_jax.launch.placing import (
     read_cluster,
     resource_name,
 )
-from diloco_jax.weights.sources import FROM_ISLAND
+from diloco_jax.weights.init_option import FROM_ISLAND
 from diloco_jax.wire.principal import COORDINATOR, STANDBY
 
 

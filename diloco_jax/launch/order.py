@@ -39,7 +39,7 @@ from diloco_jax.launch.placing import (
 )
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.paths import is_bucket
-from diloco_jax.weights.sources import FROM_ISLAND, source_of
+from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 from diloco_jax.wire import principal
 
 PLATFORMS = "tpu,cpu"
@@ -311,7 +311,7 @@ def _check_source(source: str) -> None:
     """Raise ConfigError unless the coordinator's machine can find the source."""
     if not source or source.startswith(FROM_ISLAND):
         return
-    kind, folder = source_of(source)
+    kind, folder = read_init(source)
     if not is_bucket(folder):
         raise ConfigError(
             f"--init {source}: {folder} is a folder of this machine, and the "

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from typing import Literal, get_args
 
-from diloco_jax.config import Config, ConfigError, IslandConfig, LaunchConfig
-from diloco_jax.launch.fleet import Slice, find_slice
+from diloco_jax.config import Config, ConfigError, LaunchConfig
+from diloco_jax.planning.slices import Slice, slice_of
 
 Backend = Literal["tpu_vm", "gke", "sky"]
 Purchase = Literal["on_demand", "spot", "reserved"]
@@ -206,32 +206,6 @@ def check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> No
 def region_of(zone: str) -> str:
     """Return the region of a zone; a region is its own."""
     return ZONE.sub("", zone)
-
-
-def slice_of(name: str, island: IslandConfig) -> Slice:
-    """Return the TPU slice of the island, which its mesh fills.
-
-    Raises ConfigError naming field, value and remedy.
-    """
-    field = f"islands.{name}.topology"
-    if not island.topology:
-        raise ConfigError(
-            f"{field} is empty: name the slice that the island runs on, such as "
-            f"'v5p:2x2x1' or 'v6e:4x4'"
-        )
-    found = find_slice(island.topology, field)
-    if island.devices != found.chips:
-        raise ConfigError(
-            f"islands.{name}: its mesh has {island.devices} devices, and "
-            f"{found.topology} has {found.chips} chips, one device each; choose mesh_* "
-            f"whose product is {found.chips}, or another topology"
-        )
-    if island.hosts not in (1, found.hosts):
-        raise ConfigError(
-            f"islands.{name}.hosts = {island.hosts}, and {found.topology} has "
-            f"{found.hosts}; leave it out, the topology says it"
-        )
-    return found
 
 
 def resource_name(name: str, part: str) -> str:

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.launch.fleet import MACHINES
+from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.nodes import PlacedNode
 from diloco_jax.launch.order import (
     CERTIFICATES,
@@ -21,8 +21,8 @@ from diloco_jax.launch.order import (
     ended_at,
 )
 from diloco_jax.launch.placing import PlacedIsland
-from diloco_jax.launch.variables import variables_of
 from diloco_jax.planning.machines import GIB, machine_of
+from diloco_jax.planning.slices import HOST_MACHINES
 from diloco_jax.wire import principal
 
 Manifest = dict[str, Any]
@@ -237,7 +237,7 @@ def island_pod(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
         notice_s,
     )
     chips = {"google.com/tpu": str(island.slice.chips_per_host)}
-    size = _requests(*MACHINES[island.slice.machine_type])
+    size = _requests(*HOST_MACHINES[island.slice.machine_type])
     volumes = [
         *_volumes(order, principal.island(island.name).stem),
         {"name": "run", "emptyDir": {}},

@@ -1,4 +1,4 @@
-"""Environment variables that a launch gives to the processes on its machines.
+"""Checks of the environment variables that a launch gives to its processes.
 
 `launch.environment` has values, `launch.secrets` names of secrets. A variable named
 NAME goes to every process. A variable named ISLAND:NAME goes to that island alone, and
@@ -8,19 +8,16 @@ overcomes NAME there. "coordinator" may stand in the place of ISLAND.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from diloco_jax import libtpu
-from diloco_jax.config import Config, ConfigError, LaunchConfig, suggest
+from diloco_jax.before_jax import FLAG_LISTS, HOST_DEVICES, MULTI_SLICE
+from diloco_jax.config import Config, ConfigError, suggest
+from diloco_jax.config.launch import variables_of
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.island.environment import HOST_DEVICES, MULTI_SLICE
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"[A-Za-z0-9][-_.A-Za-z0-9]*")
 CREDENTIAL = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|_KEY)$", re.I)
-FLAGS = ("XLA_FLAGS", libtpu.VARIABLE)
-"""Variables whose values are lists of flags. An unknown flag ends the process."""
 OF_THE_LAUNCH = frozenset(
     (
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
@@ -37,19 +34,6 @@ OF_THE_MACHINE = (
     *("JOB_COMPLETION_INDEX", "KUBERNETES_", "SLURM_"),
 )
 """Beginnings of the names that tell each host its own place in its slice."""
-
-
-class Variables(NamedTuple):
-    """The variables of one part of the run. Both are by the variable's name."""
-
-    plain: Mapping[str, str]
-    secret: Mapping[str, str]
-    """Names of secrets."""
-
-
-def variables_of(settings: LaunchConfig, owner: str) -> Variables:
-    """Return the variables of an island, or of the coordinator."""
-    return Variables(_of(settings.environment, owner), _of(settings.secrets, owner))
 
 
 def check_variables(config: Config) -> None:
@@ -98,16 +82,6 @@ def flag_notes(config: Config) -> list[str]:
     return notes
 
 
-def _of(given: Mapping[str, str], owner: str) -> dict[str, str]:
-    everybodys = {name: value for name, value in given.items() if ":" not in name}
-    own = {
-        name.rpartition(":")[2]: value
-        for name, value in given.items()
-        if name.rpartition(":")[0] == owner
-    }
-    return everybodys | own
-
-
 def _check_name(field: str, name: str) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(
@@ -134,7 +108,7 @@ def _check_value(field: str, name: str, value: str) -> None:
             f"{field} looks like a credential, and scripts, manifests and config.json "
             f"would show it; put it into a secret, and its name into launch.secrets"
         )
-    if name not in FLAGS:
+    if name not in FLAG_LISTS:
         return
     values: dict[str, str] = {}
     for flag in value.split():

@@ -18,7 +18,6 @@ from rich.console import Console
 from diloco_jax import files
 from diloco_jax.config import Config
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
-from diloco_jax.launch.placing import slice_of
 from diloco_jax.observability.bar import lines
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.planning.chips import chip_of
@@ -37,6 +36,7 @@ from diloco_jax.planning.rates import (
     read_rates,
     write_rates,
 )
+from diloco_jax.planning.slices import slice_of
 
 if TYPE_CHECKING:
     from diloco_jax.core.fragments import FragmentPlan

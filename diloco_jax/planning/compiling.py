@@ -20,8 +20,6 @@ from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
-from diloco_jax.launch.fleet import Slice
-from diloco_jax.launch.placing import slice_of
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
 from diloco_jax.planning.chips import chip_of
@@ -33,6 +31,7 @@ from diloco_jax.planning.collectives import (
 from diloco_jax.planning.flops import Flops, count_flops
 from diloco_jax.planning.memory import Hbm
 from diloco_jax.planning.roofline import Roofline, ici_seconds, roofline
+from diloco_jax.planning.slices import Slice, slice_of
 from diloco_jax.planning.workers import tell
 
 FUNCTIONS = ("take", "gather", "arrive")

@@ -205,49 +205,14 @@ def plan_coordinator(
     number of merges at a time depends. cycles: of the whole run, whose tape stays.
     apart: workers have machines of their own.
     """
-    up, down = (
-        payload_bytes(c, plan) for c in (run.sync.codec_up, run.sync.codec_down)
-    )
-    params = 4 * plan.total
-    largest = max(plan.sizes)
-    sizes = state_sizes(run, plan)
-    outer_state, held = sizes.state - 2 * params, sizes.largest
-    # Many pieces, of few kinds.
-    kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
-    like = {(p.shape, p.embedding): p for p in plan.pieces}
-    rule = RULES.find(run.sync.merge)
-    rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
-    rule_bytes = max(
-        merging.merging_bytes(rules[kind], islands, like[kind].size) for kind in kinds
-    )
-    workers = placement.workers
-    # Each process decides by the cores of the machine.
-    at_once = workers * merges_at_once(cores)
-    most_deltas = DELTAS_AT_ONCE * islands * sum(up)
-    parts = {
-        "theta": params,
-        "anchors": params,
-        "outer_state": outer_state,
-        "merge_state": sum(
-            count
-            * (
-                merging.state_bytes(rules[kind], like[kind].shape)
-                + measures.sample_bytes(like[kind].shape)
-            )
-            for kind, count in kinds.items()
-        ),
-        "snapshots": workers * SNAPSHOT_COPIES * held,
-        "kept_cycle": params if placement.export_every else 0,
-        "merging": at_once * (held + rule_bytes),
-        "publishes": sum(down),
-        "joins": min(islands * FETCHES_PER_JOIN * 4 * largest, 2 * params),
-        "merge_buffer": min(most_deltas, placement.merge_buffer_bytes),
-        "process": PROCESS_BYTES * (1 if workers == 1 else 1 + workers),
-    }
+    sizes, up = state_sizes(run, plan), sum(payload_bytes(run.sync.codec_up, plan))
+    most_deltas = DELTAS_AT_ONCE * islands * up
+    parts = _memory_parts(run, placement, plan, islands, cores, most_deltas)
     both_ways = (
-        sum(up) * rates.upload_core_seconds + sum(down) * rates.fetch_core_seconds
+        up * rates.upload_core_seconds + sizes.publish * rates.fetch_core_seconds
     )
     wire = islands * both_ways / 1e9 / cycle_seconds
+    rule = RULES.find(run.sync.merge)
     by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
     cost = cost_of(run.sync, rates, islands, by_rule / plan.total)
     merge_cores = cost.core_seconds / 1e9 * plan.total / cycle_seconds
@@ -261,7 +226,7 @@ def plan_coordinator(
             fragments=fragments,
             islands=islands,
             state=math.ceil(part * sizes.state),
-            largest=held,
+            largest=sizes.largest,
             publish=math.ceil(part * sizes.publish),
             deltas=math.ceil(part * max(0, most_deltas - placement.merge_buffer_bytes)),
             cycles=cycles,
@@ -274,11 +239,12 @@ def plan_coordinator(
     disk = disk_of(plan.total, len(plan.fragments), "coordinator")
     disk_cores = disk.written_per_s / 1e9 * rates.write_core_seconds
     memory, busy = sum(parts.values()), wire + merge_cores + disk_cores
-    dealt = _worker_plans(plan, workers, memory - parts["process"], busy)
+    workers, in_fragments = placement.workers, memory - parts["process"]
+    dealt = _worker_plans(plan, workers, in_fragments, busy)
     needed = math.ceil(busy) if not dealt else 0
     merges = plan_merges(
         cost,
-        largest,
+        max(plan.sizes),
         max((w.params for w in dealt), default=plan.total),
         cycle_seconds,
         cores,
@@ -302,9 +268,63 @@ def plan_coordinator(
         merges=merges,
         disk=disk,
         replayed=replayed * plan.total,
-        replayed_bytes=replayed * sum(down),
+        replayed_bytes=replayed * sizes.publish,
         replay_core_seconds=rates.replaying(run.sync.codec_down),
     )
+
+
+def _memory_parts(
+    run: RunConfig,
+    placement: Placement,
+    plan: FragmentPlan,
+    islands: int,
+    cores: int,
+    most_deltas: int,
+) -> dict[str, int]:
+    """Return the bytes of each part of the memory, by the plan's field.
+
+    most_deltas: bytes of all the deltas that may wait.
+    """
+    params, workers, sizes = 4 * plan.total, placement.workers, state_sizes(run, plan)
+    # Each process decides by the cores of the machine.
+    at_once = workers * merges_at_once(cores)
+    rule_state, rule_bytes = _rule_bytes(run, plan, islands)
+    joins = islands * FETCHES_PER_JOIN * 4 * max(plan.sizes)
+    return {
+        "theta": params,
+        "anchors": params,
+        "outer_state": sizes.state - 2 * params,
+        "merge_state": rule_state,
+        "snapshots": workers * SNAPSHOT_COPIES * sizes.largest,
+        "kept_cycle": params if placement.export_every else 0,
+        "merging": at_once * (sizes.largest + rule_bytes),
+        "publishes": sizes.publish,
+        "joins": min(joins, 2 * params),
+        "merge_buffer": min(most_deltas, placement.merge_buffer_bytes),
+        "process": PROCESS_BYTES * (1 if workers == 1 else 1 + workers),
+    }
+
+
+def _rule_bytes(run: RunConfig, plan: FragmentPlan, islands: int) -> tuple[int, int]:
+    """Return the bytes that merges leave in memory, the measured tiles of deltas
+    included, and the most that the merge of one piece takes."""
+    # Many pieces, of few kinds.
+    kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
+    like = {(p.shape, p.embedding): p for p in plan.pieces}
+    rule = RULES.find(run.sync.merge)
+    rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
+    state = sum(
+        count
+        * (
+            merging.state_bytes(rules[kind], like[kind].shape)
+            + measures.sample_bytes(like[kind].shape)
+        )
+        for kind, count in kinds.items()
+    )
+    most = max(
+        merging.merging_bytes(rules[kind], islands, like[kind].size) for kind in kinds
+    )
+    return state, most
 
 
 def _worker_plans(

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import libtpu, run_files
+from diloco_jax.before_jax import FLAG_LISTS, prepare_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.launch import variables_of
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.island.environment import prepare_environment
-from diloco_jax.launch.variables import FLAGS, variables_of
 from diloco_jax.planning.workers import Workers, last_lines
 
 DEADLINE_S = 3600.0
@@ -130,7 +130,7 @@ class _Compiler:
 def flags_of(config: Config, name: str) -> Flags:
     """Return the variables with flags that a launch gives to the island."""
     given = variables_of(config.launch, name).plain
-    return tuple((flags, given[flags]) for flags in FLAGS if flags in given)
+    return tuple((flags, given[flags]) for flags in FLAG_LISTS if flags in given)
 
 
 def environment_of(island: IslandConfig, flags: Flags = ()) -> dict[str, str]:

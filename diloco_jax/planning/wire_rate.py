@@ -24,11 +24,11 @@ from diloco_jax.wire import bulk
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
-from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.tls import TlsFiles
 
 DEADLINES = Deadlines(30.0)

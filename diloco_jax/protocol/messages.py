@@ -153,7 +153,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of published fragments received, headers included, joins excluded."""
     bytes_join: Bytes = 0
     short: Annotated[tuple[Short, ...], Meta(max_length=2)] = ()
-    """What little is left of on the machine of some host."""
+    """Resources that run short on the machine of some host."""
 
 
 class Report(Message, frozen=True, kw_only=True, tag=True):

@@ -192,7 +192,7 @@ def faults_command(arguments: Sequence[str]) -> int:
 
 def calibrate_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate calibrate WORKDIR`."""
-    from diloco_jax.island.environment import skip_absent_tpu
+    from diloco_jax.before_jax import skip_absent_tpu
 
     # This must happen before anything imports jax.
     skip_absent_tpu()

@@ -35,7 +35,7 @@ def at_hand(
     The copy ends with the block; arrays that are mapped from it stay readable.
 
     Args:
-      kind: "hf" or "run", as in `sources.SOURCES`.
+      kind: "hf" or "run", as in `init_option.KINDS`.
       arrays: copy the arrays too, not only the small files that describe them.
       scratch: where the copy lies; None = the machine's folder of temporary files.
 

@@ -68,7 +68,7 @@ def export_command(arguments: Sequence[str]) -> int:
         )
     if workdir.is_dir():
         read_config(workdir, trust_code=options.trust_code)
-    from diloco_jax.island.environment import skip_absent_tpu
+    from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.
     skip_absent_tpu()

@@ -40,7 +40,7 @@ from diloco_jax.paths import is_bucket
 from diloco_jax.weights import families, names
 from diloco_jax.weights.buckets import at_hand
 from diloco_jax.weights.files import BESIDE, CONFIG, read_json, read_tensors
-from diloco_jax.weights.sources import FROM_ISLAND, source_of
+from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 
 
 def started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
@@ -52,7 +52,7 @@ def started_from(config: Config, source: str, *, trust_code: bool = False) -> Co
     """
     if source.startswith(FROM_ISLAND):
         return _given_by(config, source.removeprefix(FROM_ISLAND))
-    kind, folder = source_of(source)
+    kind, folder = read_init(source)
     with at_hand(kind, folder, arrays=False) as here:
         if kind == "hf":
             model = families.read(read_json(here / CONFIG), f"{folder}/{CONFIG}")
@@ -121,7 +121,7 @@ def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> P
     """
     if not run.model.weights or run.model.lora_rank:
         return first_params(run, model)
-    kind, folder = source_of(run.model.weights)
+    kind, folder = read_init(run.model.weights)
     with at_hand(kind, folder, arrays=True, scratch=scratch) as here:
         if kind == "hf":
             return read_folder(here, run.model)
@@ -131,7 +131,7 @@ def first_pieces(run: RunConfig, model: Model, scratch: Path | None = None) -> P
 def require_source(model: ModelConfig) -> None:
     """Raise ConfigError unless the source of a model's weights is there and fits it;
     read no weights. Of a source in a bucket only its config is looked at."""
-    kind, folder = source_of(model.weights)
+    kind, folder = read_init(model.weights)
     if not kind:
         return
     with at_hand(kind, folder, arrays=False) as here:
@@ -151,7 +151,7 @@ def keep_source(weights: str, workdir: Path) -> None:
     """
     if not weights:
         return
-    kind, folder = source_of(weights)
+    kind, folder = read_init(weights)
     with at_hand(kind, folder, arrays=False) as here:
         origin = here if kind == "hf" else here / run_files.SOURCE
         names = (name for name in (CONFIG, *BESIDE) if (origin / name).is_file())

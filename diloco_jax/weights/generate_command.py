@@ -61,7 +61,7 @@ def generate_command(arguments: Sequence[str]) -> int:
         "weights.",
     )
     check_bounds(options)
-    from diloco_jax.island.environment import skip_absent_tpu
+    from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.
     skip_absent_tpu()

@@ -21,12 +21,12 @@ from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, Request
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import Busy, ConnectionLost, RemoteProtocolError, WireError
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places
 from diloco_jax.wire.principal import Principal
 from diloco_jax.wire.session import internal_error
-from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 

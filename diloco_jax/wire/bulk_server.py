@@ -20,10 +20,10 @@ from diloco_jax.wire.bulk import (
 from diloco_jax.wire.bulk_port import BulkPort
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.principal import Principal, require_island, require_operator
 from diloco_jax.wire.profiling import ProfileHandlers
-from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.threads import Guard
 from diloco_jax.wire.tls import TlsFiles
 

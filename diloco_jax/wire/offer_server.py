@@ -10,9 +10,9 @@ from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Reques
 from diloco_jax.wire.bulk_port import BulkPort
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import Refused, RemoteProtocolError
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.principal import Principal, require_island
 from diloco_jax.wire.revocation import Revocations
-from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.threads import Guard
 from diloco_jax.wire.tls import TlsFiles
 

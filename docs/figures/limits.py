@@ -27,7 +27,7 @@ NAMES = (
     "data",
 )
 SMALLEST = 0.05
-"""What is left of a twentieth of its limit is drawn there."""
+"""Place where anything below a twentieth of its limit is drawn."""
 
 
 class Bound(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is told of strikes while a run goes on."""
+"""Strikes are told while a run goes on."""
 
 import json
 

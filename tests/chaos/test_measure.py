@@ -1,4 +1,4 @@
-"""What a tape says of the strikes on its run."""
+"""Facts that a tape gives of the strikes on its run."""
 
 from diloco_jax.chaos import measure
 from diloco_jax.observability.tape import JsonLines, Tape

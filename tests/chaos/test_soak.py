@@ -1,4 +1,4 @@
-"""What the soak concludes from its looks at processes, tape and metrics."""
+"""Conclusions of the soak from its looks at processes, tape and metrics."""
 
 import dataclasses
 import itertools

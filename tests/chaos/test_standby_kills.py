@@ -1,4 +1,4 @@
-"""What the benchmark concludes from the tapes of two coordinators."""
+"""Conclusions of the benchmark from the tapes of two coordinators."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def workdir(tmp_path) -> Path:
 
 
 def state(workdir: Path) -> dict[str, str]:
-    """What the files of a coordinator's state say."""
+    """Texts of the files of a coordinator's state."""
     return {
         path.relative_to(workdir).as_posix(): path.read_text()
         for place in pair._state(workdir)

@@ -50,7 +50,7 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Refused, WireError
-from diloco_jax.wire.sources import FetchSource
+from diloco_jax.wire.fetch_source import FetchSource
 
 SHAPES = {"w": (4, 4), "v": (4, 2)}
 PLAN = plan_fragments(SHAPES, {"w": ("embed", "mlp"), "v": ("embed", "mlp")}, 2)

@@ -1,4 +1,4 @@
-"""What counts as a crash of a worker's process."""
+"""Crashes of a worker's process: which lines that break count as one."""
 
 from diloco_jax.coordinator.workers.crashes import Crashes
 

@@ -1,4 +1,4 @@
-"""What others would see waits for the mandate and the standby, in its order."""
+"""Everything that others would see waits for the mandate and the standby, in order."""
 
 from __future__ import annotations
 

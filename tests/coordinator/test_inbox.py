@@ -63,7 +63,7 @@ def test_stripes_that_overlap_on_their_way_are_refused_too(inbox):
 
 @pytest.mark.parametrize("stripe", [start(0, 60), start()])
 def test_nothing_is_written_where_bytes_have_arrived(inbox, stripe):
-    """What was checked is what is merged, whoever goes on sending."""
+    """The bytes that were checked are merged, whoever goes on sending."""
     early = inbox.begin(stripe)
     with pytest.raises(Busy, match="on their way by another connection"):
         inbox.begin(stripe)

@@ -1,5 +1,4 @@
-"""What a primary writes comes to the standby's disk: at any moment what a crash of the
-primary would have left."""
+"""The standby's disk has at any moment what a crash of the primary would have left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What workers have on their disk comes to the standby ahead of what the lead writes of
-it, and a worker serves nothing that the standby may not have."""
+"""Workers' files come to the standby ahead of the lead's records of them, and a worker
+serves nothing that the standby may not have."""
 
 from __future__ import annotations
 

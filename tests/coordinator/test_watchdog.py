@@ -1,4 +1,4 @@
-"""What is wrong is told once, within its budget, and again when it begins again."""
+"""A failure is told once, within its budget, and again when it begins again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class World:
         self.resident, self.left, self.free = GB, (50 * GB, 100 * GB), 100 * GB
         self.given_back = self.needed = 0
         self.speed, self.share_merged = 600.0, 0.9
-        """Of the three islands together, and what is merged of it."""
+        """Speed of the three islands together, and the share of it that is merged."""
         self.islands = {name: self.island() for name in "abc"}
         self.status: dict[str, Any] = {
             "phase": "running",

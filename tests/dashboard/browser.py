@@ -53,7 +53,7 @@ class Browser:
         self._numbers = itertools.count(1)
         self._rest = b""
         self.events: list[dict[str, Any]] = []
-        """What was told since the last `open`."""
+        """Events since the last `open`."""
         self._session = ""
         command = [
             find_chromium(),

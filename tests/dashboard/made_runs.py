@@ -29,7 +29,7 @@ COMPILE_S = 20
 LOOK_S = 5
 """Seconds between two looks at the coordinator's machine."""
 KINDS = {"v5p": "TPU v5", "v6e": "TPU v6 lite"}
-"""What JAX calls the devices of an island, by the first letters of its name."""
+"""JAX's names of an island's devices, by the first letters of the island's name."""
 
 Line = tuple[str, dict[str, Any]]
 """("tape" or "metrics", the line)"""

@@ -22,7 +22,7 @@ from diloco_jax import run_files
 from diloco_jax.cluster import beside
 from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.dashboard import sources
+from diloco_jax.dashboard import run_readers
 from diloco_jax.dashboard.app import STATIC
 from diloco_jax.dashboard.command import dashboard_command, listen
 from diloco_jax.dashboard.onlooker import Onlooker
@@ -152,7 +152,7 @@ def onlook():
     opened = []
 
     def onlook(target):
-        opened.append(Onlooker(sources.opened(target, Placement())))
+        opened.append(Onlooker(run_readers.opened(target, Placement())))
         return opened[-1]
 
     yield onlook
@@ -238,8 +238,8 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
         },
     }
     now = [BEGIN]
-    monkeypatch.setattr(sources.time, "time", lambda: now[0])
-    monkeypatch.setattr(sources, "read_status", lambda *_: status)
+    monkeypatch.setattr(run_readers.time, "time", lambda: now[0])
+    monkeypatch.setattr(run_readers, "read_status", lambda *_: status)
     onlooker = onlook("host:7000")
     for _ in range(5):
         onlooker.ask()
@@ -269,7 +269,7 @@ def test_a_coordinator_that_does_not_answer_is_said(monkeypatch, onlook):
     def lost(*_):
         raise ConnectionLost("host:7000 is not there")
 
-    monkeypatch.setattr(sources, "read_status", lost)
+    monkeypatch.setattr(run_readers, "read_status", lost)
     onlooker = onlook("host:7000")
     onlooker.ask()
     onlooker.read()

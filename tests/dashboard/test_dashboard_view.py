@@ -1,4 +1,4 @@
-"""What the page is sent: right, and small and quick enough at 64 islands."""
+"""Data of the page: right, and small and quick enough at 64 islands."""
 
 from __future__ import annotations
 

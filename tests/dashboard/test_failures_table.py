@@ -1,4 +1,4 @@
-"""What failed is found in the lines of a run, with its reason and its cost."""
+"""Failures are found in the lines of a run, with their reason and their cost."""
 
 from __future__ import annotations
 

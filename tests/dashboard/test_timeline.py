@@ -1,4 +1,4 @@
-"""What the lines of a tape say about islands over time."""
+"""Islands over time, by the lines of a tape."""
 
 from __future__ import annotations
 

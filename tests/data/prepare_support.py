@@ -8,7 +8,7 @@ import numpy as np
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.work import prepare
 from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.prepared.source import PreparedRows
+from diloco_jax.data.prepared.rows import PreparedRows
 from diloco_jax.data.tokenizers.of_bytes import Bytes
 
 LENGTH = 32

@@ -1,4 +1,4 @@
-"""What `diloco data prepare` refuses, by name, with nothing half-written."""
+"""Refusals of `diloco data prepare`: by name, with nothing half-written."""
 
 import os
 

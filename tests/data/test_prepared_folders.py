@@ -15,7 +15,7 @@ from diloco_jax.data.prepared.contents import (
     read_manifest,
     require_whole,
 )
-from diloco_jax.data.prepared.source import PreparedRows
+from diloco_jax.data.prepared.rows import PreparedRows
 
 
 def test_files_are_those_of_the_manifest(texts, tmp_path):
@@ -61,7 +61,7 @@ def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
     prepared, train, _ = made(tmp_path, part_bytes=2000)
     assert len(prepared.train.shards) > 5
     want = [train[number]["tokens"] for number in range(len(train))]
-    monkeypatch.setattr("diloco_jax.data.prepared.source.MOST_OPEN", 2)
+    monkeypatch.setattr("diloco_jax.data.prepared.rows.MOST_OPEN", 2)
     few = PreparedRows(tmp_path / "out", prepared, prepared.train)
     for number in np.random.default_rng(0).permutation(len(train)):
         np.testing.assert_array_equal(few[int(number)]["tokens"], want[number])

@@ -261,14 +261,14 @@ def test_a_start_reads_little_and_a_host_its_own_rows(folders, tmp_path):
     code = f"""
 import builtins, sys
 from diloco_jax.data import loading
-from diloco_jax.data.prepared import contents, source
+from diloco_jax.data.prepared import contents, rows
 from diloco_jax.config import DataConfig, RunConfig
 contents.SAMPLES = 1
 data = loading.load_data(RunConfig(
     data=DataConfig(paths=({folders[1]!r},)), sequence_length={LENGTH}))
 opened = []
-real = source.PreparedRows._reader
-source.PreparedRows._reader = lambda self, n: opened.append(n) or real(self, n)
+real = rows.PreparedRows._reader
+rows.PreparedRows._reader = lambda self, n: opened.append(n) or real(self, n)
 data.index(0)[3]
 assert len(opened) == 1, opened
 assert "pyarrow" not in sys.modules and "tokenizers" not in sys.modules

@@ -37,7 +37,7 @@ from diloco_jax.wire.errors import (
     SecurityError,
     VersionGone,
 )
-from diloco_jax.wire.sources import FetchSource
+from diloco_jax.wire.fetch_source import FetchSource
 
 
 class FakeExchange:

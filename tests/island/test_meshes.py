@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_jax.island.environment import prepare_environment
+from diloco_jax.before_jax import prepare_environment
 
 SCRIPT = Path(__file__).with_name("sharded_island.py")
 FUNCTIONS = ("take", "arrive", "advance", "adopt", "move", "reset")

@@ -291,7 +291,7 @@ def test_an_adopted_version_is_offered_at_once(serve, peers, config):
 
 
 def test_another_islands_certificate_does_not_offer(stack, serve, config, certificates):
-    """Whoever listens at an island's address has to be that island."""
+    """The peer that listens at an island's address has to be that island."""
     serve("offers", params_of(1))
     tls = TlsFiles.load(certificates, island("joins"))
     address = config.islands["offers"].offers

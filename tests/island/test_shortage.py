@@ -14,7 +14,7 @@ from diloco_jax.protocol.island.reporting import Status
 
 
 class Machine:
-    """What is left of it, as a test says."""
+    """A machine that has left what a test says."""
 
     def __init__(self, monkeypatch, folder) -> None:
         self.memory, self.free = (50 << 30, 100 << 30), 100 * LITTLE_DISK_BYTES
@@ -26,7 +26,7 @@ class Machine:
         self.watch = ShortageWatch((folder / "not" / "made",), self.mailbox.tell_short)
 
     def short(self) -> tuple[str, ...]:
-        """What the next report says."""
+        """Return what the next report says."""
         self.watch.look()
         return self.mailbox.report(0)[0].measures.short
 

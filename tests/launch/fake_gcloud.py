@@ -333,7 +333,7 @@ def act(
 
 
 def listed(things: dict, kind: str, flags: dict[str, str]) -> list[dict]:
-    """What has the label that is asked for, in the words of the real lists."""
+    """List what has the label that is asked for, in the words of the real lists."""
     label = flags.get("--filter", "").removeprefix("labels.").removesuffix(":*")
     of = "queued resource" if kind == "TPU VM" else kind
     found = []

@@ -28,7 +28,7 @@ def released(made):
 
 
 def last_words(made):
-    """What the machine has told its disk before it gave itself back."""
+    """Words that the machine told its disk before it gave itself back."""
     told = made.root / "tools/calls"
     lines = told.read_text().splitlines() if told.exists() else []
     word = "compute disks add-labels two-coordinator --zone=us-east5-a"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_support import load_config
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.loading import load_config
 from diloco_jax.launch.command import LaunchOptions, run
 from diloco_jax.launch.planned import require_planned
 

@@ -24,7 +24,7 @@ CHECKED = [
     # The checkout of these tests has no benchmarks; bash leaves the pattern alone.
     "mypy --explicit-package-bases benchmarks/*.py",
 ]
-"""What `test.sh` runs before pytest."""
+"""Checks that `test.sh` runs before pytest."""
 
 SAYS = '#!/bin/bash\necho "$(basename "$0") $*"\n'
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from config_support import load_config
 
 from diloco_jax import cli
 from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, RunConfig
-from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import with_absolute_paths
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.models.build import build

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from config_support import load_config
 
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
-from diloco_jax.config.loading import load_config
 from diloco_jax.core.fragments import EVEN
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan

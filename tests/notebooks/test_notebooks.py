@@ -68,7 +68,7 @@ BOUNDS: dict[str, dict[str, tuple[float, float]]] = {
         "costs.loc['MB sent up', 'Adapters']": (50, 150),
     },
 }
-"""What a cell's names are between, by expression."""
+"""Bounds of the values of a cell's names, by expression."""
 MOST_PNG_BYTES = 100_000
 MOST_BYTES = 700_000
 

@@ -79,7 +79,7 @@ def snapshot(islands: dict[str, dict[str, Any]], **changes: Any) -> Snapshot:
 
 
 def exposed(of: Snapshot) -> dict[tuple[str, ...], float]:
-    """What a scraper reads: the value of each name with its labels' values."""
+    """Values that a scraper reads, by name with its labels' values."""
 
     class Run:
         def collect(self):

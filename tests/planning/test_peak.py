@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+from config_support import load_config
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.loading import load_config
 from diloco_jax.planning import peak
 from diloco_jax.planning.chips import CHIPS
 from diloco_jax.planning.formula import analytic_flops, least_flops

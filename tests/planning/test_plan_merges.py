@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from config_support import load_config
 from rich.console import Console
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.merge.trimmed_mean import comparators
 from diloco_jax.planning.arithmetic import plan_by_arithmetic

@@ -6,10 +6,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+from config_support import load_config
 from example_support import write_files
 
 from diloco_jax import cli
-from diloco_jax.config.loading import load_config
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 

@@ -1,5 +1,5 @@
-"""What the pods of a launch with a standby run, as real processes: the coordinator's
-pod is killed, and its standby leads the run to its end."""
+"""Pods of a launch with a standby, run as real processes: the coordinator's pod is
+killed, and its standby leads the run to its end."""
 
 from __future__ import annotations
 

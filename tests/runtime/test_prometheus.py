@@ -78,7 +78,7 @@ class Prometheus:
             )
 
     def query(self, expr: str) -> list[Any]:
-        """What an instant query finds; nothing until the server is up."""
+        """Return what an instant query finds; nothing until the server is up."""
         ask = urllib.parse.urlencode({"query": expr})
         try:
             url = f"http://{self._at}/api/v1/query?{ask}"

@@ -38,7 +38,7 @@ from diloco_jax.simulation.virtual.world import World
 LENGTH, FRAGMENTS = 16, 3
 WEIGHTS = (2.0, 1.0)
 DOCUMENTS = (300, 130)
-"""Of each source; a row has about one of them."""
+"""Number of documents of each source; a row has about one of them."""
 FIRST, OTHERS = {"a": 4, "b": 2}, {"a": 4, "c": 3, "d": 1}
 """Rows of a step by island, before the stop and after it."""
 KILL_S, RETURN_S, STOP_S = 40.3, 50.0, 110.7

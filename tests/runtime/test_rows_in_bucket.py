@@ -137,7 +137,7 @@ THREADS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from diloco_jax.data.prepared.contents import read_manifest
-from diloco_jax.data.prepared.source import PreparedRows
+from diloco_jax.data.prepared.rows import PreparedRows
 here, there = (
     PreparedRows(folder, found, found.train)
     for folder in sys.argv[1:]

@@ -27,7 +27,7 @@ LEASE_S = 1.0
 
 
 class Told:
-    """What was posted to a URL."""
+    """Texts that were posted to a URL."""
 
     def __init__(self) -> None:
         told = self._texts = []

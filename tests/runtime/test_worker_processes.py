@@ -101,9 +101,9 @@ def assert_kept(
 
 
 def test_a_worker_killed_before_the_commit_is_back_without_the_merge(text, tmp_path):
-    """What it prepared never was; the other worker notices nothing; the same merge
-    once more gives the bits of a process that was not killed. Without its disk it goes
-    on with an island's anchor, once that is committed. All of it over TLS."""
+    """The merge that it prepared never was; the other worker notices nothing; the same
+    merge once more gives the bits of a process that was not killed. Without its disk
+    it goes on with an island's anchor, once that is committed. All of it over TLS."""
     folder = tmp_path / "certificates"
     make_certificates(folder, [], 1, islands=["a"], workers=2)
     certificates = str(folder)

@@ -1,4 +1,4 @@
-"""What failures, joins and leaving do to an emulated run, and that its books say so."""
+"""Failures, joins and departures in an emulated run, and the books that they leave."""
 
 from __future__ import annotations
 

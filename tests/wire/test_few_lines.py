@@ -1,4 +1,4 @@
-"""What peers do wrong fills no log: a few lines for each, and how many are left out."""
+"""Peers' errors fill no log: a few lines for each, and how many are left out."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ REQUEST = follow.FollowRequest(node="b", fingerprint="f")
 
 
 class Sent:
-    """What one standby is sent, until it is ended."""
+    """Everything that one standby is sent, until it is ended."""
 
     def __init__(self):
         self.error = None

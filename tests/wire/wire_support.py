@@ -15,8 +15,8 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk, encoding, frames
 from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import VersionGone, WireError
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.session import Session
-from diloco_jax.wire.sources import FetchSource
 
 WAIT_S = 45.0
 """Less than the queues' poll and the budget: what only they end comes too late."""

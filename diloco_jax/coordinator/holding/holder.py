@@ -58,7 +58,7 @@ from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.sources import FetchSource
+from diloco_jax.wire.fetch_source import FetchSource
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,7 @@ class StoreHolder:
 
     def hold(self, message: ToHolder) -> None:
         """See engine.Holder."""
-        # It has passed the gate, so what the lead's log had at its start counts.
-        self._saver.undecided = False
+        self._saver.heard = message
         match message:
             case Merge():
                 self._merge(message)
@@ -178,7 +177,7 @@ class StoreHolder:
 
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
         """Bring the fragments to what is committed; see `restoring.restore`."""
-        self._saver.undecided = True
+        self._saver.heard = asked
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
@@ -189,7 +188,7 @@ class StoreHolder:
         What was ordered and is not in that log never was. What is in it, and the lead
         before did not live to say, becomes visible. Raises DurableError if the log has
         something else than what is here: another process must restore it then."""
-        self._saver.undecided = True
+        self._saver.heard = asked
         versions = {c.fragment: c.version for c in asked.fragments}
         for fragment in self._under_way.give_up(versions, self._patience_s):
             self._commit(Commit(fragment=fragment, version=versions[fragment]))

@@ -15,6 +15,11 @@ from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import Arrays
+from diloco_jax.protocol.holding import (
+    RestoreFragments,
+    ToHolder,
+    may_replace_snapshots,
+)
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 
 logger = logging.getLogger(__name__)
@@ -32,10 +37,8 @@ class Saver:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
         self.lost: set[int] = set()
         """Fragments without arrays, which are not written."""
-        self.undecided = False
-        """True from what a lead says at its start to its next message. A standby may
-        take over without the newest versions until then: a snapshot of one would take
-        the place of what that lead needs."""
+        self.heard: RestoreFragments | ToHolder | None = None
+        """The lead's newest message, which says if snapshots may be replaced."""
 
     def begin(self) -> None:
         """Write the first snapshots of a run or a term, one per fragment held here; see
@@ -61,7 +64,7 @@ class Saver:
         for fragment in self._unsaved()[:1]:
             save = self._writes(fragment)
             # Only now: the lead may have changed before the version was looked up.
-            if self.undecided:
+            if not may_replace_snapshots(self.heard):
                 return
             self._snapshots.took_turn(fragment)
             self._snapshots.writer.write(now, save)

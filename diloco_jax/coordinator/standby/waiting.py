@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 from diloco_jax.protocol import messages
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
-from diloco_jax.wire.sources import FetchSource
 
 
 class Waiting(NoProfiles):

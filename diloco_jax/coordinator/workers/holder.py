@@ -51,7 +51,7 @@ from diloco_jax.protocol.working import (
 )
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.errors import Busy, WireError
-from diloco_jax.wire.sources import FetchSource
+from diloco_jax.wire.fetch_source import FetchSource
 
 logger = logging.getLogger(__name__)
 

@@ -69,9 +69,9 @@ from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.bulk_server import BulkServer
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.profiling import NoProfiles
-from diloco_jax.wire.sources import FetchSource
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from diloco_jax.data.prepared.contents import (
     require_whole,
 )
 from diloco_jax.data.prepared.folder import folder_at
-from diloco_jax.data.prepared.source import PreparedRows
+from diloco_jax.data.prepared.rows import PreparedRows
 from diloco_jax.data.shares import slots_of
 from diloco_jax.data.tokenizers.opening import open_tokenizer, require_digest
 from diloco_jax.paths import is_bucket

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from diloco_jax.before_jax import HOST_DEVICES
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.fragments import LAYERS
 from diloco_jax.core.tiles import TileGrid
@@ -74,7 +75,7 @@ def make_mesh(
             f"mesh_data * mesh_fsdp * mesh_tensor = "
             f"{' * '.join(map(str, sizes))} = {config.devices} devices, but there are "
             f"{len(devices)}; lower them, or for virtual CPU devices set XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={config.devices} (or "
+            f"{HOST_DEVICES}={config.devices} (or "
             f"jax_num_cpu_devices) before jax starts"
         )
     grid = np.array(devices[: config.devices], dtype=object).reshape(sizes)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.config.validation import check_batch
-from diloco_jax.core.sources import by_source
+from diloco_jax.core.source_losses import by_source
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import (
@@ -268,10 +268,6 @@ class Trainer:
         batch = self._abstract_batch(fields, sequence_length)
         with jax.set_mesh(self.mesh):
             return self._eval.lower(params, batch, self._abstract_frozen())
-
-    def compilations(self) -> int:
-        """Return how often the step was compiled: 1 from the first step on."""
-        return int(self._step._cache_size())  # type: ignore[attr-defined]
 
     def _abstract_batch(self, fields: Fields, sequence_length: int) -> Any:
         rows = batch_sharding(self.mesh)

@@ -22,7 +22,7 @@ from diloco_jax.island.device.held import Held
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Holdings
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone
-from diloco_jax.wire.sources import FetchSource, source_of
+from diloco_jax.wire.fetch_source import FetchSource, source_of
 
 COPIES_KEPT = 2
 """Fragments of which a copy may be in the host's memory."""

@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 Order = ProfileRequest | StrikeRequest
-"""What an operator wants of this process."""
+"""Request of an operator to this process."""
 Errand = Wanted | ResendRequest | Order
 """Bulk work that a message asks the shell to do."""
 

@@ -87,7 +87,7 @@ class Gathering(msgspec.Struct, frozen=True, kw_only=True):
     misfits: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Why the last offer of an island does not fit."""
     heard: Mapping[str, Heard] = msgspec.field(default_factory=dict)
-    """What each island heard of; one that joins may alone know of a term, and count."""
+    """Claims by island; one that joins may alone know of a term, and count."""
     limits: Known | None = None
     """The highest values that are believed, once there is no more waiting."""
     members: Mapping[str, Offering] = msgspec.field(default_factory=dict)

@@ -7,7 +7,7 @@ from diloco_jax.simulation.faults.observing import Invariant
 
 
 class OneLeads(Invariant):
-    """Who lets something be seen holds the mandate: so no two coordinators do."""
+    """A node that lets something be seen holds the mandate: so no two do."""
 
     name = "mandate"
 
@@ -27,8 +27,8 @@ class InStep(Invariant):
 
 
 class SeenStays(Invariant):
-    """Who goes on from a log has every record of which anyone has seen something: no
-    version, grant or tick that was told goes back.
+    """A node that goes on from a log has every record of which anyone has seen
+    something: no version, grant or tick that was told goes back.
     """
 
     name = "seen"

@@ -170,8 +170,8 @@ class MandateAway(StandbyFault, frozen=True):
 
 
 class MandateLate(StandbyFault, frozen=True):
-    """What is asked of the object of the mandate arrives `late_s` later, for a while,
-    and so do the answers. Whoever asked has given up, or is dead.
+    """Questions to the object of the mandate arrive `late_s` later, for a while, and so
+    do the answers. The node that asked has given up, or is dead.
     """
 
     to: Reached

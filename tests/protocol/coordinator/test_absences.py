@@ -127,7 +127,7 @@ def test_no_island_left_is_told_apart_even_if_they_said_goodbye(driver):
 
 
 def test_time_alone_tells(driver):
-    """Whoever drives the protocol by its deadlines hears in time."""
+    """A driver that goes by the protocol's deadlines hears in time."""
     for name in "abc":
         driver.disconnect(name)
     began, found = driver.now, []

@@ -1,4 +1,4 @@
-"""What a hello says of takes, and what the coordinator makes of it."""
+"""Takes in a hello, and what the coordinator makes of them."""
 
 from kit import Driver, of, only
 

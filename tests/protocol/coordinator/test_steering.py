@@ -1,4 +1,4 @@
-"""What an operator changes while the run goes on: who is let in, who is released."""
+"""Changes by an operator while the run goes on: who is let in, who is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an island says of its steps and speed is bounded by the coordinator's clock."""
+"""The coordinator's clock bounds an island's claims about its steps and speed."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_liar_outweighs_an_island_at_its_peak_by_the_margin_alone() -> None:
 
 
 def shares(d: Driver, said_s: float) -> list[float]:
-    """Of merges of a, which makes steps of a second, while b is idle."""
+    """Shares in merges of a, which makes steps of a second, while b is idle."""
     d.join("a")
     d.join("b", step_seconds=said_s)
     found = []

@@ -1,4 +1,4 @@
-"""What the lead believes of anchors that islands offer for a new term."""
+"""Anchors that islands offer for a new term: which of them the lead believes."""
 
 import pytest
 

@@ -109,8 +109,8 @@ def test_steps_of_an_earlier_term_are_carried_and_no_more() -> None:
 
 
 def test_a_new_term_lets_in_the_islands_of_the_config_alone() -> None:
-    """What operators ordered was in the log that is lost: whom they had let in is out,
-    and so stays whom they had removed, whatever it was in the run before."""
+    """Orders of operators were in the log that is lost: an island that they had let in
+    is out, and so stays one that they had removed, whatever it was before."""
     d = second_term(admitted={"a": 1}, sequence_length=TOKENS_PER_STEP)
     assert d.state.admitted == ()
     assert only(come_back(d, "c", 7), Refused).code == "unknown_island"

@@ -1,4 +1,4 @@
-"""What is in a world of two coordinators: nodes, lines, mistakes made on purpose."""
+"""Parts of a world of two coordinators: nodes, lines, mistakes made on purpose."""
 
 from __future__ import annotations
 

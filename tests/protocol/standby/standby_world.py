@@ -38,7 +38,7 @@ class World:
         self.led: list[tuple[float, str, str]] = []
         """When which node began to lead, and how."""
         self.cut: set[str] = set()
-        """What does not get through: "line", or a node's name: from it to the store."""
+        """Ways that are cut: "line", or a node's name: from it to the store."""
         self.lapsed: list[str] = []
         self.alarms: dict[str, float] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,21 +1,21 @@
-"""Sources of a run's first parameters, as `--init` names them."""
+"""Forms in which `--init` names a run's first parameters."""
 
 from __future__ import annotations
 
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import absolute
 
-SOURCES = ("hf", "run")
+KINDS = ("hf", "run")
 FROM_ISLAND = "from-island:"
 """Begins an `--init` that names an island, whose parameters are no files."""
 
 
-def source_of(weights: str) -> tuple[str, str]:
-    """Return the kind and the folder of a source; raise ConfigError if it has another
+def read_init(weights: str) -> tuple[str, str]:
+    """Return the kind and the folder that it names; raise ConfigError if it has another
     form.
     """
     kind, _, folder = weights.partition(":")
-    if weights and (kind not in SOURCES or not folder or folder.endswith("://")):
+    if weights and (kind not in KINDS or not folder or folder.endswith("://")):
         raise ConfigError(
             f"--init {weights}: write hf:DIR for a folder with config.json and "
             f"safetensors, run:WORKDIR for a run's newest snapshot, or "

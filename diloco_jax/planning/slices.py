@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from diloco_jax.config import ConfigError, suggest
+from diloco_jax.config import ConfigError, IslandConfig, suggest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,13 @@ GENERATIONS = {
 }
 
 
-MACHINES = {
+HOST_MACHINES = {
     "ct5p-hightpu-4t": (208, 448),
     "ct6e-standard-1t": (44, 176),
     "ct6e-standard-4t": (180, 720),
     "ct6e-standard-8t": (360, 1440),
 }
-"""(vCPUs, GB of memory) of the machine types."""
+"""(vCPUs, GB of memory) of the hosts' machine types."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,32 @@ class Slice:
         if self.shape not in self.generation.shapes:
             return ""
         return f"{self.generation.name}-{self.chips * self.generation.counted_per_chip}"
+
+
+def slice_of(name: str, island: IslandConfig) -> Slice:
+    """Return the TPU slice of the island, which its mesh fills.
+
+    Raises ConfigError naming field, value and remedy.
+    """
+    field = f"islands.{name}.topology"
+    if not island.topology:
+        raise ConfigError(
+            f"{field} is empty: name the slice that the island runs on, such as "
+            f"'v5p:2x2x1' or 'v6e:4x4'"
+        )
+    found = find_slice(island.topology, field)
+    if island.devices != found.chips:
+        raise ConfigError(
+            f"islands.{name}: its mesh has {island.devices} devices, and "
+            f"{found.topology} has {found.chips} chips, one device each; choose mesh_* "
+            f"whose product is {found.chips}, or another topology"
+        )
+    if island.hosts not in (1, found.hosts):
+        raise ConfigError(
+            f"islands.{name}.hosts = {island.hosts}, and {found.topology} has "
+            f"{found.hosts}; leave it out, the topology says it"
+        )
+    return found
 
 
 def find_slice(topology: str, field: str) -> Slice:

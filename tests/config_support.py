@@ -1,0 +1,16 @@
+"""Configs as a command line makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diloco_jax.config import Config
+from diloco_jax.config.loading import read_config
+from diloco_jax.options import NoOptions, parse_with_config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config at `path` with fields replaced by `overrides`, validated."""
+    prog = f"diloco run {path}"
+    return parse_with_config(read_config(path), overrides, NoOptions(), prog)[0]
