@@ -130,7 +130,7 @@ def test_host_0_ends_with_no_thread_waiting_in_jax():
     watch = LeaveWatch(Hosts(Store(), 0, 2), asked.append, Deadlines(100 * PATIENCE_S))
     watch.start()
     watch.close(PATIENCE_S)
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert asked == []
 
 
