@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
     HostsBegin,
     LeadDecisions,
+    LeaveWatch,
     Moved,
     Orders,
     Refusal,
@@ -180,6 +180,7 @@ class LeadingHost(Generic[L]):
             give = self._orders.give
             self._host.lanes.moved = lambda workers: give(Moved(workers=workers))
         self._receiver: Receiver | None = None
+        self._leaves: LeaveWatch | None = None
         self._loop: L | None = None
         self._refused = False
 
@@ -251,6 +252,8 @@ class LeadingHost(Generic[L]):
         if self._hosts is not None:
             with contextlib.suppress(HostsError):
                 self._hosts.tell("left", b"")
+        if self._leaves is not None:
+            self._leaves.close(timeout_s)
 
     def close(self) -> None:
         """Free sockets and threads."""
@@ -359,7 +362,10 @@ class LeadingHost(Generic[L]):
             workers=self._host.lanes.addresses,
         )
         self._hosts.tell("begin", msgspec.msgpack.encode(begin))
-        threading.Thread(target=self._watch_for_leave, daemon=True).start()
+        self._leaves = LeaveWatch(
+            self._hosts, lambda who: self.asked_to_end(who), self._deadlines
+        )
+        self._leaves.start()
 
     def _tell_refused(self, refused: Refused, instead_of: str) -> None:
         """Tell the other hosts of a refusal, so that they end as this host does.
@@ -384,14 +390,3 @@ class LeadingHost(Generic[L]):
         self._host.sender.resend(request)
         if self._orders is not None:
             self._orders.give(request)
-
-    def _watch_for_leave(self) -> None:
-        """Watch for another host that was asked to end, as before a preemption: the
-        island ends too."""
-        assert self._hosts is not None
-        with contextlib.suppress(HostsError):
-            while self.mailbox.ending is None:
-                reason = self._hosts.hear("leave", self._deadlines.budget_s)
-                if reason is not None:
-                    self.asked_to_end(reason.decode())
-                    return

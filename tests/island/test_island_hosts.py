@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,12 @@ import pytest
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.hosts import world as island_hosts
-from diloco_jax.island.hosts.following import Moved, Orders, OrderThread
+from diloco_jax.island.hosts.following import (
+    LeaveWatch,
+    Moved,
+    Orders,
+    OrderThread,
+)
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.mailbox import Arrival, Mailbox
 from diloco_jax.protocol.island.fetching import Fetch
@@ -107,6 +113,25 @@ def test_who_cannot_go_on_keeps_its_exit_code_among_hosts_that_met(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     island_hosts.end_alone(2)
     assert ended == [2]
+
+
+def test_host_0_hears_that_another_host_is_to_end():
+    store, heard = Store(), queue.Queue()
+    watch = LeaveWatch(Hosts(store, 0, 2), heard.put, Deadlines(PATIENCE_S))
+    watch.start()
+    Hosts(store, 1, 2).tell("leave", b"host 1: preempted")
+    assert heard.get(timeout=PATIENCE_S) == "host 1: preempted"
+    watch.close(PATIENCE_S)
+
+
+def test_host_0_ends_with_no_thread_waiting_in_jax():
+    """Such a thread aborts its process if Python ends first."""
+    before, asked = set(threading.enumerate()), []
+    watch = LeaveWatch(Hosts(Store(), 0, 2), asked.append, Deadlines(100 * PATIENCE_S))
+    watch.start()
+    watch.close(PATIENCE_S)
+    assert set(threading.enumerate()) <= before
+    assert asked == []
 
 
 def test_a_follower_hears_of_every_order_however_many_come_while_it_fetches():

@@ -252,7 +252,7 @@ def test_jax_is_told_all_once_every_host_is_there(monkeypatch):
             "cluster_detection_method": "deactivate",
             "initialization_timeout": 60,
             "heartbeat_timeout_seconds": 10,
-            "shutdown_timeout_seconds": 10,
+            "shutdown_timeout_seconds": 30,
         },
     ]
 

@@ -22,13 +22,19 @@ pytestmark = pytest.mark.dist
 LIES = "lies = jax.tree.map(lambda x: x.sharding, like)\n"
 VALUES = "like = jax.jit(parameters, out_shardings=lies)(jax.random.key(7))\n"
 """Each process has its part of the run's first parameters, and gives it."""
+THREADS = """
+import threading
+left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+print("threads", left)
+"""
+"""A thread that is still in jax or gRPC as Python ends aborts the process."""
 
 
 def test_a_loop_of_two_processes_starts_again_when_one_of_them_dies(tmp_path):
     example = Example(tmp_path)
     loop = (tmp_path / "train_mesh.py").read_text()
     assert LIES in loop
-    (tmp_path / "train_mesh.py").write_text(loop.replace(LIES, LIES + VALUES))
+    (tmp_path / "train_mesh.py").write_text(loop.replace(LIES, LIES + VALUES) + THREADS)
     served = example.serve("--init", "from-island:mesh")
     processes = [served]
 
@@ -57,7 +63,8 @@ def test_a_loop_of_two_processes_starts_again_when_one_of_them_dies(tmp_path):
         for process in processes:
             process.kill()
             process.communicate()
-    learnt = [float(re.search(r"learnt (\S+)$", p.strip())[1]) for p in printed]
+    assert all(text.endswith("threads []\n") for text in printed[:2]), printed
+    learnt = [float(re.search(r"learnt (\S+)$", p, re.M)[1]) for p in printed]
     assert learnt[0] == learnt[1] == pytest.approx(learnt[2], rel=1e-5)
     summary = json.loads((example.workdir / "summary.json").read_bytes())
     tape = list(read_tape(example.workdir / "tape.jsonl"))

@@ -12,6 +12,7 @@ them meet. Keys under `folder/` belong to `checkpoints.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -233,6 +234,39 @@ class Orders:
             for read in range(self._forgotten, number + 1):
                 self._hosts.forget(f"order/{read}")
             self._forgotten = max(self._forgotten, number + 1)
+
+
+class LeaveWatch:
+    """Host 0's watch for another host that was asked to end, as before a preemption:
+    the island ends too."""
+
+    def __init__(
+        self, hosts: Hosts, asked_to_end: Callable[[str], None], deadlines: Deadlines
+    ) -> None:
+        self._hosts, self._asked_to_end = hosts, asked_to_end
+        self._deadlines = deadlines
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leaves", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Wake the thread and wait for its end. A thread that is in jax when Python
+        ends aborts the process, and the end of a joined one is its train loop's."""
+        self._closing.set()
+        with contextlib.suppress(HostsError):  # Another host has set the key.
+            self._hosts.tell("leave", b"")
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        reason = None
+        with contextlib.suppress(HostsError):
+            while reason is None and not self._closing.is_set():
+                reason = self._hosts.hear("leave", self._deadlines.budget_s)
+        if reason is not None and not self._closing.is_set():
+            self._asked_to_end(reason.decode())
 
 
 class OrderThread:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 TOGETHER_S = 60.0
 """Seconds in which hosts that have all come make their world."""
+LEAVE_BUDGETS = 3
+"""Budgets in which the last host of an island leaves the world after the first; then
+jax aborts all of them. A host may need one to stop, and heartbeats notice a dead one."""
 MEETING_POLL_S = 1.0
 """Seconds between two looks, by a waiting host, if it is to end."""
 
@@ -137,7 +140,7 @@ def join_world(
         cluster_detection_method="deactivate",
         initialization_timeout=int(TOGETHER_S),
         heartbeat_timeout_seconds=max(1, int(budget_s)),
-        shutdown_timeout_seconds=max(1, int(budget_s)),
+        shutdown_timeout_seconds=max(1, int(LEAVE_BUDGETS * budget_s)),
     )
     found = jax.process_count()
     if found != count:
