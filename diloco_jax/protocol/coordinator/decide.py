@@ -196,6 +196,7 @@ def _report(
         phase=report.phase,
         records_through=through,
         watches=report.watches,
+        warm=island.warm or any(record.kind == "restored" for record in new),
     )
     state = members.alive(config, state, island, now)
     effects: list[Effect] = []
@@ -265,11 +266,9 @@ def _arrived(
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
+        fragment = state.fragments[event.fragment]
         drops = takes.drop_unknown(
-            state.fragments[event.fragment],
-            event.island,
-            event.incarnation,
-            event.tick,
+            fragment, event.island, event.incarnation, event.tick
         )
         return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]

@@ -39,9 +39,12 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
-def book(fragment: Fragment, contribution: Contribution) -> Fragment:
+def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragment:
     """Book one delta as merged. If its incarnation has ended and another has begun,
-    the delta does not count as participation of the new one."""
+    the delta does not count as participation of the new one.
+
+    merged: tokens of the fragment's version, which the merge leads on from.
+    """
     account = fragment.accounts[contribution.island]
     settled: dict[str, Any] = {}
     if account.incarnation == contribution.incarnation:
@@ -52,8 +55,8 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
             "start": max(account.start, contribution.end),
             "take": None,
             "told": Told(tick=contribution.tick, verdict="merged", reason=""),
-            "norm": contribution.norm,
-            "norm_steps": contribution.steps,
+            "last": contribution,
+            "base_tokens": tokens_at(fragment, contribution.base, merged),
         }
     account = replace(
         account,
@@ -72,6 +75,15 @@ def newest(
         by_island[c.island] = by_island.get(c.island, 0) + c.tokens
     last = MergedTokens(version=version, by_island=by_island)
     return (*fragment.newest, last)[-MERGES_KNOWN:]
+
+
+def tokens_at(fragment: Fragment, version: Version, merged: int) -> int:
+    """Return the tokens of a version that is at most `MERGES_KNOWN` merges old.
+
+    merged: those of the fragment's version.
+    """
+    later = (m for m in fragment.newest if m.version > version)
+    return merged - sum(sum(m.by_island.values()) for m in later)
 
 
 def settled_steps(fragment: Fragment, island: Island) -> int:

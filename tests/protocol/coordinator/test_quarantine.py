@@ -124,7 +124,7 @@ def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     for _ in range(3):
         fragment = d.fragment(0)
         for name, account in fragment.accounts.items():  # As before the first merge.
-            fragment = with_account(fragment, name, replace(account, norm=0.0))
+            fragment = with_account(fragment, name, replace(account, last=None))
         d.state = with_fragment(d.state, fragment)
         steps = d.state.islands["c"].steps + 4
         for name in "abc":
@@ -202,7 +202,7 @@ def test_with_one_other_island_it_is_judged_though_its_delta_comes_first():
     d.goodbye("b")
     fragment = d.fragment(0)
     for name, account in fragment.accounts.items():
-        fragment = with_account(fragment, name, replace(account, norm=0.0))
+        fragment = with_account(fragment, name, replace(account, last=None))
     d.state = with_fragment(d.state, fragment)
     steps = d.state.islands["c"].steps + 4
     for name in "ac":
