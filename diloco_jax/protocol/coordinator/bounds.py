@@ -181,9 +181,9 @@ def full_steps(start: int, end: int, rewarm_steps: int) -> float:
     [start, end): its learning rates, in units of those of an island that is not new."""
 
     def before(end: int) -> float:
-        rising = min(end, rewarm_steps)
-        if not rising:
+        if not rewarm_steps:
             return float(end)
+        rising = min(end, rewarm_steps)
         return end - rising + rising * (rising + 1) / (2 * rewarm_steps)
 
     return before(end) - before(start)

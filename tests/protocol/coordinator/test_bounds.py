@@ -1,13 +1,16 @@
 """Bounds of a delta: what is too long is refused, what is honest is not."""
 
 import math
+from typing import Any
 
 import pytest
 from bounds_support import SETTLED, give_up, patient, together
 from kit import merged_islands, notes, of, only, persisted
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.bounds import Usual
 from diloco_jax.protocol.coordinator.schedule import Fleet
+from diloco_jax.protocol.coordinator.state import with_island
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import TakeVerdict
 
@@ -291,8 +294,92 @@ def test_of_an_island_s_two_rates_the_higher_one_counts():
     d = patient("a", "b", "c")
     for _ in range(SETTLED + 1):
         together(d, a=1.0, b=1.0, c=1.0)
-    effects = together(d, a=4.0, b=4.0, c=21.0)
-    assert [n["most"] for n in notes(effects, "refused")] == [20.0]
+    steps = d.state.islands["a"].steps
+    for name, more in {"a": 4, "b": 4, "c": 8}.items():
+        d.report(name, steps + more)
+    for name in "ab":
+        d.take(name, 0, steps + 4, norm=4.0)
+    effects = d.take("c", 0, steps + 8, norm=41.0)
+    assert [n["most"] for n in notes(effects, "refused")] == [40.0]
+
+
+def test_a_delta_of_a_step_is_held_to_the_lengths_of_now():
+    d = patient("a", "b", "c", steps_per_cycle=1)
+    for _ in range(SETTLED + 1):
+        together(d, a=4.0, b=4.0, c=4.0)
+    steps = d.state.islands["a"].steps + 1
+    for name in "abc":
+        d.report(name, steps)
+    for name in "ab":
+        d.take(name, 0, steps, norm=0.5)
+    effects = d.take("c", 0, steps, norm=5.5)
+    assert [n["most"] for n in notes(effects, "refused")] == [5.0]
+
+
+def test_a_delta_of_few_steps_may_be_as_long_as_the_others():
+    d = patient("a", "b", "c")
+    for name, steps in {"a": 4, "b": 4, "c": 1}.items():
+        d.report(name, steps)
+    for name in "ab":
+        d.take(name, 0, 4, norm=4.0)
+    effects = d.take("c", 0, 1, norm=19.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_a_length_that_is_just_allowed_is_merged():
+    effects = together(patient("a", "b", "c"), a=1.0, b=1.0, c=5.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_a_delta_is_no_measure_of_itself():
+    d = patient("a", "b", "c", "d")
+    effects = together(d, a=1.0, b=1.0, c=3.0, d=10.0)
+    assert [n["most"] for n in notes(effects, "refused")] == [5.0]
+
+
+def test_last_deltas_of_rising_rates_are_in_full_steps_too():
+    d = patient("a", "b", "c", rewarm_steps=100)
+    for start in range(0, 4 * SETTLED, 4):
+        together(d, **dict.fromkeys("abc", _long(start, start + 4, 100)))
+    effects = together(d, a=0.0, b=0.0, c=2.5)  # Their lengths are not known.
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_unknown_lengths_of_before_are_no_measure():
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED):
+        together(d, a=0.0, b=0.0, c=0.0)
+    effects = together(d, a=0.0, b=0.0, c=1e6)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_a_length_is_a_measure_once_the_steps_are_known():
+    d = patient("a", "b", grace=0.0)
+    for name in "ab":
+        d.report(name, 4)
+    d.arrive("a", 0, norm=1.0)
+    assert merged_islands(only(d.take("b", 0, 4, norm=1.0), Merge)) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 5.0),
+        ({"quarantined": True}, 10.0),
+        ({"status": "absent"}, 10.0),
+    ],
+)
+def test_lengths_of_live_islands_count_that_are_not_in_quarantine(
+    change: dict[str, Any], most: float
+):
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED + 1):
+        together(d, a=1.0, b=2.0, c=1.0)
+    island = replace(d.state.islands["c"], **change)
+    fleet = Fleet(d.config, with_island(d.state, island))
+    delta = d.account("b", 0).last
+    assert delta is not None
+    assert Usual(d.config, d.fragment(0), fleet).most("b", delta) == most
 
 
 def test_the_tokens_of_a_base_are_those_before_the_merges_since():

@@ -137,6 +137,14 @@ def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     assert d.state.islands["c"].quarantined
 
 
+def test_a_quarantined_island_is_held_to_lengths_of_any_progress():
+    d = quarantined()
+    steps = d.state.islands["c"].steps + 4
+    for name in "abc":
+        d.report(name, steps)
+    assert reasons(d.take("c", 0, steps, norm=1e3)) == ["out_of_bounds"]
+
+
 def test_most_islands_are_never_quarantined():
     d = quarantined()
     for _ in range(4):
