@@ -12,11 +12,11 @@ comparable (docs/design/bounds.md):
 - An island with fresh moments begins at small rates. A *full step* is worth
   `inner.rewarm_steps` of its first ones, and so on: see `full_steps`.
 - The rate follows the run's progress, and rises in proportion to it at most. A delta
-  of before is no measure once the progress is more than `MOST_GROWTH` times that at
-  its base. Deltas of one tick are comparable at any progress.
+  is no measure once the progress is more than `MOST_GROWTH` times that at its take, or,
+  if it is of an earlier tick, at its base.
 - The rate falls at the end, and one island's delta may reach further back than the
-  others' ones. An island's length per full step is therefore the higher one of its
-  delta that is ready and of its last merge of the fragment.
+  others' ones. Its usual length per step is then the highest of the merges that it has
+  missed (the last `MERGES_KNOWN` of them).
 
 Deltas are judged when the fragment closes, so that deltas of one tick are compared. No
 fragment waits for quarantined islands, so their deltas are judged as they arrive, and
@@ -133,9 +133,8 @@ class Usual:
             ready = account.take is not None and account.take.ready
             if fleet.is_quarantined(name) or not (ready or fleet.is_live(name)):
                 continue
-            if found := [*self._of_take(name), *self._of_last(name)]:
-                per_step = max(length.per_step for length in found)
-                self._lengths[name] = _Length(found[0].norm, per_step)
+            for length in self._of_take(name) or self._of_last(name):
+                self._lengths[name] = length
 
     def most(self, name: str, delta: Contribution) -> float:
         """Return the length allowed to a delta of the island; infinity if too little is
@@ -149,28 +148,49 @@ class Usual:
             return math.inf
         norm = _upper_median([length.norm for length in usual])
         per_step = _upper_median([length.per_step for length in usual])
+        per_step = max(per_step, self._highest_since(name))
         return bound * max(norm, per_step * self._full_steps(name, delta))
 
-    def _of_take(self, name: str) -> Iterator[_Length]:
-        """Yield the length of the island's delta that is ready, if it is a measure."""
+    def _highest_since(self, name: str) -> float:
+        """Return the highest length per step of the merges that the island has missed
+        since its last one."""
+        highest = 0.0
+        for merge in reversed(self._fragment.newest):
+            if name in merge.by_island:
+                break
+            highest = max(highest, merge.per_step)
+        return highest
+
+    def _of_take(self, name: str) -> list[_Length]:
+        """Return the length of the island's delta that is ready, if it is a measure."""
         take = self._fragment.accounts[name].take
         if take is None or not take.ready or not take.norm:
-            return
-        tokens = ledger.tokens_at(self._fragment, take.base, self._merged)
-        if take.tick >= self._fragment.tick or self._is_measure(tokens):
-            delta = takes.contribution(name, self._fragment.accounts[name], take)
-            yield _Length(take.norm, take.norm / self._full_steps(name, delta))
+            return []
+        if take.tick >= self._fragment.tick:
+            fit = self._fleet.progress <= MOST_GROWTH * take.progress
+        else:
+            tokens = ledger.tokens_at(self._fragment, take.base, self._merged)
+            fit = self._is_measure(tokens)
+        if not (fit or self._every):
+            return []
+        delta = takes.contribution(name, self._fragment.accounts[name], take)
+        return [_Length(take.norm, take.norm / self._full_steps(name, delta))]
 
-    def _of_last(self, name: str) -> Iterator[_Length]:
-        """Yield the length of the island's last merged delta, if it is a measure."""
-        account = self._fragment.accounts[name]
-        last = account.last
-        if last is not None and last.norm and self._is_measure(account.base_tokens):
-            yield _Length(last.norm, last.norm / self._full_steps(name, last))
+    def _of_last(self, name: str) -> list[_Length]:
+        """Return the length of the island's last merged delta, if it is a measure."""
+        account, last = (
+            self._fragment.accounts[name],
+            self._fragment.accounts[name].last,
+        )
+        if last is None or not last.norm:
+            return []
+        if not (self._every or self._is_measure(account.base_tokens)):
+            return []
+        return [_Length(last.norm, last.norm / self._full_steps(name, last))]
 
     def _is_measure(self, tokens: int) -> bool:
         """Tell whether a delta of before is a measure. tokens: those of its base."""
-        return self._every or self._fleet.growth(tokens) <= MOST_GROWTH
+        return self._fleet.growth(tokens) <= MOST_GROWTH
 
     def _full_steps(self, name: str, delta: Contribution) -> float:
         return full_steps(delta.start, delta.end, self._fleet.rewarm_steps(name))

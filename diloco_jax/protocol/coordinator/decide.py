@@ -248,7 +248,8 @@ def _record(
         )
         effects.append(Persist(record=carried))
     elif record.kind == "took":
-        fragment, found = takes.took(config, fragment, name, record, now)
+        tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
+        fragment, found = takes.took(config, fragment, name, record, tokens, now)
         effects += found
     else:
         kept = record.kind == "reopened"

@@ -7,7 +7,7 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,11 +21,10 @@ from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
     PolicyConfig,
     State,
-    Told,
     with_account,
 )
 from diloco_jax.protocol.reasons import EndReason, LossReason
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, Told, Version
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,13 +66,18 @@ def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragmen
 
 
 def newest(
-    fragment: Fragment, version: Version, merged: Iterable[Contribution]
+    fragment: Fragment, version: Version, merged: Sequence[Contribution]
 ) -> tuple[MergedTokens, ...]:
     """Return `Fragment.newest` once these deltas are merged into this version."""
     by_island: dict[str, int] = {}
     for c in merged:
         by_island[c.island] = by_island.get(c.island, 0) + c.tokens
-    last = MergedTokens(version=version, by_island=by_island)
+    lengths = sorted(c.norm / c.steps for c in merged if c.norm)
+    last = MergedTokens(
+        version=version,
+        by_island=by_island,
+        per_step=lengths[(len(lengths) - 1) // 2] if len(lengths) > 1 else 0.0,
+    )
     return (*fragment.newest, last)[-MERGES_KNOWN:]
 
 

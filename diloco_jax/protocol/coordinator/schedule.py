@@ -136,10 +136,15 @@ class Fleet:
         """Tell whether none of the island's deltas may be merged."""
         return self._state.islands[name].quarantined
 
+    @property
+    def progress(self) -> int:
+        """The run's tokens, which the learning rate follows."""
+        return self._state.progress_tokens
+
     def growth(self, tokens: int) -> float:
         """Return the run's progress over that of a version with so many tokens."""
         then = self._state.carried_progress + tokens
-        return self._state.progress_tokens / then if then > 0 else math.inf
+        return self.progress / then if then > 0 else math.inf
 
     def rewarm_steps(self, name: str) -> int:
         """Return the steps over which the island's learning rate has risen."""

@@ -23,7 +23,7 @@ from diloco_jax.protocol.values import (
     Contribution,
     Phase,
     Span,
-    Verdict,
+    Told,
     Version,
 )
 
@@ -107,6 +107,8 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     end: int | None = None
     base: Version = FIRST_VERSION
     taken_at: float = 0.0
+    progress: int = 0
+    """The run's tokens when the coordinator heard of it."""
     arrived: bool = False
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
@@ -116,14 +118,6 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     def ready(self) -> bool:
         """True if the take can be merged."""
         return self.end is not None and self.arrived and not self.refused
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The last final verdict on an island's takes, sent again if it may be lost."""
-
-    tick: int
-    verdict: Verdict
-    reason: str
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +165,8 @@ class MergedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     by_island: dict[str, int] = msgspec.field(default_factory=dict)
+    per_step: float = 0.0
+    """Lower median of its deltas' lengths per step; 0: of fewer than two."""
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
