@@ -39,6 +39,7 @@ import numpy as np
 import support
 from quality_configs import SIZES, config, equal, network, unequal
 
+from diloco_jax.config import SyncConfig
 from diloco_jax.core.fragment_merge import is_fit, length
 from diloco_jax.files import write_json
 from diloco_jax.protocol.coordinator import bounds
@@ -184,15 +185,15 @@ def lied(values: np.ndarray, lie: str, rng: np.random.Generator) -> np.ndarray:
 @contextlib.contextmanager
 def measured(ratios: list[float], *, honest: bool) -> Iterator[None]:
     """Collect the lengths of the deltas that are judged, over what is usual."""
-    original = bounds._most
+    original = bounds.Usual.most
 
-    def most(config: Any, fragment: Any, fleet: Any, name: str, delta: Any) -> float:
-        found = original(config, fragment, fleet, name, delta)
+    def most(usual: Any, name: str, delta: Any) -> float:
+        found = original(usual, name, delta)
         if honest and delta.norm and math.isfinite(found):
-            ratios.append(delta.norm / found * config.delta_bound)
+            ratios.append(delta.norm / found * SyncConfig().delta_bound)
         return found
 
-    with mock.patch.object(bounds, "_most", most):
+    with mock.patch.object(bounds.Usual, "most", most):
         yield
 
 

@@ -173,6 +173,14 @@ def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, fragment, fleet: (fragment, [])
 
 
+def _holds_all_to_all(is_measure: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda usual, tokens: True
+
+
+def _counts_every_step_in_full(full_steps: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda start, end, rewarm_steps: float(end - start)
+
+
 def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, state: (state, [])
 
@@ -229,8 +237,8 @@ def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(before: Any, c: Any) -> Any:
-        return book(before, replace(c, tokens=2 * c.tokens))
+    def broken(before: Any, c: Any, merged: int) -> Any:
+        return book(before, replace(c, tokens=2 * c.tokens), merged)
 
     return broken
 
@@ -348,6 +356,12 @@ PLANTS = {
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),
     "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
+    "newcomers_rates_are_full": Plant(
+        "honest", bounds, "full_steps", _counts_every_step_in_full
+    ),
+    "rates_do_not_rise": Plant(
+        "honest", bounds.Usual, "_is_measure", _holds_all_to_all
+    ),
     "quarantined_deltas_are_merged": Plant(
         "quarantine", quarantine, "turn_away", _turns_nothing_away
     ),

@@ -56,7 +56,7 @@ def policy_config(
     }
     named = {
         name: getattr(owner, name)
-        for owner in (run.sync, run, placement, placement.deadlines)
+        for owner in (run.sync, run.inner, run, placement, placement.deadlines)
         for name in PolicyConfig.__struct_fields__
         if name not in given and hasattr(owner, name)
     }

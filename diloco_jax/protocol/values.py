@@ -109,6 +109,14 @@ class DeltaKey(NamedTuple):
     tick: int
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The last final verdict on an island's takes, sent again if it may be lost."""
+
+    tick: int
+    verdict: Verdict
+    reason: str
+
+
 class Contribution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One delta in a merge."""
 

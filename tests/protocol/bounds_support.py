@@ -7,6 +7,9 @@ from kit import Driver, of
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.holding import Merge
 
+SETTLED = 3
+"""Cycles of a fragment after which the deltas of the last one are measures."""
+
 
 def patient(*names: str, **changes: Any) -> Driver:
     """A run of one fragment whose merges wait for all islands."""

@@ -208,8 +208,9 @@ def computed(
     solo = len({c.island for c in fragment.merging}) == 1 and len(live) > 1
     seconds = averaged(fragment.merge_seconds, now - fragment.closed_at)
     verdicts: dict[str, tuple[int, Verdict, str]] = {}
+    merged_tokens = ledger.merged_into(fragment)
     for contribution in fragment.merging:
-        fragment = ledger.book(fragment, contribution)
+        fragment = ledger.book(fragment, contribution, merged_tokens)
         account = fragment.accounts[contribution.island]
         if account.incarnation == contribution.incarnation:
             verdicts[contribution.island] = (contribution.tick, "merged", "")

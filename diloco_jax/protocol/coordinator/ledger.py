@@ -7,7 +7,7 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,11 +21,10 @@ from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
     PolicyConfig,
     State,
-    Told,
     with_account,
 )
 from diloco_jax.protocol.reasons import EndReason, LossReason
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, Told, Version
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +38,12 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
-def book(fragment: Fragment, contribution: Contribution) -> Fragment:
+def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragment:
     """Book one delta as merged. If its incarnation has ended and another has begun,
-    the delta does not count as participation of the new one."""
+    the delta does not count as participation of the new one.
+
+    merged: tokens of the fragment's version, which the merge leads on from.
+    """
     account = fragment.accounts[contribution.island]
     settled: dict[str, Any] = {}
     if account.incarnation == contribution.incarnation:
@@ -52,8 +54,8 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
             "start": max(account.start, contribution.end),
             "take": None,
             "told": Told(tick=contribution.tick, verdict="merged", reason=""),
-            "norm": contribution.norm,
-            "norm_steps": contribution.steps,
+            "last": contribution,
+            "base_tokens": tokens_at(fragment, contribution.base, merged),
         }
     account = replace(
         account,
@@ -64,14 +66,28 @@ def book(fragment: Fragment, contribution: Contribution) -> Fragment:
 
 
 def newest(
-    fragment: Fragment, version: Version, merged: Iterable[Contribution]
+    fragment: Fragment, version: Version, merged: Sequence[Contribution]
 ) -> tuple[MergedTokens, ...]:
     """Return `Fragment.newest` once these deltas are merged into this version."""
     by_island: dict[str, int] = {}
     for c in merged:
         by_island[c.island] = by_island.get(c.island, 0) + c.tokens
-    last = MergedTokens(version=version, by_island=by_island)
+    lengths = sorted(c.norm / c.steps for c in merged if c.norm)
+    last = MergedTokens(
+        version=version,
+        by_island=by_island,
+        per_step=lengths[(len(lengths) - 1) // 2] if len(lengths) > 1 else 0.0,
+    )
     return (*fragment.newest, last)[-MERGES_KNOWN:]
+
+
+def tokens_at(fragment: Fragment, version: Version, merged: int) -> int:
+    """Return the tokens of a version that is at most `MERGES_KNOWN` merges old.
+
+    merged: those of the fragment's version.
+    """
+    later = (m for m in fragment.newest if m.version > version)
+    return merged - sum(sum(m.by_island.values()) for m in later)
 
 
 def settled_steps(fragment: Fragment, island: Island) -> int:

@@ -50,7 +50,9 @@ def with_take(
         return fragment, [verdict, *asks]
     effects: list[Effect] = []
     if recorded:
-        fragment, effects = takes.known(config, fragment, name, held, now)
+        fragment, effects = takes.known(
+            config, fragment, name, held, fleet.progress, now
+        )
     take = fragment.accounts[name].take
     if take is None or take.tick != held.tick:
         if recorded:

@@ -172,6 +172,7 @@ def _replayed(state: State, record: Durable) -> State:
 
 def _replayed_merge(state: State, record: Merged) -> State:
     fragment = state.fragments[record.fragment]
+    merged = ledger.merged_into(fragment)
     for contribution in record.contributions:
         name = contribution.island
         account = fragment.accounts[name]
@@ -179,7 +180,7 @@ def _replayed_merge(state: State, record: Merged) -> State:
             gap = contribution.start - account.start
             account = account.lose(gap, "overwritten")
             fragment = with_account(fragment, name, account)
-        fragment = ledger.book(fragment, contribution)
+        fragment = ledger.book(fragment, contribution, merged)
     fragment = replace(
         fragment,
         version=record.version,

@@ -8,6 +8,7 @@ durably reserved before they are used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
@@ -134,6 +135,20 @@ class Fleet:
     def is_quarantined(self, name: str) -> bool:
         """Tell whether none of the island's deltas may be merged."""
         return self._state.islands[name].quarantined
+
+    @property
+    def progress(self) -> int:
+        """The run's tokens, which the learning rate follows."""
+        return self._state.progress_tokens
+
+    def growth(self, tokens: int) -> float:
+        """Return the run's progress over that of a version with so many tokens."""
+        then = self._state.carried_progress + tokens
+        return self.progress / then if then > 0 else math.inf
+
+    def rewarm_steps(self, name: str) -> int:
+        """Return the steps over which the island's learning rate has risen."""
+        return 0 if self._state.islands[name].warm else self._config.rewarm_steps
 
     def token_rate(self, name: str) -> float:
         """Return the island's tokens per second; 0 while its speed is unknown."""

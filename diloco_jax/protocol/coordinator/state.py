@@ -23,7 +23,7 @@ from diloco_jax.protocol.values import (
     Contribution,
     Phase,
     Span,
-    Verdict,
+    Told,
     Version,
 )
 
@@ -38,7 +38,7 @@ AVERAGE_KEPT = 0.8
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that decisions depend on. Sizes are in parameters, times in seconds. The
-    names are those of `SyncConfig`, `RunConfig`, `Placement` and `Deadlines`."""
+    names are those of a config's sections, `Placement` and `Deadlines`."""
 
     run_id: str
     fingerprint: str
@@ -57,6 +57,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     outage_budget_s: float
     flush_s: float
     delta_bound: float = 0.0
+    rewarm_steps: int = 0
+    """Steps over which the learning rate of an island with fresh moments rises."""
     quarantine_after: int = 0
     release_cycles: int = 1
     fruitless_starts: int = 0
@@ -105,6 +107,8 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     end: int | None = None
     base: Version = FIRST_VERSION
     taken_at: float = 0.0
+    progress: int = 0
+    """The run's tokens when the coordinator heard of it."""
     arrived: bool = False
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
@@ -114,14 +118,6 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     def ready(self) -> bool:
         """True if the take can be merged."""
         return self.end is not None and self.arrived and not self.refused
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The last final verdict on an island's takes, sent again if it may be lost."""
-
-    tick: int
-    verdict: Verdict
-    reason: str
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,9 +141,9 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     merges_alive: int = 0
     missed_merges: int = 0
     """Consecutive merges that a live island was not in."""
-    norm: float = 0.0
-    """Length of the incarnation's last merged delta, of `norm_steps` steps; 0: none."""
-    norm_steps: int = 0
+    last: Contribution | None = None
+    """The incarnation's last merged delta; `base_tokens` are in its base."""
+    base_tokens: int = 0
     adopted: Version = NOTHING
     """The newest version that the incarnation is known to have adopted."""
 
@@ -169,6 +165,8 @@ class MergedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     by_island: dict[str, int] = msgspec.field(default_factory=dict)
+    per_step: float = 0.0
+    """Lower median of its deltas' lengths per step; 0: of fewer than two."""
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,6 +242,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
     """Boundaries from a request to its take."""
     records_through: int = 0
+    warm: bool = False
+    """True if the incarnation began with an earlier one's moments."""
     quarantined: bool = False
     """True if none of its deltas may be merged."""
     streak: int = 0

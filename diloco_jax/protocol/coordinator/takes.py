@@ -17,7 +17,6 @@ from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     Take,
-    Told,
     averaged,
     with_account,
 )
@@ -34,6 +33,7 @@ from diloco_jax.protocol.values import (
     DeltaKey,
     Outstanding,
     Record,
+    Told,
     Verdict,
     Version,
 )
@@ -42,9 +42,15 @@ Step = tuple[Fragment, list[Effect]]
 
 
 def took(
-    config: PolicyConfig, fragment: Fragment, name: str, record: Record, now: float
+    config: PolicyConfig,
+    fragment: Fragment,
+    name: str,
+    record: Record,
+    progress: int,
+    now: float,
 ) -> Step:
-    """Note that the island took the fragment, for steps [record.start, record.step)."""
+    """Note that the island took the fragment, for steps [record.start, record.step).
+    progress: the run's tokens."""
     asked = fragment.accounts[name].take
     expected = asked is not None and asked.tick == record.tick
     held = Outstanding(
@@ -57,7 +63,7 @@ def took(
     )
     if state := _known_as(fragment.accounts[name], record.tick):
         return fragment, [ignored("take", state, "record")]
-    fragment, effects = known(config, fragment, name, held, now)
+    fragment, effects = known(config, fragment, name, held, progress, now)
     take = fragment.accounts[name].take
     if expected or take is asked or take is None:
         return fragment, effects
@@ -69,9 +75,15 @@ def took(
 
 
 def known(
-    config: PolicyConfig, fragment: Fragment, name: str, held: Outstanding, now: float
+    config: PolicyConfig,
+    fragment: Fragment,
+    name: str,
+    held: Outstanding,
+    progress: int,
+    now: float,
 ) -> Step:
-    """Note the steps of a take; does nothing if they are known already."""
+    """Note the steps of a take; does nothing if they are known already. progress: the
+    run's tokens."""
     account = fragment.accounts[name]
     asked = account.take
     if _known_as(account, held.tick):
@@ -82,7 +94,12 @@ def known(
     if asked is None or asked.tick != held.tick:
         asked = Take(tick=held.tick)
     take = replace(
-        asked, start=start, end=max(held.end, start), base=held.base, taken_at=now
+        asked,
+        start=start,
+        end=max(held.end, start),
+        base=held.base,
+        taken_at=now,
+        progress=progress,
     )
     TAKE.check(take_state(asked), "record", take_state(take))
     account = replace(account, start=start, take=take)

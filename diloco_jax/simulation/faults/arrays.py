@@ -40,6 +40,8 @@ class Delta(NamedTuple):
     base: Version
     finite: bool
     norm: float
+    honest: bool
+    """True if `norm` is its true length."""
 
 
 class Anchor(NamedTuple):
@@ -123,6 +125,7 @@ class Adopted(Protocol):
 class DigestBody:
     """`body.Body` of one incarnation.
 
+    peak: learning rate whose steps have length 1; an honest delta goes straight on.
     adopted: called with every adopted anchor.
     trained: called at every step.
     """
@@ -130,17 +133,19 @@ class DigestBody:
     def __init__(
         self,
         rule: AdoptTraits,
+        peak: float,
         adopted: Adopted,
         trained: Callable[[int, np.ndarray], None],
     ) -> None:
         self.finite = True
         """True if the next delta will be finite."""
         self.lie = 1.0
-        """Factor of the length of the next deltas; an honest delta is as long as the
-        number of its steps."""
+        """Factor of the length of the next deltas."""
         self._rule, self._adopted, self._trained = rule, adopted, trained
         self._locals: dict[int, _Local] = {}
-        self._steps = 0
+        self._peak, self._steps = peak, 0
+        self._lengths = [0.0]
+        """Length of the way up to each step."""
 
     def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
         for fragment, whole in fetched.items():
@@ -165,12 +170,20 @@ class DigestBody:
     def train(self, positions: np.ndarray, learning_rate: float) -> None:
         self._trained(self._steps, positions)
         self._steps += 1
+        self._lengths.append(self._lengths[-1] + learning_rate / self._peak)
 
     def take(self, fragment: int) -> Delta:
         local = self._locals[fragment]
         finite, self.finite = self.finite, True
-        norm = self.lie * (self._steps - local.start)
-        delta = Delta(local.start, self._steps, local.anchor.version, finite, norm)
+        length = self._lengths[self._steps] - self._lengths[local.start]
+        delta = Delta(
+            local.start,
+            self._steps,
+            local.anchor.version,
+            finite,
+            norm=self.lie * length,
+            honest=self.lie == 1,
+        )
         local.start_before, local.start = local.start, self._steps
         return delta
 

@@ -43,6 +43,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_merges.FencedOut,
     safe_merges.StaleOut,
     safe_bounds.BoundsKept,
+    safe_bounds.HonestPass,
     safe_bounds.QuarantineKept,
     safe_door.DoorKept,
     safe_speeds.SpeedsKept,

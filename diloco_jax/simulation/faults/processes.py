@@ -339,6 +339,7 @@ class FaultyIsland(VirtualIsland):
         self.who = (spec.name, incarnation)
         self.body = DigestBody(
             ADOPT_RULES.find(run.sync.adopt),
+            run.inner.learning_rate,
             functools.partial(self._seen, monitor.adopted),
             functools.partial(self._seen, monitor.trained),
         )

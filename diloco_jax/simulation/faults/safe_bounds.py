@@ -1,27 +1,26 @@
 """Safety of what enters a merge: no delta that is too long, and none of a quarantined
-island.
+island. No honest delta is refused for its length.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.bounds import SETTLED_MERGES
 from diloco_jax.protocol.coordinator.events import Note, Persist
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import RESTARTS
+from diloco_jax.protocol.reasons import OUT_OF_BOUNDS
 from diloco_jax.protocol.records import (
     DeltaRefused,
     Durable,
     Left,
-    Merged,
     Quarantined,
     Released,
 )
-from diloco_jax.protocol.values import Contribution
+from diloco_jax.protocol.values import Contribution, Outstanding
+from diloco_jax.simulation.faults.arrays import Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
@@ -45,8 +44,6 @@ class BoundsKept(Invariant):
         super().__init__(config)
         self._refused: set[Key] = set()
         self._ended: set[Incarnation] = set()
-        self._merges: Counter[int] = Counter()
-        """Merges of this term, by fragment."""
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         for effect in effects:
@@ -60,23 +57,17 @@ class BoundsKept(Invariant):
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Left):
             self._ended.add((record.island, record.incarnation))
-        elif isinstance(record, Merged):
-            self._merges[record.fragment] += 1
 
     def recovered(self, state: State) -> None:
         self._refused.clear()
 
-    def opened(self, opened: Opened) -> None:
-        self._merges.clear()
-
     def _check(self, merge: Merge, tick: int) -> None:
-        # In the first merges, those from before the tick are no measure.
-        since = tick if self._merges[merge.fragment] < SETTLED_MERGES else 0
         for c in merge.contributions:
             key = (c.island, c.incarnation, merge.fragment, c.tick)
             self.hold(key not in self._refused, "refused before:", c)
+            # Learning rates were others before the tick.
             others = [
-                o for o in merge.contributions if self._counts(o, c) and o.tick >= since
+                o for o in merge.contributions if self._counts(o, c) and o.tick >= tick
             ]
             if len(others) < FEWEST or any(o.norm > o.steps for o in others):
                 continue
@@ -87,6 +78,30 @@ class BoundsKept(Invariant):
         """Tell whether it is of another island, which did not leave it behind."""
         ended = (other.island, other.incarnation) in self._ended
         return other.island != than.island and not ended
+
+
+class HonestPass(Invariant):
+    """No delta is refused for its length if that is the sum of its steps' learning
+    rates, whatever the island's part in the run was so far.
+    """
+
+    name = "honest"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._honest: set[Key] = set()
+
+    def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
+        if delta.honest:
+            self._honest.add((*who, take.fragment, take.tick))
+
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Note(record=DeltaRefused(reason=reason) as r):
+                    key = (r.island, r.incarnation, r.fragment, r.tick)
+                    fit = reason != OUT_OF_BOUNDS or key not in self._honest
+                    self.hold(fit, "honest, but refused:", r)
 
 
 class QuarantineKept(Invariant):

@@ -1,10 +1,9 @@
 """Bounds of a delta: what is too long is refused, what is honest is not."""
 
 import pytest
-from bounds_support import give_up, patient, together
+from bounds_support import SETTLED, give_up, patient, together
 from kit import merged_islands, notes, of, only, persisted
 
-from diloco_jax.protocol.coordinator.bounds import SETTLED_MERGES
 from diloco_jax.protocol.holding import Drop, Merge
 from diloco_jax.protocol.messages import TakeVerdict
 
@@ -40,7 +39,7 @@ def test_the_length_is_on_the_record_of_the_merge():
 def test_lengths_that_grow_on_all_islands_are_no_outliers(grown: float):
     """So it is while the learning rate warms up."""
     d = patient("a", "b", "c")
-    for _ in range(SETTLED_MERGES + 1):
+    for _ in range(SETTLED + 1):
         together(d, a=1.0, b=1.0, c=1.0)
     effects = together(d, a=grown, b=grown, c=grown)
     assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
@@ -81,7 +80,7 @@ def test_tiny_deltas_of_a_minority_keep_no_honest_one_out():
 
 def test_an_island_is_held_to_its_own_last_length_where_there_is_one_other():
     d = patient("a", "b")
-    for _ in range(SETTLED_MERGES):
+    for _ in range(SETTLED):
         together(d, a=1.0, b=1.0)
     assert merged_islands(only(together(d, a=1.0, b=10.0), Merge)) == ["a"]
 
@@ -133,11 +132,15 @@ def test_a_delta_left_behind_is_judged_too():
 
 def test_the_lengths_survive_a_crash():
     d = patient("a", "b")
-    for _ in range(SETTLED_MERGES):
+    for _ in range(SETTLED):
         together(d, a=1.0, b=1.0)
-    before = d.account("a", 0).norm, d.account("a", 0).norm_steps
+    before = d.account("a", 0)
     d.crash()
-    assert (d.account("a", 0).norm, d.account("a", 0).norm_steps) == before == (1.0, 4)
+    after = d.account("a", 0)
+    assert after.last is not None
+    assert (after.last.norm, after.last.start, after.last.end) == (1.0, 8, 12)
+    # Two islands' first two merges, of four steps each, are in its base.
+    assert (after.last, after.base_tokens) == (before.last, 2 * 2 * 40)
 
 
 def test_without_a_bound_no_delta_is_too_long():
@@ -148,7 +151,7 @@ def test_without_a_bound_no_delta_is_too_long():
 
 def test_lengths_of_others_are_by_their_steps_since_their_last_delta():
     d = patient("a", "b", "c")
-    for _ in range(SETTLED_MERGES + 1):
+    for _ in range(SETTLED + 1):
         together(d, a=1.0, b=1.0, c=1.0)
     steps = d.state.islands["a"].steps
     for name in "ab":

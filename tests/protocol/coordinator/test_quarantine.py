@@ -124,7 +124,7 @@ def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     for _ in range(3):
         fragment = d.fragment(0)
         for name, account in fragment.accounts.items():  # As before the first merge.
-            fragment = with_account(fragment, name, replace(account, norm=0.0))
+            fragment = with_account(fragment, name, replace(account, last=None))
         d.state = with_fragment(d.state, fragment)
         steps = d.state.islands["c"].steps + 4
         for name in "abc":
@@ -135,6 +135,14 @@ def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
             d.take(name, 0, steps, norm=1.0)
         d.computed(0)
     assert d.state.islands["c"].quarantined
+
+
+def test_a_quarantined_island_is_held_to_lengths_of_any_progress():
+    d = quarantined()
+    steps = d.state.islands["c"].steps + 4
+    for name in "abc":
+        d.report(name, steps)
+    assert reasons(d.take("c", 0, steps, norm=1e3)) == ["out_of_bounds"]
 
 
 def test_most_islands_are_never_quarantined():
@@ -202,7 +210,7 @@ def test_with_one_other_island_it_is_judged_though_its_delta_comes_first():
     d.goodbye("b")
     fragment = d.fragment(0)
     for name, account in fragment.accounts.items():
-        fragment = with_account(fragment, name, replace(account, norm=0.0))
+        fragment = with_account(fragment, name, replace(account, last=None))
     d.state = with_fragment(d.state, fragment)
     steps = d.state.islands["c"].steps + 4
     for name in "ac":

@@ -1,0 +1,284 @@
+"""Bounds of a delta where learning rates differ: newcomers, a run that begins or ends,
+an island that has missed merges."""
+
+import math
+from typing import Any
+
+import pytest
+from bounds_support import SETTLED, patient, together
+from kit import Driver, merged_islands, notes, only
+from msgspec.structs import replace
+
+from diloco_jax.protocol.coordinator.bounds import Usual
+from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.coordinator.schedule import Fleet
+from diloco_jax.protocol.coordinator.state import with_island
+from diloco_jax.protocol.holding import Merge
+
+
+def _long(start: int, end: int, rewarm_steps: int = 10) -> float:
+    """Length of a delta that goes straight on, at rates that rise over those steps."""
+    return sum(min(1.0, (step + 1) / rewarm_steps) for step in range(start, end))
+
+
+def test_an_island_that_began_earlier_is_not_held_to_the_rates_of_newcomers():
+    """Ten steps' rates rise: two of them are worth 0.3, but 25 are worth 20.5."""
+    d = patient("a", "b", "c", rewarm_steps=10)
+    effects = d.report("c", 25) + d.report("a", 2) + d.report("b", 2)
+    for name in "ab":
+        effects += d.take(name, 0, 2, norm=_long(0, 2))
+    effects += d.take("c", 0, 25, norm=_long(0, 25))
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("times", [4.9, 5.1])
+def test_it_is_held_to_what_its_rates_are_worth(times: float):
+    d = patient("a", "b", "c", rewarm_steps=10)
+    for name, steps in {"a": 2, "b": 2, "c": 25}.items():
+        d.report(name, steps)
+    for name in "ab":
+        d.take(name, 0, 2, norm=_long(0, 2))
+    effects = d.take("c", 0, 25, norm=times * _long(0, 25))
+    refused = notes(effects, "refused")
+    assert [n["most"] for n in refused] == pytest.approx([102.5] * (times > 5))
+
+
+def test_later_steps_of_an_island_are_full_ones():
+    d = patient("a", "b", "c", rewarm_steps=4)
+    together(d, a=2.5, b=2.5, c=2.5)
+    effects = together(d, a=4.0, b=4.0, c=21.0)
+    assert [n["most"] for n in notes(effects, "refused")] == [20.0]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_an_island_that_brings_its_moments_has_no_small_rates(warm: bool):
+    d = patient("a", "b", "c", rewarm_steps=10, steps_per_cycle=1)
+    if warm:
+        restored = d.record("c", "restored", 0, start=1, value=100)
+        d.report("c", 0, restored, d.record("c", "progress", 0, value=20))
+    for name in "cab":
+        d.report(name, 1)
+    for name in "ab":
+        d.take(name, 0, 1, norm=0.1)
+    effects = d.take("c", 0, 1, norm=1.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"][: 2 + warm]
+
+
+def test_an_incarnation_with_fresh_moments_has_small_rates_again():
+    d = patient("a", "b", "c", rewarm_steps=10)
+    d.report("c", 0, d.record("c", "restored", 0, start=1, value=100))
+    assert d.state.islands["c"].warm
+    d.hello("c", 2)
+    assert not d.state.islands["c"].warm
+
+
+@pytest.mark.parametrize(("more", "refused"), [(0, ["a"]), (1, [])])
+def test_lengths_of_before_are_measures_until_progress_has_doubled(
+    more: int, refused: list[str]
+):
+    """Rates rise in proportion to it at most: a run of few islands may get many."""
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED):
+        together(d, a=4.0, b=4.0, c=4.0)
+    # The bases of the last deltas have 240 tokens.
+    for name in "abc":
+        d.report(name, 16 + more * (name == "c"))
+    assert d.state.progress_tokens == 480 + 10 * more
+    for name in "bc":
+        d.take(name, 0, d.state.islands[name].steps, norm=0.0)  # Not known.
+    effects = d.take("a", 0, 16, norm=21.0)
+    assert [n["island"] for n in notes(effects, "refused")] == refused
+
+
+def test_a_delta_of_an_earlier_tick_is_a_measure_at_like_progress_alone():
+    d = patient("a", "b", "c", "d", quorum=2, grace=0.0)
+    for name in "abcd":
+        d.report(name, 4)
+    for name in "ab":
+        d.take(name, 0, 4, norm=0.01)
+    for name in "cd":
+        d.take(name, 0, 4, norm=0.01)
+    d.computed(0)
+    for name in "ab":
+        d.report(name, 8)
+    d.take("a", 0, 8, norm=1.0)
+    effects = d.take("b", 0, 8, norm=1.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c", "d"]
+
+
+def test_late_deltas_of_newcomers_are_measures_in_a_settled_run():
+    d = patient("a", "b", quorum=2, grace=0.0)
+    for _ in range(2 * SETTLED):
+        together(d, a=1.0, b=1.0)
+    d.join("c", "d")
+    steps = d.state.islands["a"].steps + 4
+    for name, at in {"a": steps, "b": steps, "c": 1, "d": 1}.items():
+        d.report(name, at)
+    for name in "ab":
+        d.take(name, 0, steps, norm=1.0)
+    for name in "cd":
+        d.take(name, 0, 1, norm=1.0)
+    d.computed(0)
+    effects = together(d, a=30.0, b=30.0)
+    assert {n["island"] for n in notes(effects, "refused")} == {"a", "b"}
+
+
+def missed(norm: float) -> tuple[Driver, list[Effect]]:
+    """c's first delta is of 20 steps. Four merges went by without it, of steps of
+    length 1; the others' steps are a hundredth as long now."""
+    d = patient("a", "b", "c", quorum=2, grace=0.0)
+    for length in (1.0, 1.0, 1.0, 1.0, 0.01):
+        steps = d.state.islands["a"].steps + 4
+        for name in "abc":
+            d.report(name, steps)
+        effects = d.take("c", 0, steps, norm=norm) if length < 1 else []
+        for name in "ab":
+            effects += d.take(name, 0, steps, norm=4 * length)
+        effects += d.computed(0)
+    return d, effects
+
+
+@pytest.mark.parametrize(("norm", "refused"), [(99.0, []), (101.0, [100.0])])
+def test_a_delta_that_reaches_further_back_may_be_of_higher_rates(
+    norm: float, refused: list[float]
+):
+    """Rates fall at the end of a run."""
+    _, effects = missed(norm)
+    assert [n["most"] for n in notes(effects, "refused")] == refused
+
+
+def test_higher_rates_are_no_measure_of_a_delta_that_does_not_reach_back():
+    d, _ = missed(99.0)
+    d.config = replace(d.config, quorum=3)
+    effects = together(d, c=0.3, a=0.04, b=0.04)
+    assert [n["most"] for n in notes(effects, "refused")] == pytest.approx([0.2])
+
+
+def test_the_length_per_step_of_a_merge_is_the_lower_one_of_two():
+    d = patient("a", "b")
+    assert d.fragment(0).newest[-1].per_step == 0.0
+    together(d, a=4.0, b=8.0)
+    assert d.fragment(0).newest[-1].per_step == 1.0
+    d.crash()
+    assert d.fragment(0).newest[-1].per_step == 1.0
+
+
+def test_a_merge_of_one_length_is_no_measure():
+    d = patient("a", "b")
+    together(d, a=4.0, b=0.0)
+    assert d.fragment(0).newest[-1].per_step == 0.0
+
+
+@pytest.mark.parametrize(("later", "refused"), [(8, ["c"]), (9, [])])
+def test_a_delta_of_the_tick_is_a_measure_until_progress_has_doubled(
+    later: int, refused: list[str]
+):
+    """A fragment may be open for long while many islands come."""
+    d = patient("a", "b", "c")
+    for name in "abc":
+        d.report(name, 4)
+    for name in "ab":
+        d.take(name, 0, 4, norm=1.0)
+    for name, steps in {"a": 8, "b": 8, "c": later}.items():
+        d.report(name, steps)
+    effects = d.take("c", 0, later, norm=99.0)
+    assert [n["island"] for n in notes(effects, "refused")] == refused
+
+
+def test_a_delta_of_few_steps_may_be_as_long_as_the_others():
+    d = patient("a", "b", "c")
+    for name, steps in {"a": 4, "b": 4, "c": 1}.items():
+        d.report(name, steps)
+    for name in "ab":
+        d.take(name, 0, 4, norm=4.0)
+    effects = d.take("c", 0, 1, norm=19.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_a_length_that_is_just_allowed_is_merged():
+    effects = together(patient("a", "b", "c"), a=1.0, b=1.0, c=5.0)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_a_delta_is_no_measure_of_itself():
+    d = patient("a", "b", "c", "d")
+    effects = together(d, a=1.0, b=1.0, c=3.0, d=10.0)
+    assert [n["most"] for n in notes(effects, "refused")] == [5.0]
+
+
+def test_last_deltas_of_rising_rates_are_in_full_steps_too():
+    d = patient("a", "b", "c", rewarm_steps=100)
+    for start in range(0, 4 * SETTLED, 4):
+        together(d, **dict.fromkeys("abc", _long(start, start + 4, 100)))
+    effects = together(d, a=0.0, b=0.0, c=2.5)  # Their lengths are not known.
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_unknown_lengths_of_before_are_no_measure():
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED):
+        together(d, a=0.0, b=0.0, c=0.0)
+    effects = together(d, a=0.0, b=0.0, c=1e6)
+    assert merged_islands(only(effects, Merge)) == ["a", "b", "c"]
+
+
+def test_a_length_is_a_measure_once_the_steps_are_known():
+    d = patient("a", "b", grace=0.0)
+    for name in "ab":
+        d.report(name, 4)
+    d.arrive("a", 0, norm=1.0)
+    assert merged_islands(only(d.take("b", 0, 4, norm=1.0), Merge)) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 5.0),
+        ({"quarantined": True}, 10.0),
+        ({"status": "absent"}, 10.0),
+    ],
+)
+def test_lengths_of_live_islands_count_that_are_not_in_quarantine(
+    change: dict[str, Any], most: float
+):
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED + 1):
+        together(d, a=1.0, b=2.0, c=1.0)
+    island = replace(d.state.islands["c"], **change)
+    fleet = Fleet(d.config, with_island(d.state, island))
+    delta = d.account("b", 0).last
+    assert delta is not None
+    assert Usual(d.config, d.fragment(0), fleet).most("b", delta) == most
+
+
+def test_the_tokens_of_a_base_are_those_before_the_merges_since():
+    d = patient("a", "b", "c", quorum=2, grace=0.0)
+    for name in "abc":
+        d.report(name, 4)
+    for name in "abc":
+        d.take(name, 0, 4, norm=1.0)
+    d.computed(0)
+    assert d.account("a", 0).base_tokens == 0
+    for name in "ab":
+        d.report(name, 8)
+    for name in "ab":
+        d.take(name, 0, 8, norm=1.0)
+    d.computed(0)
+    late, fresh = d.account("c", 0), d.account("a", 0)
+    assert late.last is not None
+    assert late.last.end == 4
+    assert (late.base_tokens, fresh.base_tokens) == (0, 80)
+    d.crash()
+    assert (d.account("c", 0).base_tokens, d.account("a", 0).base_tokens) == (0, 80)
+
+
+@pytest.mark.parametrize(
+    ("carried", "tokens", "growth"),
+    [(0, 150, 2.0), (100, 50, 2.0), (0, 0, math.inf), (-50, 50, math.inf)],
+)
+def test_growth_is_that_of_the_progress_of_all_terms(
+    carried: int, tokens: int, growth: float
+):
+    d = patient("a")
+    state = replace(d.state, carried_progress=carried, progress_tokens=300)
+    assert Fleet(d.config, state).growth(tokens) == growth
