@@ -86,6 +86,7 @@ class HonestPass(Invariant):
     """
 
     name = "honest"
+    effects = (Note,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
