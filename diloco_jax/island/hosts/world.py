@@ -28,7 +28,7 @@ TOGETHER_S = 60.0
 """Seconds in which hosts that have all come make their world."""
 LEAVE_BUDGETS = 3
 """Budgets in which the last host of an island leaves the world after the first; then
-jax aborts all of them. One may need a budget to stop; heartbeats notice a dead one."""
+jax aborts all of them. A host may need one to stop; heartbeats notice a dead one."""
 MEETING_POLL_S = 1.0
 """Seconds between two looks, by a waiting host, if it is to end."""
 
