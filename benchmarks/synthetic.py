@@ -278,7 +278,8 @@ def train(islands: Sequence[SyntheticIsland], step_s: float) -> Mapping[str, flo
     with ThreadPoolExecutor(JOINS_AT_ONCE) as pool:
         list(pool.map(SyntheticIsland.begin, islands))
     began, count = time.monotonic(), len(islands)
-    due = [(began + step_s * i / count, i) for i in range(count)]
+    # A step counts when it is over.
+    due = [(began + step_s * (1 + i / count), i) for i in range(count)]
     late_s, code = 0.0, EXIT_DONE
     while due:
         at, number = heapq.heappop(due)
