@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from bounds_support import SETTLED, patient, together
-from kit import Driver, merged_islands, notes, only
+from kit import merged_islands, notes, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.bounds import Usual
-from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import with_island
 from diloco_jax.protocol.holding import Merge
@@ -123,50 +122,61 @@ def test_late_deltas_of_newcomers_are_measures_in_a_settled_run():
     assert {n["island"] for n in notes(effects, "refused")} == {"a", "b"}
 
 
-def missed(norm: float) -> tuple[Driver, list[Effect]]:
-    """c's first delta is of 20 steps. Four merges went by without it, of steps of
-    length 1; the others' steps are a hundredth as long now."""
-    d = patient("a", "b", "c", quorum=2, grace=0.0)
-    for length in (1.0, 1.0, 1.0, 1.0, 0.01):
-        steps = d.state.islands["a"].steps + 4
-        for name in "abc":
-            d.report(name, steps)
-        effects = d.take("c", 0, steps, norm=norm) if length < 1 else []
-        for name in "ab":
-            effects += d.take(name, 0, steps, norm=4 * length)
-        effects += d.computed(0)
-    return d, effects
+HALVED = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400, "steps_per_cycle": 4}
+"""A run of 400 tokens whose rates rise in its first quarter and fall in the other half.
+"""
 
 
-@pytest.mark.parametrize(("norm", "refused"), [(99.0, []), (101.0, [100.0])])
-def test_a_delta_that_reaches_further_back_may_be_of_higher_rates(
+@pytest.mark.parametrize(
+    ("then", "now", "fall"),
+    [
+        (0, 50, 1.0),  # They rise.
+        (0, 200, 1.0),
+        (0, 300, 1 / 0.6),  # The usual rate is that of half a cycle ago, at 280.
+        (200, 300, 1 / 0.6),
+        (250, 300, 0.75 / 0.6),
+        (300, 400, 0.5 / 0.1),
+        (390, 400, 1.0),
+        (0, 500, 1 / 0.1),
+    ],
+)
+def test_the_fall_of_the_rates_is_from_the_highest_one_since(
+    then: int, now: int, fall: float
+):
+    d = patient("a", **HALVED)
+    for carried in (0, 7):
+        state = replace(d.state, carried_progress=carried, progress_tokens=now)
+        assert Fleet(d.config, state).fall(then - carried) == pytest.approx(fall)
+
+
+def test_only_islands_that_train_make_a_cycle():
+    d = patient("a", "b", "c", **HALVED)
+    d.disconnect("b")
+    d.hello("d")
+    state = replace(d.state, progress_tokens=300)
+    assert Fleet(d.config, state).fall(300) == 1.0
+    assert Fleet(d.config, state).fall(0) == pytest.approx(1 / 0.7)
+
+
+@pytest.mark.parametrize("rates", [(), (0.0, 0.0)])
+def test_unknown_rates_do_not_fall(rates: tuple[float, ...]):
+    d = patient("a", rates=rates)
+    state = replace(d.state, progress_tokens=300)
+    assert Fleet(d.config, state).fall(0) == 1.0
+
+
+@pytest.mark.parametrize(("norm", "refused"), [(89.0, []), (91.0, [90.0])])
+def test_a_delta_that_reaches_back_may_have_the_rates_of_then(
     norm: float, refused: list[float]
 ):
-    """Rates fall at the end of a run."""
-    _, effects = missed(norm)
-    assert [n["most"] for n in notes(effects, "refused")] == refused
-
-
-def test_higher_rates_are_no_measure_of_a_delta_that_does_not_reach_back():
-    d, _ = missed(99.0)
-    d.config = replace(d.config, quorum=3)
-    effects = together(d, c=0.3, a=0.04, b=0.04)
-    assert [n["most"] for n in notes(effects, "refused")] == pytest.approx([0.2])
-
-
-def test_the_length_per_step_of_a_merge_is_the_lower_one_of_two():
-    d = patient("a", "b")
-    assert d.fragment(0).newest[-1].per_step == 0.0
-    together(d, a=4.0, b=8.0)
-    assert d.fragment(0).newest[-1].per_step == 1.0
-    d.crash()
-    assert d.fragment(0).newest[-1].per_step == 1.0
-
-
-def test_a_merge_of_one_length_is_no_measure():
-    d = patient("a", "b")
-    together(d, a=4.0, b=0.0)
-    assert d.fragment(0).newest[-1].per_step == 0.0
+    """The others' deltas are of the last cycle, whose rates are a tenth as high."""
+    d = patient("a", "b", "c", rates=(1.0, 1.0, 0.1, 0.1), total_tokens=600)
+    for name in "abc":
+        d.report(name, 18)
+    for name in "ab":
+        d.take(name, 0, 18, start=16, norm=0.2)
+    effects = d.take("c", 0, 18, norm=norm)
+    assert [n["most"] for n in notes(effects, "refused")] == pytest.approx(refused)
 
 
 @pytest.mark.parametrize(("later", "refused"), [(8, ["c"]), (9, [])])
