@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.bounds import Usual
 from diloco_jax.protocol.coordinator.schedule import Fleet
-from diloco_jax.protocol.coordinator.state import with_island
+from diloco_jax.protocol.coordinator.state import Take, with_account, with_island
 from diloco_jax.protocol.holding import Merge
 
 
@@ -131,6 +131,7 @@ HALVED = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400, "steps_per_cy
     ("then", "now", "fall"),
     [
         (0, 50, 1.0),  # They rise.
+        (0, 110, 1.0),
         (0, 200, 1.0),
         (0, 300, 1 / 0.6),  # The usual rate is that of half a cycle ago, at 280.
         (200, 300, 1 / 0.6),
@@ -292,3 +293,53 @@ def test_growth_is_that_of_the_progress_of_all_terms(
     d = patient("a")
     state = replace(d.state, carried_progress=carried, progress_tokens=300)
     assert Fleet(d.config, state).growth(tokens) == growth
+
+
+@pytest.mark.parametrize(("base", "most"), [(0, 40.0), (200, 20.0)])
+def test_rates_before_the_base_of_the_last_merge_do_not_count(base: int, most: float):
+    d = patient("a", "b", "c", rates=(1.0, 0.5, 0.5), total_tokens=400)
+    for _ in range(SETTLED):
+        together(d, a=4.0, b=4.0, c=4.0)
+    account = replace(d.account("b", 0), base_tokens=base)
+    fragment = with_account(d.fragment(0), "b", account)
+    assert account.last is not None
+    usual = Usual(d.config, fragment, Fleet(d.config, d.state))
+    assert usual.most("b", account.last) == pytest.approx(most)
+
+
+def test_a_refused_delta_is_no_measure():
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED + 1):
+        together(d, a=1.0, b=2.0, c=1.0)
+    take = Take(tick=d.state.tick + 1, end=4, arrived=True, norm=1.0, progress=480)
+    delta = d.account("b", 0).last
+    assert delta is not None
+    for refused, most in (("", 5.0), ("out_of_bounds", 10.0)):
+        account = replace(d.account("c", 0), last=None)
+        account = replace(account, take=replace(take, refused=refused))
+        fragment = with_account(d.fragment(0), "c", account)
+        usual = Usual(d.config, fragment, Fleet(d.config, d.state))
+        assert usual.most("b", delta) == most
+
+
+def test_a_take_knows_the_progress_that_comes_with_it():
+    d = patient("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.take("a", 0, 8)
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.progress == d.state.progress_tokens == 120
+
+
+def test_a_take_of_before_a_crash_has_the_progress_of_its_hello():
+    d = patient("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.take("a", 0, 4, arrive=False)
+    held = d.held("a", 0, 0, 4)
+    d.crash(snapshot=d.state)
+    d.hello("a", steps=4, outstanding=(held,))
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.progress == 80
