@@ -169,7 +169,7 @@ class Fleet:
         if not self._config.rates:
             return 0.0
         most = len(self._config.rates) - 1
-        at = most * min(tokens / self._config.total_tokens, 1.0)
+        at = most * min(max(tokens / self._config.total_tokens, 0.0), 1.0)
         low = min(int(at), most - 1)
         before, after = self._config.rates[low : low + 2]
         return before + (at - low) * (after - before)

@@ -343,3 +343,9 @@ def test_a_take_of_before_a_crash_has_the_progress_of_its_hello():
     take = d.account("a", 0).take
     assert take is not None
     assert take.progress == 80
+
+
+def test_half_a_cycle_ago_may_be_before_the_run():
+    d = patient("a", **{**HALVED, "steps_per_cycle": 400})
+    state = replace(d.state, progress_tokens=50)
+    assert Fleet(d.config, state).fall(0) == 1.0
