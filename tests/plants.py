@@ -177,8 +177,8 @@ def _holds_all_to_all(is_measure: Callable[..., Any]) -> Callable[..., Any]:
     return lambda usual, tokens: True
 
 
-def _counts_every_step_in_full(full_steps: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda start, end, rewarm_steps: float(end - start)
+def _knows_no_falling_rates(fall: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fleet, tokens: 1.0
 
 
 def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,8 +356,8 @@ PLANTS = {
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),
     "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
-    "newcomers_rates_are_full": Plant(
-        "honest", bounds, "full_steps", _counts_every_step_in_full
+    "rates_do_not_fall": Plant(
+        "honest", schedule.Fleet, "fall", _knows_no_falling_rates
     ),
     "rates_do_not_rise": Plant(
         "honest", bounds.Usual, "_is_measure", _holds_all_to_all

@@ -8,6 +8,7 @@ from diloco_jax import machine
 from diloco_jax.config import (
     Config,
     ConfigError,
+    InnerConfig,
     IslandConfig,
     Placement,
     RunConfig,
@@ -43,7 +44,9 @@ PLACEMENT = Placement(
 )
 
 
-@pytest.mark.parametrize("owner", [RUN.sync, RUN, PLACEMENT, PLACEMENT.deadlines])
+@pytest.mark.parametrize(
+    "owner", [RUN.sync, RUN.inner, RUN, PLACEMENT, PLACEMENT.deadlines]
+)
 def test_what_has_the_same_name_has_the_same_value(owner):
     policy = policy_config(RUN, PLACEMENT, "r", (30, 10))
     own = {"fragments", "fingerprint", "parameters"}
@@ -109,3 +112,21 @@ def test_each_worker_has_a_core_of_its_own(monkeypatch):
         require_cores(Placement(workers=3))
     monkeypatch.setattr(machine, "cores", lambda: 1)
     require_cores(Placement(workers=1))
+
+
+def test_decisions_know_the_course_of_the_learning_rate():
+    inner = InnerConfig(
+        learning_rate=0.5, warmup_fraction=0.2, final_fraction=0.3, rewarm_steps=7
+    )
+    run = dataclasses.replace(RUN, inner=inner)
+    policy = policy_config(run, PLACEMENT, "r", (30, 10))
+    assert policy.rewarm_steps == 7
+    rates = [policy.rates[point] for point in (0, 10, 20, 60, 100)]
+    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.65, 0.3])
+    assert len(policy.rates) == 101
+
+
+def test_decisions_know_of_a_constant_learning_rate():
+    inner = InnerConfig(schedule="constant", warmup_fraction=0.0)
+    run = dataclasses.replace(RUN, inner=inner)
+    assert set(policy_config(run, PLACEMENT, "r", (30, 10)).rates) == {1.0}

@@ -15,8 +15,8 @@ comparable (docs/design/bounds.md):
   is no measure once the progress is more than `MOST_GROWTH` times that at its take, or,
   if it is of an earlier tick, at its base.
 - The rate falls at the end, and one island's delta may reach further back than the
-  others' ones. Its usual length per step is then the highest of the merges that it has
-  missed (the last `MERGES_KNOWN` of them).
+  others' ones: its steps are worth as much more as the rate was higher since
+  (`Fleet.fall`).
 
 Deltas are judged when the fragment closes, so that deltas of one tick are compared. No
 fragment waits for quarantined islands, so their deltas are judged as they arrive, and
@@ -148,18 +148,10 @@ class Usual:
             return math.inf
         norm = _upper_median([length.norm for length in usual])
         per_step = _upper_median([length.per_step for length in usual])
-        per_step = max(per_step, self._highest_since(name))
-        return bound * max(norm, per_step * self._full_steps(name, delta))
-
-    def _highest_since(self, name: str) -> float:
-        """Return the highest length per step of the merges that the island has missed
-        since its last one."""
-        highest = 0.0
-        for merge in reversed(self._fragment.newest):
-            if name in merge.by_island:
-                break
-            highest = max(highest, merge.per_step)
-        return highest
+        # What is open began after the base of the last delta, or with the run.
+        since = self._fragment.accounts[name].base_tokens
+        full_steps = self._full_steps(name, delta) * self._fleet.fall(since)
+        return bound * max(norm, per_step * full_steps)
 
     def _of_take(self, name: str) -> list[_Length]:
         """Return the length of the island's delta that is ready, if it is a measure."""

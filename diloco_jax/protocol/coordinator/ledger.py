@@ -7,7 +7,7 @@ Steps that an incarnation made in an earlier term, whose books are gone, are *ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -66,18 +66,13 @@ def book(fragment: Fragment, contribution: Contribution, merged: int) -> Fragmen
 
 
 def newest(
-    fragment: Fragment, version: Version, merged: Sequence[Contribution]
+    fragment: Fragment, version: Version, merged: Iterable[Contribution]
 ) -> tuple[MergedTokens, ...]:
     """Return `Fragment.newest` once these deltas are merged into this version."""
     by_island: dict[str, int] = {}
     for c in merged:
         by_island[c.island] = by_island.get(c.island, 0) + c.tokens
-    lengths = sorted(c.norm / c.steps for c in merged if c.norm)
-    last = MergedTokens(
-        version=version,
-        by_island=by_island,
-        per_step=lengths[(len(lengths) - 1) // 2] if len(lengths) > 1 else 0.0,
-    )
+    last = MergedTokens(version=version, by_island=by_island)
     return (*fragment.newest, last)[-MERGES_KNOWN:]
 
 

@@ -146,6 +146,34 @@ class Fleet:
         then = self._state.carried_progress + tokens
         return self.progress / then if then > 0 else math.inf
 
+    def fall(self, tokens: int) -> float:
+        """Return the highest learning rate since a version with so many tokens, over
+        the usual one of the last cycle; 1 while rates rise."""
+        rates, whole = self._config.rates, self._config.total_tokens
+        islands = self._state.islands.values()
+        counted = (island.tokens_per_step for island in islands if island.counted)
+        cycle = self._config.steps_per_cycle * sum(counted)
+        then, now = self._state.carried_progress + tokens, min(self.progress, whole)
+        usual = max(self._rate(now), self._rate(now - cycle / 2))
+        if not usual:
+            return 1.0
+        between = (
+            rate
+            for point, rate in enumerate(rates)
+            if then < point * whole / (len(rates) - 1) < now
+        )
+        return max(usual, self._rate(then), *between) / usual
+
+    def _rate(self, tokens: float) -> float:
+        """Return the learning rate at this progress; 0 if none is known."""
+        if not self._config.rates:
+            return 0.0
+        most = len(self._config.rates) - 1
+        at = most * min(max(tokens / self._config.total_tokens, 0.0), 1.0)
+        low = min(int(at), most - 1)
+        before, after = self._config.rates[low : low + 2]
+        return before + (at - low) * (after - before)
+
     def rewarm_steps(self, name: str) -> int:
         """Return the steps over which the island's learning rate has risen."""
         return 0 if self._state.islands[name].warm else self._config.rewarm_steps

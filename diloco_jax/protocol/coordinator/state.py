@@ -59,6 +59,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     delta_bound: float = 0.0
     rewarm_steps: int = 0
     """Steps over which the learning rate of an island with fresh moments rises."""
+    rates: tuple[float, ...] = ()
+    """Learning rates at equal distances of the run's progress, from 0 to 1."""
     quarantine_after: int = 0
     release_cycles: int = 1
     fruitless_starts: int = 0
@@ -165,8 +167,6 @@ class MergedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     by_island: dict[str, int] = msgspec.field(default_factory=dict)
-    per_step: float = 0.0
-    """Lower median of its deltas' lengths per step; 0: of fewer than two."""
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):

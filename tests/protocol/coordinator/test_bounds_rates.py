@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from bounds_support import SETTLED, patient, together
-from kit import Driver, merged_islands, notes, only
+from kit import merged_islands, notes, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.bounds import Usual
-from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.schedule import Fleet
-from diloco_jax.protocol.coordinator.state import with_island
+from diloco_jax.protocol.coordinator.state import Take, with_account, with_island
 from diloco_jax.protocol.holding import Merge
 
 
@@ -123,50 +122,62 @@ def test_late_deltas_of_newcomers_are_measures_in_a_settled_run():
     assert {n["island"] for n in notes(effects, "refused")} == {"a", "b"}
 
 
-def missed(norm: float) -> tuple[Driver, list[Effect]]:
-    """c's first delta is of 20 steps. Four merges went by without it, of steps of
-    length 1; the others' steps are a hundredth as long now."""
-    d = patient("a", "b", "c", quorum=2, grace=0.0)
-    for length in (1.0, 1.0, 1.0, 1.0, 0.01):
-        steps = d.state.islands["a"].steps + 4
-        for name in "abc":
-            d.report(name, steps)
-        effects = d.take("c", 0, steps, norm=norm) if length < 1 else []
-        for name in "ab":
-            effects += d.take(name, 0, steps, norm=4 * length)
-        effects += d.computed(0)
-    return d, effects
+HALVED = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400, "steps_per_cycle": 4}
+"""A run of 400 tokens whose rates rise in its first quarter and fall in the other half.
+"""
 
 
-@pytest.mark.parametrize(("norm", "refused"), [(99.0, []), (101.0, [100.0])])
-def test_a_delta_that_reaches_further_back_may_be_of_higher_rates(
+@pytest.mark.parametrize(
+    ("then", "now", "fall"),
+    [
+        (0, 50, 1.0),  # They rise.
+        (0, 110, 1.0),
+        (0, 200, 1.0),
+        (0, 300, 1 / 0.6),  # The usual rate is that of half a cycle ago, at 280.
+        (200, 300, 1 / 0.6),
+        (250, 300, 0.75 / 0.6),
+        (300, 400, 0.5 / 0.1),
+        (390, 400, 1.0),
+        (0, 500, 1 / 0.1),
+    ],
+)
+def test_the_fall_of_the_rates_is_from_the_highest_one_since(
+    then: int, now: int, fall: float
+):
+    d = patient("a", **HALVED)
+    for carried in (0, 7):
+        state = replace(d.state, carried_progress=carried, progress_tokens=now)
+        assert Fleet(d.config, state).fall(then - carried) == pytest.approx(fall)
+
+
+def test_only_islands_that_train_make_a_cycle():
+    d = patient("a", "b", "c", **HALVED)
+    d.disconnect("b")
+    d.hello("d")
+    state = replace(d.state, progress_tokens=300)
+    assert Fleet(d.config, state).fall(300) == 1.0
+    assert Fleet(d.config, state).fall(0) == pytest.approx(1 / 0.7)
+
+
+@pytest.mark.parametrize("rates", [(), (0.0, 0.0)])
+def test_unknown_rates_do_not_fall(rates: tuple[float, ...]):
+    d = patient("a", rates=rates)
+    state = replace(d.state, progress_tokens=300)
+    assert Fleet(d.config, state).fall(0) == 1.0
+
+
+@pytest.mark.parametrize(("norm", "refused"), [(89.0, []), (91.0, [90.0])])
+def test_a_delta_that_reaches_back_may_have_the_rates_of_then(
     norm: float, refused: list[float]
 ):
-    """Rates fall at the end of a run."""
-    _, effects = missed(norm)
-    assert [n["most"] for n in notes(effects, "refused")] == refused
-
-
-def test_higher_rates_are_no_measure_of_a_delta_that_does_not_reach_back():
-    d, _ = missed(99.0)
-    d.config = replace(d.config, quorum=3)
-    effects = together(d, c=0.3, a=0.04, b=0.04)
-    assert [n["most"] for n in notes(effects, "refused")] == pytest.approx([0.2])
-
-
-def test_the_length_per_step_of_a_merge_is_the_lower_one_of_two():
-    d = patient("a", "b")
-    assert d.fragment(0).newest[-1].per_step == 0.0
-    together(d, a=4.0, b=8.0)
-    assert d.fragment(0).newest[-1].per_step == 1.0
-    d.crash()
-    assert d.fragment(0).newest[-1].per_step == 1.0
-
-
-def test_a_merge_of_one_length_is_no_measure():
-    d = patient("a", "b")
-    together(d, a=4.0, b=0.0)
-    assert d.fragment(0).newest[-1].per_step == 0.0
+    """The others' deltas are of the last cycle, whose rates are a tenth as high."""
+    d = patient("a", "b", "c", rates=(1.0, 1.0, 0.1, 0.1), total_tokens=600)
+    for name in "abc":
+        d.report(name, 18)
+    for name in "ab":
+        d.take(name, 0, 18, start=16, norm=0.2)
+    effects = d.take("c", 0, 18, norm=norm)
+    assert [n["most"] for n in notes(effects, "refused")] == pytest.approx(refused)
 
 
 @pytest.mark.parametrize(("later", "refused"), [(8, ["c"]), (9, [])])
@@ -282,3 +293,59 @@ def test_growth_is_that_of_the_progress_of_all_terms(
     d = patient("a")
     state = replace(d.state, carried_progress=carried, progress_tokens=300)
     assert Fleet(d.config, state).growth(tokens) == growth
+
+
+@pytest.mark.parametrize(("base", "most"), [(0, 40.0), (200, 20.0)])
+def test_rates_before_the_base_of_the_last_merge_do_not_count(base: int, most: float):
+    d = patient("a", "b", "c", rates=(1.0, 0.5, 0.5), total_tokens=400)
+    for _ in range(SETTLED):
+        together(d, a=4.0, b=4.0, c=4.0)
+    account = replace(d.account("b", 0), base_tokens=base)
+    fragment = with_account(d.fragment(0), "b", account)
+    assert account.last is not None
+    usual = Usual(d.config, fragment, Fleet(d.config, d.state))
+    assert usual.most("b", account.last) == pytest.approx(most)
+
+
+def test_a_refused_delta_is_no_measure():
+    d = patient("a", "b", "c")
+    for _ in range(SETTLED + 1):
+        together(d, a=1.0, b=2.0, c=1.0)
+    take = Take(tick=d.state.tick + 1, end=4, arrived=True, norm=1.0, progress=480)
+    delta = d.account("b", 0).last
+    assert delta is not None
+    for refused, most in (("", 5.0), ("out_of_bounds", 10.0)):
+        account = replace(d.account("c", 0), last=None)
+        account = replace(account, take=replace(take, refused=refused))
+        fragment = with_account(d.fragment(0), "c", account)
+        usual = Usual(d.config, fragment, Fleet(d.config, d.state))
+        assert usual.most("b", delta) == most
+
+
+def test_a_take_knows_the_progress_that_comes_with_it():
+    d = patient("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.take("a", 0, 8)
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.progress == d.state.progress_tokens == 120
+
+
+def test_a_take_of_before_a_crash_has_the_progress_of_its_hello():
+    d = patient("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.take("a", 0, 4, arrive=False)
+    held = d.held("a", 0, 0, 4)
+    d.crash(snapshot=d.state)
+    d.hello("a", steps=4, outstanding=(held,))
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.progress == 80
+
+
+def test_half_a_cycle_ago_may_be_before_the_run():
+    d = patient("a", **{**HALVED, "steps_per_cycle": 400})
+    state = replace(d.state, progress_tokens=50)
+    assert Fleet(d.config, state).fall(0) == 1.0
