@@ -129,10 +129,12 @@ class DataOnce(Invariant):
     If a term was lost before any offering island heard of it, its number is used again.
     The grants of the lost term are lost with it. A process that joined only that term
     is let in if it did not hear of the term either, and begins anew. Its name may be
-    that of an earlier process, which goes on with its own grants.
+    that of an earlier process, which goes on with its own grants. What was granted in
+    any lost term and never told may be granted again.
     """
 
     name = "data"
+    effects = (Tell,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -154,9 +156,18 @@ class DataOnce(Invariant):
         """Processes that joined only a lost term."""
         self._given: set[int] = set()
         """Positions granted in this term."""
+        self._untold: set[int] = set()
+        """Those of them of which nobody was told."""
+
+    def carrying_out(self, effect: AnyEffect) -> None:
+        match effect:
+            case Tell(message=Granted(span=span)):
+                self._untold.difference_update(range(span.start, span.stop))
 
     def opened(self, opened: Opened) -> None:
-        self._given = set()
+        for held in self._held.values():
+            held -= self._untold
+        self._given, self._untold = set(), set()
         term = opened.anchors[0].version.term
         if term == self._term:
             for process, (carried, before) in self._before.items():
@@ -240,6 +251,7 @@ class DataOnce(Invariant):
         )
         self._held[who].update(positions)
         self._given.update(positions)
+        self._untold.update(positions)
         granted.extend(positions)
 
     def _merge(self, c: Contribution) -> None:

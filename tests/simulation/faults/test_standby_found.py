@@ -145,6 +145,78 @@ ANSWER_AFTER_A_GATHERING: dict[str, Any] = {
     "merge_s": 0.8,
 }
 
+NEVER_TOLD: dict[str, Any] = {
+    "islands": {
+        "a": {"step_s": 1.5, "batch_size": 2, "join_s": 1.3, "lead": 2},
+        "b": {"step_s": 0.8, "batch_size": 2, "join_s": 1.4, "lead": 2},
+        "c": {"step_s": 1.5, "batch_size": 2, "join_s": 0.3},
+    },
+    "faults": [
+        {
+            "kind": "node_loss",
+            "part": "primary",
+            "restart": {"down_s": 5.87, "clock_s": 3.1, "noticed_s": 0.0},
+            "renamed": True,
+            "at_s": 3.79,
+        },
+        {
+            "kind": "disk_failure",
+            "restart": {
+                "down_s": 0.13,
+                "clock_s": 3.2,
+                "noticed_s": 4.0,
+                "power_cut": True,
+            },
+            "appends": 1,
+            "written": True,
+            "at_s": 5.48,
+        },
+        {"kind": "leave", "island": "b", "away_s": 1.55, "notice_s": 0.0, "at_s": 5.69},
+        {"kind": "standby_crash", "down_s": 4.0, "at_s": 6.28},
+        {
+            "kind": "coordinator_crash",
+            "restart": {
+                "down_s": 6.89,
+                "clock_s": 1.0,
+                "noticed_s": 4.0,
+                "power_cut": True,
+            },
+            "effects": 10,
+            "at_s": 6.99,
+        },
+        {
+            "kind": "coordinator_crash",
+            "restart": {"down_s": 10.22, "clock_s": 267.1, "noticed_s": 0.0},
+            "effects": 3,
+            "at_s": 8.28,
+        },
+        {
+            "kind": "load_crash",
+            "down_s": 1.41,
+            "loading_s": 0.23,
+            "restart": {"down_s": 5.31, "clock_s": 2314.8, "noticed_s": 0.0},
+            "at_s": 9.25,
+        },
+        {"kind": "mandate_away", "to": "primary", "for_s": 8.09, "at_s": 11.39},
+    ],
+    "total_tokens": 704,
+    "fragment_sizes": [2],
+    "workers": 3,
+    "standby": {
+        "copy_s": 0.5,
+        "load_s": 0.3,
+        "rates": [0.9885, 0.9909],
+        "workers_apart": True,
+        "unix_ahead_s": [0.0, 0.0],
+    },
+    "steps_per_cycle": 6,
+    "overlap_steps": 1,
+    "grace": 0.0,
+    "outage_s": 125.0,
+    "transfer_s": 0.4,
+    "merge_s": 0.1,
+}
+
 
 @pytest.mark.parametrize(
     "found",
@@ -154,6 +226,8 @@ ANSWER_AFTER_A_GATHERING: dict[str, Any] = {
         # What a late island is told waits for the standby as both coordinators end.
         pytest.param(ANSWER_AT_THE_END, id="seed 504993"),
         pytest.param(ANSWER_AFTER_A_GATHERING, id="seed 501154"),
+        # Data is granted again, since a lead died before it told of the grant.
+        pytest.param(NEVER_TOLD, id="seed 1202603"),
     ],
 )
 def test_the_schedule_violates_nothing(found: dict[str, Any]) -> None:
