@@ -1,4 +1,4 @@
-"""What the pods of a launch run, as real processes: rendered commands, secrets and exit
+"""The pods of a launch, as real processes: rendered commands, secrets and exit
 codes, from the first start to an island that comes after the end."""
 
 from __future__ import annotations

@@ -253,8 +253,9 @@ class LeaveWatch:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Wake the thread and wait for its end. A thread that is in jax when Python
-        ends aborts the process, and the end of a joined one is its train loop's."""
+        """Wake the thread and wait for its end. A thread that waits in jax as
+        Python ends aborts the process; a joined process lives on until its train loop
+        ends."""
         self._closing.set()
         with contextlib.suppress(HostsError):  # Another host has set the key.
             self._hosts.tell("leave", b"")

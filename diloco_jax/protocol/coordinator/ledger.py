@@ -277,13 +277,16 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
     return computed - lost // config.parameters
 
 
-def check(state: State) -> list[str]:
-    """List the errors in the books, as text; empty if the books balance."""
-    return [wrong for f in state.fragments for wrong in check_fragment(state, f)]
+def check(state: State, fragments: Iterable[Fragment] | None = None) -> list[str]:
+    """List the errors in the books, as text; empty if the books balance.
+
+    fragments: those of the state to look at; None for all.
+    """
+    looked_at = state.fragments if fragments is None else fragments
+    return [wrong for fragment in looked_at for wrong in _wrong(state, fragment)]
 
 
-def check_fragment(state: State, fragment: Fragment) -> list[str]:
-    """List the errors in the books of one fragment."""
+def _wrong(state: State, fragment: Fragment) -> list[str]:
     wrong, lost_in_all = [], 0
     for name, account in fragment.accounts.items():
         island = state.islands[name]

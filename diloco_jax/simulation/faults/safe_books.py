@@ -69,10 +69,10 @@ class LedgerExact(Invariant):
         seen, self._seen = self._seen, state.fragments
         # Incarnations come and go by records, and all fragments' books with them.
         everything = any(isinstance(effect, Persist) for effect in effects)
-        for fragment, before in zip(state.fragments, seen, strict=True):
-            if everything or fragment is not before:
-                wrong = ledger.check_fragment(state, fragment)
-                self.hold(not wrong, "the books:", *wrong)
+        pairs = zip(state.fragments, seen, strict=True)
+        changed = [f for f, before in pairs if everything or f is not before]
+        wrong = ledger.check(state, changed)
+        self.hold(not wrong, "the books:", *wrong)
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Merged):
@@ -221,7 +221,7 @@ class DataOnce(Invariant):
             if process[0] == who and process in positions_of
         ]
         drawn = positions.tolist()
-        what = "island, step and positions of its data; granted are"
+        what = "it trains a step on positions that are not those granted:"
         self.hold(drawn in granted, what, who, step, drawn, granted)
 
     def recovered(self, state: State) -> None:
@@ -242,10 +242,16 @@ class DataOnce(Invariant):
         granted = self._granted[self._process(who)]
         positions = range(record.start, record.stop)
         follows = record.offset == len(granted)
-        self.hold(follows, "positions that it has:", who, len(granted), record)
+        self.hold(
+            follows,
+            "an island with so many positions is granted:",
+            who,
+            len(granted),
+            record,
+        )
         for holder, held in self._held.items():
             apart = held.isdisjoint(positions)
-            self.hold(apart, "this one has part of it:", holder, record)
+            self.hold(apart, "has part of what is granted:", holder, record)
         self.hold(
             self._merged.keys().isdisjoint(positions), "part of it is merged:", record
         )

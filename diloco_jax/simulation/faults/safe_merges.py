@@ -224,7 +224,13 @@ class RecordedFirst(Invariant):
             who, record = (fact.island, fact.incarnation), fact.record
             through = self._through[who]
             follows = record.seq <= through + 1
-            self.hold(follows, "the last one on the tape of", who, through, record)
+            self.hold(
+                follows,
+                "records are missing on the tape of this island, after:",
+                who,
+                through,
+                record,
+            )
             self._through[who] = max(through, record.seq)
             if record.kind == "took":
                 self._takes.add((*who, record.fragment, record.tick))

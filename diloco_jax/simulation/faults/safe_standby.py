@@ -12,7 +12,9 @@ class OneLeads(Invariant):
     name = "mandate"
 
     def shows(self, node: str, holder: str) -> None:
-        self.hold(node == holder, "lets something be seen, leads:", node, holder)
+        self.hold(
+            node == holder, "who lets something be seen, and who leads:", node, holder
+        )
 
 
 class InStep(Invariant):
@@ -23,7 +25,13 @@ class InStep(Invariant):
     name = "in_step"
 
     def named(self, node: str, last: int, seen: int) -> None:
-        self.hold(last >= seen, "called in step; its records, seen:", node, last, seen)
+        self.hold(
+            last >= seen,
+            "called in step with too few records; has, and seen are:",
+            node,
+            last,
+            seen,
+        )
 
 
 class SeenStays(Invariant):

@@ -162,7 +162,7 @@ class TicksOnce(Invariant):
             case Tell(message=TakeRequest(fragment=fragment, tick=tick)):
                 use = (fragment, self._life)
                 first = self._of.setdefault(tick, use)
-                what = "of a tick, its (fragment, life), and those before:"
+                what = "a tick has a second (fragment, life); this, and the first:"
                 self.hold(first == use, what, tick, use, first)
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
