@@ -6,6 +6,7 @@ schedule is played.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -110,8 +111,8 @@ def _uses_ticks_again(after_crash: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_the_take(book: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(before: Any, c: Any) -> Any:
-        after = book(before, c)
+    def broken(before: Any, c: Any, merged: int) -> Any:
+        after = book(before, c, merged)
         take = before.accounts[c.island].take
         account = replace(after.accounts[c.island], take=take)
         accounts = {**after.accounts, c.island: account}
@@ -173,12 +174,12 @@ def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, fragment, fleet: (fragment, [])
 
 
-def _holds_all_to_all(is_measure: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda usual, tokens: True
+def _counts_steps_alone(stepped: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda books, rate: stepped(books, 1.0)
 
 
-def _knows_no_falling_rates(fall: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda fleet, tokens: 1.0
+def _believes_all_rates(highest_rate: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda fleet, tokens: math.inf
 
 
 def _turns_nothing_away(turn_away: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,12 +357,10 @@ PLANTS = {
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),
     "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
-    "rates_do_not_fall": Plant(
-        "honest", schedule.Fleet, "fall", _knows_no_falling_rates
+    "any_rates_are_believed": Plant(
+        "bounds", schedule.Fleet, "highest_rate", _believes_all_rates
     ),
-    "rates_do_not_rise": Plant(
-        "honest", bounds.Usual, "_is_measure", _holds_all_to_all
-    ),
+    "all_steps_have_one_rate": Plant("honest", Books, "stepped", _counts_steps_alone),
     "quarantined_deltas_are_merged": Plant(
         "quarantine", quarantine, "turn_away", _turns_nothing_away
     ),

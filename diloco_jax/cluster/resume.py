@@ -22,6 +22,7 @@ from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_model_of
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.notes import Recovered
+from diloco_jax.core.schedule import learning_rate
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import newest_record
 from diloco_jax.paths import absolute, expand
@@ -168,13 +169,11 @@ def tell_extended(config: Config, workdir: Path, console: Console) -> None:
     done, total = summary.get("tokens", 0), config.run.total_tokens
     if summary.get("phase") != "done" or done >= total:
         return
-    from diloco_jax.island.pace import scheduled
-
     inner = config.run.inner
     console.print(
         f"extended from {done:,} to {total:,} tokens: the learning rate, which ended "
-        f"at {scheduled(inner, 1.0):.3g}, goes on from "
-        f"{scheduled(inner, done / total):.3g}",
+        f"at {learning_rate(inner, 1.0):.3g}, goes on from "
+        f"{learning_rate(inner, done / total):.3g}",
         highlight=False,
         soft_wrap=True,
     )

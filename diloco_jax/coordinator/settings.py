@@ -9,12 +9,11 @@ from typing import Any
 
 from diloco_jax import machine, merge_route
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
-from diloco_jax.config.inner import InnerConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.inner import learning_rate
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.core.schedule import learning_rate
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.planning import peak
 from diloco_jax.planning.flops import least_sequence_flops
@@ -31,7 +30,7 @@ from diloco_jax.wire.tls import TlsFiles
 logger = logging.getLogger(__name__)
 
 RATE_POINTS = 100
-"""Parts of a run between whose ends its learning rate is taken as straight."""
+"""Parts of a run at whose ends its learning rate is known to decisions."""
 SPARE_ISLANDS = 8
 """Places for streams of islands that are refused, so that they can be told why."""
 
@@ -57,29 +56,18 @@ def policy_config(
         "admitted": admitted,
         "room_each": room_each,
         "least_seconds": least_seconds or {},
-        "rates": _rates(run.inner),
+        "rates": tuple(
+            learning_rate(run.inner, point / RATE_POINTS)
+            for point in range(RATE_POINTS + 1)
+        ),
     }
     named = {
         name: getattr(owner, name)
-        for owner in (run.sync, run.inner, run, placement, placement.deadlines)
+        for owner in (run.sync, run, placement, placement.deadlines)
         for name in PolicyConfig.__struct_fields__
         if name not in given and hasattr(owner, name)
     }
     return PolicyConfig(**given, **named)
-
-
-def _rates(inner: InnerConfig) -> tuple[float, ...]:
-    """Return `PolicyConfig.rates`, in units of the peak."""
-    return tuple(
-        learning_rate(
-            peak=1.0,
-            schedule=inner.schedule,
-            warmup_fraction=inner.warmup_fraction,
-            final_fraction=inner.final_fraction,
-            progress=point / RATE_POINTS,
-        )
-        for point in range(RATE_POINTS + 1)
-    )
 
 
 def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:

@@ -1,14 +1,12 @@
-"""The inner optimizer of an island: optax with learning rate 1, times a rate that
-follows the progress of the whole run.
+"""The inner optimizer of an island: optax with learning rate 1, times the rate of
+`schedule.py`.
 
-Progress (tokens of all islands / tokens of the run) is not a count of local steps, so
-a late or returned island is in step with the others. Axis names decide which parameters
-decay and which Muon orthogonalises: a stack of vectors is not a matrix.
+Axis names decide which parameters decay and which Muon orthogonalises: a stack of
+vectors is not a matrix.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +31,7 @@ def make_inner(
     weight_decay: float = 0.0,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Make the optimizer at learning rate 1; scale its updates by `learning_rate`.
+    """Make the optimizer at learning rate 1; scale its updates by a rate.
 
     Args:
       name: one in NAMES, or any in optax or optax.contrib that fits (`from_optax`).
@@ -90,44 +88,6 @@ def make_inner(
     if clip_norm:
         return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
     return optimizer
-
-
-def learning_rate(
-    *,
-    peak: float,
-    schedule: str,
-    warmup_fraction: float,
-    final_fraction: float,
-    progress: float,
-    rewarm: float = 1.0,
-) -> float:
-    """Return the rate at a point of the run: linear from 0, then by the schedule.
-
-    Args:
-      peak: rate after the warm-up.
-      schedule: "cosine" ends at final_fraction * peak, "constant" stays.
-      warmup_fraction: share of the run over which the rate rises.
-      progress: share of the run that is done; clipped to [0, 1].
-      rewarm: share in [0, 1] that an island with fresh moments may use.
-
-    Raises:
-      ValueError: unknown schedule.
-    """
-    progress = min(max(progress, 0.0), 1.0)
-    if progress < warmup_fraction:
-        share = progress / warmup_fraction
-    elif schedule == "constant":
-        share = 1.0
-    elif schedule == "cosine":
-        done = (progress - warmup_fraction) / max(1 - warmup_fraction, 1e-9)
-        share = (
-            final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * done)) / 2
-        )
-    else:
-        raise ValueError(
-            f"inner.schedule = {schedule!r}; choose 'cosine' or 'constant'"
-        )
-    return peak * share * min(max(rewarm, 0.0), 1.0)
 
 
 def _map_axes(function: Any, axes: Mapping[str, Any]) -> Any:

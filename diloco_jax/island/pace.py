@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diloco_jax.config import InnerConfig, RunConfig
-from diloco_jax.core.inner import learning_rate
+from diloco_jax.config import RunConfig
+from diloco_jax.core.schedule import learning_rate
 from diloco_jax.protocol.island.boundary import Goal
 
 
@@ -36,18 +36,4 @@ class Pace:
         # Monotone, though tokens may be lost elsewhere.
         self._progress = max(self._progress, done)
         rewarm = (step + 1) / self._rewarm_steps if self._rewarm_steps else 1.0
-        return scheduled(self._inner, self._progress, rewarm)
-
-
-def scheduled(inner: InnerConfig, progress: float, rewarm: float = 1.0) -> float:
-    """Return the learning rate at this progress of the run; see
-    `core.inner.learning_rate`.
-    """
-    return learning_rate(
-        peak=inner.learning_rate,
-        schedule=inner.schedule,
-        warmup_fraction=inner.warmup_fraction,
-        final_fraction=inner.final_fraction,
-        progress=progress,
-        rewarm=rewarm,
-    )
+        return learning_rate(self._inner, self._progress, rewarm)

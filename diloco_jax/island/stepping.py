@@ -105,6 +105,7 @@ class Stepping:
     def learning_rate(self) -> float:
         """Return the rate of the next step; call it once for each."""
         rate = self.pace.learning_rate(self.done, self.boundary.others_tokens)
+        self.boundary.books.stepped(rate)
         self.timing.learning_rate = rate
         return rate
 

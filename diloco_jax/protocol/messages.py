@@ -18,6 +18,7 @@ from diloco_jax.protocol.values import (
     Count,
     Outstanding,
     Phase,
+    Rate,
     Record,
     Span,
     Verdict,
@@ -45,7 +46,6 @@ Tokens = Annotated[int, Meta(ge=1, le=2**40)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
-Rate = Annotated[float, Meta(ge=0, le=1e9)]
 Term = Annotated[int, Meta(ge=0, le=2**20)]
 Name = Annotated[str, Meta(pattern=ISLAND_NAME)]
 Identifier = Annotated[str, Meta(max_length=128)]

@@ -23,6 +23,7 @@ MAX_COUNT = 2**48
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """A count, or -1 for none."""
+Rate = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Version(NamedTuple):
@@ -63,18 +64,18 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One asynchronous fact about an island, numbered per incarnation by `seq`.
 
     Kinds and their fields:
-    `took` (fragment, tick, start, version): the steps [start, step) entered the delta
-    against the anchor of that version. `adopted` (fragment, version, tick): the version
-    lacks the take of `tick`, whose steps stay in the local parameters; an incarnation
-    begins with the versions adopted at step 0. `reopened` (fragment, tick): a refused
-    delta's steps are still in the local parameters. `dropped` (fragment, tick): they
-    are not. `reset`: as `dropped`, and the local parameters are the anchor's.
-    `carried` (fragment, start): an earlier term's books settle the steps before
-    `start`. `granted` (start, stop): data positions. `progress` (value): the other
-    islands' tokens behind the learning rate; negative if those islands lost more in an
-    earlier term than they have computed since. `restored`: the incarnation begins with
-    the moments that incarnation `start` had after `value` steps, and with its residual
-    of the fragment if one is given.
+    `took` (fragment, tick, start, version, rate_sum): the steps [start, step) entered
+    the delta against the anchor of that version; the sum is of their learning rates.
+    `adopted` (fragment, version, tick): the version lacks the take of `tick`, whose
+    steps stay in the local parameters; an incarnation begins with the versions adopted
+    at step 0. `reopened` (fragment, tick): a refused delta's steps are still in the
+    local parameters. `dropped` (fragment, tick): they are not. `reset`: as `dropped`,
+    and the local parameters are the anchor's. `carried` (fragment, start): an earlier
+    term's books settle the steps before `start`. `granted` (start, stop): data
+    positions. `progress` (value): the other islands' tokens behind the learning rate;
+    negative if those islands lost more in an earlier term than they have computed
+    since. `restored`: the incarnation begins with the moments that incarnation `start`
+    had after `value` steps, and with its residual of the fragment if one is given.
     """
 
     seq: Count
@@ -86,6 +87,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     start: Count = 0
     stop: Count = 0
     value: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
+    rate_sum: Rate = 0.0
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +100,8 @@ class Outstanding(msgspec.Struct, frozen=True, kw_only=True):
     end: Count
     base: Version
     seq: Count
+    rate_sum: Rate = 0.0
+    """Sum of the learning rates of its steps; 0: unknown."""
 
 
 class DeltaKey(NamedTuple):
@@ -129,6 +133,8 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     base: Version
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
+    rate_sum: float = 0.0
+    """Sum of the learning rates of its steps, as the island says; 0: unknown."""
 
     @property
     def steps(self) -> int:

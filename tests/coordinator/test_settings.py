@@ -44,9 +44,7 @@ PLACEMENT = Placement(
 )
 
 
-@pytest.mark.parametrize(
-    "owner", [RUN.sync, RUN.inner, RUN, PLACEMENT, PLACEMENT.deadlines]
-)
+@pytest.mark.parametrize("owner", [RUN.sync, RUN, PLACEMENT, PLACEMENT.deadlines])
 def test_what_has_the_same_name_has_the_same_value(owner):
     policy = policy_config(RUN, PLACEMENT, "r", (30, 10))
     own = {"fragments", "fingerprint", "parameters"}
@@ -115,18 +113,15 @@ def test_each_worker_has_a_core_of_its_own(monkeypatch):
 
 
 def test_decisions_know_the_course_of_the_learning_rate():
-    inner = InnerConfig(
-        learning_rate=0.5, warmup_fraction=0.2, final_fraction=0.3, rewarm_steps=7
-    )
+    inner = InnerConfig(learning_rate=0.5, warmup_fraction=0.2, final_fraction=0.3)
     run = dataclasses.replace(RUN, inner=inner)
     policy = policy_config(run, PLACEMENT, "r", (30, 10))
-    assert policy.rewarm_steps == 7
     rates = [policy.rates[point] for point in (0, 10, 20, 60, 100)]
-    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.65, 0.3])
+    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.325, 0.15])
     assert len(policy.rates) == 101
 
 
 def test_decisions_know_of_a_constant_learning_rate():
-    inner = InnerConfig(schedule="constant", warmup_fraction=0.0)
+    inner = InnerConfig(learning_rate=0.5, schedule="constant", warmup_fraction=0.0)
     run = dataclasses.replace(RUN, inner=inner)
-    assert set(policy_config(run, PLACEMENT, "r", (30, 10)).rates) == {1.0}
+    assert set(policy_config(run, PLACEMENT, "r", (30, 10)).rates) == {0.5}

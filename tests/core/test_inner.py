@@ -1,4 +1,4 @@
-"""Inner optimizers on stacked parameters, and the rate by progress."""
+"""Inner optimizers on stacked parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.inner import learning_rate, make_inner
+from diloco_jax.core.inner import make_inner
 
 AXES = {
     "embed": ("vocab", "embed"),
@@ -14,12 +14,6 @@ AXES = {
     "norm": ("layers", "embed"),
 }
 NAMES = ["adamw", "lion", "sgd", "muon"]
-RATE = {
-    "peak": 2.0,
-    "schedule": "cosine",
-    "warmup_fraction": 0.1,
-    "final_fraction": 0.25,
-}
 
 
 def params() -> dict[str, jax.Array]:
@@ -94,8 +88,6 @@ def test_clipping_bounds_the_gradient() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"= 'adamx' is no .* you mean 'adamax'"):
         make_inner("adamx", axes=AXES)
-    with pytest.raises(ValueError, match=r"inner\.schedule = 'linear'"):
-        learning_rate(**{**RATE, "schedule": "linear"}, progress=0.5)
 
 
 # ---- any other of optax ------------------------------------------------------------
@@ -161,26 +153,3 @@ def test_what_does_not_fit_is_refused(
 def test_a_dtype_that_it_gives_no_choice_of_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'bfloat16', but .* \['dtype_momentum'\]"):
         make_inner("adafactor", axes=AXES, moment_dtype="bfloat16")
-
-
-# ---- the learning rate -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("progress", "expected"),
-    [(-1, 0), (0, 0), (0.05, 1), (0.1, 2), (0.55, 1.25), (1, 0.5), (2, 0.5)],
-)
-def test_rate_by_progress(progress: float, expected: float) -> None:
-    rate = learning_rate(**RATE, progress=progress)
-    assert rate == pytest.approx(expected)
-    assert learning_rate(**RATE, progress=progress, rewarm=0.5) == pytest.approx(
-        expected / 2
-    )
-
-
-def test_constant_rate_stays() -> None:
-    flat = {**RATE, "schedule": "constant"}
-    assert learning_rate(**flat, progress=0.05) == 1.0
-    assert learning_rate(**flat, progress=1.0) == 2.0
-    no_warm_up = {**flat, "warmup_fraction": 0.0}
-    assert learning_rate(**no_warm_up, progress=0.0) == 2.0

@@ -4,7 +4,6 @@ import pytest
 
 from diloco_jax.config import InnerConfig, RunConfig
 from diloco_jax.island.pace import Pace
-from diloco_jax.protocol.coordinator.bounds import full_steps
 from diloco_jax.protocol.island.boundary import Goal
 
 
@@ -24,13 +23,3 @@ def test_fresh_moments_get_the_whole_rate_after_so_many_steps():
     run = pace(schedule="constant", rewarm_steps=3)
     rates = [run.learning_rate(step, 0) for step in range(5)]
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
-
-
-@pytest.mark.parametrize("rewarm_steps", [0, 1, 3])
-def test_the_coordinator_knows_what_the_rates_of_an_incarnation_sum_up_to(rewarm_steps):
-    run = pace(schedule="constant", rewarm_steps=rewarm_steps)
-    rates = [run.learning_rate(step, 0) for step in range(6)]
-    for start in range(6):
-        for end in range(start, 7):
-            found = full_steps(start, end, rewarm_steps)
-            assert found == pytest.approx(sum(rates[start:end]))

@@ -7,9 +7,6 @@ from kit import Driver, of
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.holding import Merge
 
-SETTLED = 3
-"""Cycles of a fragment after which the deltas of the last one are measures."""
-
 
 def patient(*names: str, **changes: Any) -> Driver:
     """A run of one fragment whose merges wait for all islands."""
@@ -24,14 +21,16 @@ def patient(*names: str, **changes: Any) -> Driver:
     return driver
 
 
-def together(driver: Driver, **norms: float) -> list[Effect]:
+def together(
+    driver: Driver, rate_sum: float | None = None, **norms: float
+) -> list[Effect]:
     """One cycle: every island takes four more steps; merge what is ready."""
     steps = {name: driver.state.islands[name].steps + 4 for name in norms}
     for name in norms:
         driver.report(name, steps[name])
     effects: list[Effect] = []
     for name, norm in norms.items():
-        effects += driver.take(name, 0, steps[name], norm=norm)
+        effects += driver.take(name, 0, steps[name], norm=norm, rate_sum=rate_sum)
     if of(effects, Merge):
         effects += driver.computed(0)
     return effects

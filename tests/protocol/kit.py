@@ -283,18 +283,21 @@ class Driver:
         start: int | None = None,
         arrive: bool = True,
         norm: float = 0.0,
+        rate_sum: float | None = None,
     ) -> list[Effect]:
         """The island takes what it was asked for, reports it and sends its bytes."""
         account = self.account(name, fragment)
         assert account.take is not None
         tick = account.take.tick
+        start = account.start if start is None else start
         record = self.record(
             name,
             "took",
             step,
             fragment=fragment,
             tick=tick,
-            start=account.start if start is None else start,
+            start=start,
+            rate_sum=step - start if rate_sum is None else rate_sum,
             version=self.fragment(fragment).version if base is None else base,
         )
         steps = max(step, self.state.islands[name].steps)

@@ -196,7 +196,6 @@ def _report(
         phase=report.phase,
         records_through=through,
         watches=report.watches,
-        warm=island.warm or any(record.kind == "restored" for record in new),
     )
     state = members.alive(config, state, island, now)
     effects: list[Effect] = []
@@ -248,8 +247,7 @@ def _record(
         )
         effects.append(Persist(record=carried))
     elif record.kind == "took":
-        tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
-        fragment, found = takes.took(config, fragment, name, record, tokens, now)
+        fragment, found = takes.took(config, fragment, name, record, now)
         effects += found
     else:
         kept = record.kind == "reopened"
@@ -267,9 +265,11 @@ def _arrived(
         or island.incarnation != event.incarnation
         or island.status == "gone"
     ):
-        fragment = state.fragments[event.fragment]
         drops = takes.drop_unknown(
-            fragment, event.island, event.incarnation, event.tick
+            state.fragments[event.fragment],
+            event.island,
+            event.incarnation,
+            event.tick,
         )
         return state, [*drops, ignored("island", "gone", "bytes")]
     before = state.fragments[event.fragment]

@@ -50,9 +50,7 @@ def with_take(
         return fragment, [verdict, *asks]
     effects: list[Effect] = []
     if recorded:
-        fragment, effects = takes.known(
-            config, fragment, name, held, fleet.progress, now
-        )
+        fragment, effects = takes.known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if take is None or take.tick != held.tick:
         if recorded:

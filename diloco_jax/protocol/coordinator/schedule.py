@@ -136,47 +136,17 @@ class Fleet:
         """Tell whether none of the island's deltas may be merged."""
         return self._state.islands[name].quarantined
 
-    @property
-    def progress(self) -> int:
-        """The run's tokens, which the learning rate follows."""
-        return self._state.progress_tokens
-
-    def growth(self, tokens: int) -> float:
-        """Return the run's progress over that of a version with so many tokens."""
-        then = self._state.carried_progress + tokens
-        return self.progress / then if then > 0 else math.inf
-
-    def fall(self, tokens: int) -> float:
-        """Return the highest learning rate since a version with so many tokens, over
-        the usual one of the last cycle; 1 while rates rise."""
+    def highest_rate(self, tokens: int) -> float:
+        """Return the highest learning rate since a version with so many tokens, from
+        the points of the schedule around; infinity if the schedule is not known."""
         rates, whole = self._config.rates, self._config.total_tokens
-        islands = self._state.islands.values()
-        counted = (island.tokens_per_step for island in islands if island.counted)
-        cycle = self._config.steps_per_cycle * sum(counted)
-        then, now = self._state.carried_progress + tokens, min(self.progress, whole)
-        usual = max(self._rate(now), self._rate(now - cycle / 2))
-        if not usual:
-            return 1.0
-        between = (
-            rate
-            for point, rate in enumerate(rates)
-            if then < point * whole / (len(rates) - 1) < now
-        )
-        return max(usual, self._rate(then), *between) / usual
-
-    def _rate(self, tokens: float) -> float:
-        """Return the learning rate at this progress; 0 if none is known."""
-        if not self._config.rates:
-            return 0.0
-        most = len(self._config.rates) - 1
-        at = most * min(max(tokens / self._config.total_tokens, 0.0), 1.0)
-        low = min(int(at), most - 1)
-        before, after = self._config.rates[low : low + 2]
-        return before + (at - low) * (after - before)
-
-    def rewarm_steps(self, name: str) -> int:
-        """Return the steps over which the island's learning rate has risen."""
-        return 0 if self._state.islands[name].warm else self._config.rewarm_steps
+        if not rates:
+            return math.inf
+        then, now = self._state.carried_progress + tokens, self._state.progress_tokens
+        parts = len(rates) - 1
+        first = min(max(then, 0) * parts // whole, parts)
+        last = max(-(-now * parts // whole), first)
+        return max(rates[first : last + 1])
 
     def token_rate(self, name: str) -> float:
         """Return the island's tokens per second; 0 while its speed is unknown."""

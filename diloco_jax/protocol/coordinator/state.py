@@ -57,8 +57,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     outage_budget_s: float
     flush_s: float
     delta_bound: float = 0.0
-    rewarm_steps: int = 0
-    """Steps over which the learning rate of an island with fresh moments rises."""
     rates: tuple[float, ...] = ()
     """Learning rates at equal distances of the run's progress, from 0 to 1."""
     quarantine_after: int = 0
@@ -109,8 +107,8 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     end: int | None = None
     base: Version = FIRST_VERSION
     taken_at: float = 0.0
-    progress: int = 0
-    """The run's tokens when the coordinator heard of it."""
+    rate_sum: float = 0.0
+    """Sum of the learning rates of its steps, as the island says; 0: unknown."""
     arrived: bool = False
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
@@ -242,8 +240,6 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     lead: int = 0
     """Boundaries from a request to its take."""
     records_through: int = 0
-    warm: bool = False
-    """True if the incarnation began with an earlier one's moments."""
     quarantined: bool = False
     """True if none of its deltas may be merged."""
     streak: int = 0

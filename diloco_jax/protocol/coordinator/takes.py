@@ -46,11 +46,9 @@ def took(
     fragment: Fragment,
     name: str,
     record: Record,
-    progress: int,
     now: float,
 ) -> Step:
-    """Note that the island took the fragment, for steps [record.start, record.step).
-    progress: the run's tokens."""
+    """Note that the island took the fragment, for steps [record.start, record.step)."""
     asked = fragment.accounts[name].take
     expected = asked is not None and asked.tick == record.tick
     held = Outstanding(
@@ -60,10 +58,11 @@ def took(
         end=record.step,
         base=record.version,
         seq=record.seq,
+        rate_sum=record.rate_sum,
     )
     if state := _known_as(fragment.accounts[name], record.tick):
         return fragment, [ignored("take", state, "record")]
-    fragment, effects = known(config, fragment, name, held, progress, now)
+    fragment, effects = known(config, fragment, name, held, now)
     take = fragment.accounts[name].take
     if expected or take is asked or take is None:
         return fragment, effects
@@ -79,11 +78,9 @@ def known(
     fragment: Fragment,
     name: str,
     held: Outstanding,
-    progress: int,
     now: float,
 ) -> Step:
-    """Note the steps of a take; does nothing if they are known already. progress: the
-    run's tokens."""
+    """Note the steps of a take; does nothing if they are known already."""
     account = fragment.accounts[name]
     asked = account.take
     if _known_as(account, held.tick):
@@ -99,7 +96,7 @@ def known(
         end=max(held.end, start),
         base=held.base,
         taken_at=now,
-        progress=progress,
+        rate_sum=held.rate_sum,
     )
     TAKE.check(take_state(asked), "record", take_state(take))
     account = replace(account, start=start, take=take)
@@ -272,6 +269,7 @@ def contribution(name: str, account: Account, take: Take) -> Contribution:
         tokens=(take.end - take.start) * account.tokens_per_step,
         base=take.base,
         norm=take.norm,
+        rate_sum=take.rate_sum,
     )
 
 

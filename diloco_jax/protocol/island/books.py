@@ -68,6 +68,8 @@ class AdoptTraits(Protocol):
 class _Account:
     version: Version
     start: int
+    rates_before: float = 0.0
+    """Sum of the learning rates of the steps before `start`."""
     tick: int = -1
     take: Outstanding | None = None
     unsettled: bool = False
@@ -87,6 +89,8 @@ class Books:
     def __init__(self, versions: Sequence[Version], traits: AdoptTraits) -> None:
         self._accounts = [_Account(version, start=0) for version in versions]
         self.traits = traits
+        self._rates = 0.0
+        """Sum of the learning rates of all steps."""
         self._next_seq = 1
         self._new: list[Record] = []
 
@@ -113,6 +117,10 @@ class Books:
         account = self._accounts[fragment]
         return account.take is None and account.unsettled
 
+    def stepped(self, learning_rate: float) -> None:
+        """Note a step at that learning rate."""
+        self._rates += learning_rate
+
     def take(self, fragment: int, tick: int, step: int) -> Outstanding | None:
         """Open a take of [start, step); None if this request is to be ignored.
 
@@ -130,9 +138,11 @@ class Books:
             end=step,
             base=account.version,
             seq=self._next_seq,
+            rate_sum=self._rates - account.rates_before,
         )
         account.take, account.tick = take, tick
-        account.start, account.unsettled, account.kept = step, True, False
+        self._restart(account, step)
+        account.unsettled, account.kept = True, False
         self._record(
             "took",
             step,
@@ -140,6 +150,7 @@ class Books:
             tick=tick,
             start=take.start,
             version=take.base,
+            rate_sum=take.rate_sum,
         )
         return take
 
@@ -157,7 +168,7 @@ class Books:
             return "kept"
         account.unsettled = False
         if self.traits.loses_steps:
-            account.start = step
+            self._restart(account, step)
         self._record("adopted", step, fragment=fragment, version=version)
         return "adopted"
 
@@ -182,13 +193,15 @@ class Books:
         if verdict == "merged":
             return "settled"
         if reason in RESTARTS or (reason == OVERLAP and account.unsettled):
-            account.start, account.unsettled = step, False
+            self._restart(account, step)
+            account.unsettled = False
             self._record("reset", step, fragment=fragment, tick=tick)
             return "reset"
         # While a newer version is on its way, the next one would be stale again.
         behind = reason == STALE and account.version < version
         if account.unsettled and not (account.kept and behind):
             account.start, account.unsettled = take.start, behind
+            account.rates_before -= take.rate_sum
             account.late = -1
             self._record("reopened", step, fragment=fragment, tick=tick)
             return "reopened"
@@ -230,6 +243,10 @@ class Books:
         """Return the records since the last call, oldest first."""
         new, self._new = tuple(self._new), []
         return new
+
+    def _restart(self, account: _Account, step: int) -> None:
+        """Begin the fragment's next delta at `step`."""
+        account.start, account.rates_before = step, self._rates
 
     def _record(self, kind: RecordKind, step: int, **fields: Any) -> None:
         self._new.append(Record(seq=self._next_seq, kind=kind, step=step, **fields))

@@ -154,8 +154,8 @@ class Unfit(DrawnFault, frozen=True):
 
 
 class LongDeltas(DrawnFault, frozen=True):
-    """An island's deltas are `factor` times too long, for a while or until its process
-    ends.
+    """An island's deltas are `factor` times too long, and so are the learning rates
+    that it says it has, for a while or until its process ends.
     """
 
     island: str
@@ -167,6 +167,7 @@ class LongDeltas(DrawnFault, frozen=True):
         if island.ended is not None:
             return False
         _set_for(world, self.for_s, island.body, "lie", self.factor, 1.0)
+        _set_for(world, self.for_s, island, "boasted_rates", self.factor, 1.0)
         return world.begun(self, self.for_s)
 
 

@@ -84,11 +84,7 @@ class BoundsKept(Invariant):
 
 class HonestPass(Invariant):
     """No delta is refused for its length if that is the sum of its steps' learning
-    rates, whatever the island's part in the run was so far.
-
-    This holds in the first half of a run. Then rates fall to nothing, and a delta that
-    reaches further back than all others may be too long beside theirs.
-    """
+    rates, whatever the island's part in the run was so far."""
 
     name = "honest"
     effects = (Note,)
@@ -102,8 +98,6 @@ class HonestPass(Invariant):
             self._honest.add((*who, take.fragment, take.tick))
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        if 2 * state.progress_tokens > self.config.total_tokens:
-            return
         for effect in effects:
             match effect:
                 case Note(record=DeltaRefused(reason=reason) as r):

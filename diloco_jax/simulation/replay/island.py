@@ -208,6 +208,7 @@ class ReplayedIsland:
                 f"grant was altered or is missing"
             )
         rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
+        self._books.stepped(rate)
         self._replica.step(self._reader.batch(positions), rate)
         self.steps += 1
 

@@ -95,6 +95,8 @@ class VirtualIsland:
         self._outgoing: dict[tuple[int, int], Any] = {}
         self.boast = 1.0
         """Step time that it says it has, as a share of its own."""
+        self.boasted_rates = 1.0
+        """Learning rates that it says it has, as a multiple of its own."""
         self._measures = Measures()
         self._stepping = False
         self._next: Due | None = None
@@ -287,6 +289,7 @@ class VirtualIsland:
                 self._clock.last(self._at_boundary)
             return
         rate = self._pace.learning_rate(self.steps, boundary.others_tokens)
+        boundary.books.stepped(self.boasted_rates * rate)
         self._body.train(positions, rate)
         seconds = self.spec.step_seconds(self.steps)
         self._measures = Measures(median_step_seconds=self.boast * seconds)

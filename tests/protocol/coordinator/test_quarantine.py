@@ -137,26 +137,6 @@ def test_a_delta_that_came_before_any_of_the_others_releases_nobody():
     assert d.state.islands["c"].quarantined
 
 
-def test_a_quarantined_island_is_held_to_lengths_of_any_progress():
-    d = quarantined()
-    steps = d.state.islands["c"].steps + 4
-    for name in "abc":
-        d.report(name, steps)
-    assert reasons(d.take("c", 0, steps, norm=1e3)) == ["out_of_bounds"]
-
-
-def test_a_quarantined_island_is_held_to_deltas_of_its_tick_at_any_progress():
-    d = quarantined()
-    steps = d.state.islands["c"].steps + 4
-    for name in "abc":
-        d.report(name, steps)
-    for name in "ab":
-        d.take(name, 0, steps, norm=100.0)
-    for name in "ab":
-        d.report(name, 4 * steps)
-    assert reasons(d.take("c", 0, steps, norm=150.0)) == ["quarantined"]
-
-
 def test_most_islands_are_never_quarantined():
     d = quarantined()
     for _ in range(4):

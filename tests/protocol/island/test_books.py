@@ -244,7 +244,7 @@ ACTION = st.tuples(
 )
 def test_intervals_tile_the_steps(rule, script):
     """Follows only the records, as the coordinator does: each step is merged, lost,
-    outstanding or open, once."""
+    outstanding or open, once. A take has the learning rates of its steps."""
     books = books_of([V[0], V[0]], rule)
     step, tick, versions = 0, 0, [0, 0]
     settled = [0, 0]  # [0, settled) is merged or lost, by the ledger's rules.
@@ -254,6 +254,7 @@ def test_intervals_tile_the_steps(rule, script):
         refusal = ("refused", "stale") if action == "refused" else None
         if action == "step":
             step += 1
+            books.stepped(1 / step)
         elif action == "take" and not books.must_wait(fragment):
             tick += 1
             books.take(fragment, tick, step)
@@ -276,6 +277,8 @@ def test_intervals_tile_the_steps(rule, script):
             if record.kind == "took":
                 assert outstanding[f] is None
                 assert settled[f] <= record.start <= record.step == step
+                rates = [1 / (n + 1) for n in range(record.start, step)]
+                assert record.rate_sum == pytest.approx(sum(rates))
                 if rule != "overwrite" and f not in resets:
                     assert record.start == settled[f]
                 resets.discard(f)
@@ -287,8 +290,8 @@ def test_intervals_tile_the_steps(rule, script):
             elif record.kind == "reopened":
                 assert outstanding[f].start == settled[f]
                 outstanding[f] = None
-        assert {t.tick for t in books.outstanding()} == {
-            r.tick for r in outstanding if r is not None
+        assert {(t.tick, t.rate_sum) for t in books.outstanding()} == {
+            (r.tick, r.rate_sum) for r in outstanding if r is not None
         }
 
 
