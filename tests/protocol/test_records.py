@@ -80,6 +80,7 @@ FACT = {
     "start": 4,
     "stop": 0,
     "value": 0,
+    "rate_sum": 0.25,
 }
 NOTED = {
     records.Fact: {"kind": "island", **WHO, "record": FACT},

@@ -77,9 +77,10 @@ class BoundsKept(Invariant):
             self.hold(c.norm <= most, f"longer than {most:g} beside {others}:", c)
 
     def _counts(self, other: Contribution, than: Contribution) -> bool:
-        """Tell whether it is of another island, which did not leave it behind."""
+        """Tell whether it is of another island, which did not leave it behind. A
+        length of 0 is no measure: the first step of a run has no learning rate."""
         ended = (other.island, other.incarnation) in self._ended
-        return other.island != than.island and not ended
+        return other.island != than.island and other.norm > 0 and not ended
 
 
 class HonestPass(Invariant):
