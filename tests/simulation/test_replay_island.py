@@ -112,6 +112,7 @@ class Lived:
         for _ in range(steps):
             batch = READER.batch(self.positions.draw(ISLAND.batch_size))
             rate = self.pace.learning_rate(self.steps, self.boundary.others_tokens)
+            self.books.stepped(rate)
             self.replica.step(batch, rate)
             self.steps += 1
 

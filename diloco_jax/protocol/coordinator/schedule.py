@@ -137,15 +137,16 @@ class Fleet:
         return self._state.islands[name].quarantined
 
     def highest_rate(self, tokens: int) -> float:
-        """Return the highest learning rate since a version with so many tokens, from
-        the points of the schedule around; infinity if the schedule is not known."""
+        """Return the highest learning rate since a version with so many tokens, at the
+        points of the schedule around; infinity if the schedule is not known."""
         rates, whole = self._config.rates, self._config.total_tokens
         if not rates:
             return math.inf
         then, now = self._state.carried_progress + tokens, self._state.progress_tokens
         parts = len(rates) - 1
         first = min(max(then, 0) * parts // whole, parts)
-        last = max(-(-now * parts // whole), first)
+        # Islands may know of more progress than the coordinator does.
+        last = max(now * parts // whole, first) + 1
         return max(rates[first : last + 1])
 
     def token_rate(self, name: str) -> float:

@@ -61,8 +61,7 @@ COURSE = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400}
 @pytest.mark.parametrize(
     ("then", "now", "rate"),
     [
-        (0, 0, 0.0),
-        (0, 1, 1.0),
+        (0, 0, 1.0),
         (0, 50, 1.0),
         (0, 300, 1.0),
         (250, 300, 1.0),  # It may be that of 200.
@@ -73,7 +72,7 @@ COURSE = {"rates": (0.0, 1.0, 1.0, 0.5, 0.0), "total_tokens": 400}
         (0, 500, 1.0),
         (300, 200, 0.5),  # More merged than known to be computed: after a crash.
         (500, 500, 0.0),
-        (-5, 0, 0.0),
+        (-5, 0, 1.0),
     ],
 )
 def test_the_highest_rate_is_that_of_the_points_of_the_schedule_around(
