@@ -160,8 +160,7 @@ def next_deadline(state: State, now: float) -> float | None:
         at = lost_fragments.deadline(lost)
         if now < at < soonest:
             soonest = at
-    if state.phase in ("stopping", "flushing") and now < state.deadline:
-        soonest = min(soonest, state.deadline)
+    soonest = min(soonest, ending.soonest(state, now))
     return None if soonest == math.inf else soonest
 
 
@@ -302,7 +301,7 @@ def _waits_longer(config: PolicyConfig, state: State, now: float) -> State:
     """Count the wait of a flush that is under way from now."""
     if state.phase != "flushing":
         return state
-    return replace(state, deadline=ending.flush_until(config, state, now))
+    return ending.wait(config, state, now)
 
 
 def _advance(config: PolicyConfig, before: State, state: State, now: float) -> Step:
@@ -322,11 +321,8 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         effects += found
     late = now >= state.deadline
     if state.phase == "stopping" and (late or not ending.awaited(state)):
-        state = replace(
-            state,
-            phase=RUN.move(state.phase, "flush"),
-            deadline=ending.flush_until(config, state, now),
-        )
+        state = replace(state, phase=RUN.move(state.phase, "flush"))
+        state = ending.wait(config, state, now)
     moving = list(state.fragments)
     if same_live and state.phase == "running":
         pairs = zip(state.fragments, before.fragments, strict=True)

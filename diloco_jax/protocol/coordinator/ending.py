@@ -4,14 +4,27 @@ extends a run that is over.
 Deltas asked for before the end are merged by the usual rules. Then the flush merges
 every fragment once, from all live islands that have open steps in it. A delta left
 behind at a goodbye is merged too, without waiting for its island.
+
+As many fragments of a worker are open at once as memory has room for, with the deltas
+of all islands: otherwise some deltas of each could fill it, and no fragment would ever
+have all of its. While no delta comes, one more is opened every now and then, so that an
+island that hangs does not keep the others' deltas out.
 """
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import alerts, fragments, members, schedule
+from diloco_jax.protocol.coordinator import (
+    alerts,
+    fragments,
+    members,
+    schedule,
+    workers,
+)
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, RUN
 from diloco_jax.protocol.coordinator.schedule import Fleet
@@ -21,12 +34,16 @@ from diloco_jax.protocol.coordinator.state import (
     Island,
     PolicyConfig,
     State,
+    live_islands,
     with_fragment,
 )
 from diloco_jax.protocol.messages import Finished, Stop
 from diloco_jax.protocol.reasons import EndReason
 
 Step = tuple[State, list[Effect]]
+
+OPEN_BY = 0.5
+"""Share of the flush's time in which all fragments are opened though no delta comes."""
 
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
@@ -59,11 +76,19 @@ def awaited(state: State) -> tuple[str, ...]:
     )
 
 
-def flush_until(config: PolicyConfig, state: State, now: float) -> float:
-    """Return the end of the flush's wait, counted from now: for deltas, and while a
-    worker is away for its restart too, after which anchors of what it lost may come."""
+def wait(config: PolicyConfig, state: State, now: float) -> State:
+    """Return the state whose flush waits from now: for deltas, and while a worker is
+    away for its restart too, after which anchors of what it lost may come."""
     away = any(fragment.away for fragment in state.fragments)
-    return now + config.flush_s + (config.outage_budget_s if away else 0.0)
+    until = now + config.flush_s + (config.outage_budget_s if away else 0.0)
+    state = replace(state, deadline=until)
+    return replace(state, opens_at=now + _pause_s(config, state))
+
+
+def soonest(state: State, now: float) -> float:
+    """Return the next time at which time alone ends the wait."""
+    times = {"stopping": [state.deadline], "flushing": [state.deadline, state.opens_at]}
+    return min((t for t in times.get(state.phase, []) if now < t), default=math.inf)
 
 
 def flush(
@@ -97,6 +122,9 @@ def flush(
     final = hurry or len(early) < config.quorum
     if not final and not all(_is_here(accounts[n]) for n in early):
         return state, []  # The deltas are on their way.
+    if now < state.opens_at and not hurry and not _has_room(config, state, fragment):
+        return state, []
+    state = replace(state, opens_at=now + _pause_s(config, state))
     asked = unsettled if final else early
     state, effects = schedule.advance(config, state)
     fragment = replace(fragment, final=final)
@@ -105,6 +133,27 @@ def flush(
         config, fragment, fleet, state.tick, asked, now
     )
     return with_fragment(state, fragment), effects + found
+
+
+def _has_room(config: PolicyConfig, state: State, fragment: Fragment) -> bool:
+    """Tell whether its worker's memory has room for one more fragment's deltas."""
+    dealt = workers.deal(config.fragment_sizes, config.workers)
+    worker = dealt[fragment.index]
+    busy = (f.index for f in state.fragments if f.phase in ("open", "merging"))
+    return sum(dealt[index] == worker for index in busy) < _at_once(config, state)
+
+
+def _at_once(config: PolicyConfig, state: State) -> int:
+    """Return the fragments of a worker for whose deltas its memory has room."""
+    needed = config.room_each * len(live_islands(state))
+    return max(1, config.merge_buffer_bytes // needed) if needed else config.fragments
+
+
+def _pause_s(config: PolicyConfig, state: State) -> float:
+    """Return the time without any delta after which one more fragment is opened; 0 if
+    there is room for all of them."""
+    rounds = math.ceil(config.fragments / config.workers / _at_once(config, state))
+    return OPEN_BY * config.flush_s / rounds if rounds > 1 else 0.0
 
 
 def _is_here(account: Account) -> bool:

@@ -9,6 +9,8 @@ goodbyes left behind any more: they are lost.
 
 from __future__ import annotations
 
+import functools
+
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import cycles, ledger, lost_fragments, takes
@@ -32,6 +34,7 @@ from diloco_jax.protocol.reasons import WORKER
 Step = tuple[State, list[Effect]]
 
 
+@functools.lru_cache(maxsize=8)
 def deal(sizes: tuple[int, ...], workers: int) -> tuple[int, ...]:
     """Return the worker of each fragment: the largest fragment first, each to the
     worker with the fewest parameters. sizes: parameters by fragment."""

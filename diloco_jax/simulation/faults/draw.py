@@ -49,6 +49,8 @@ LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
 BOASTER_SHARE = 0.1
 """Share of the schedules in which an island says for a while that it is faster."""
+CROWDED_SHARE = 0.5
+"""Share of the schedules in which memory has room for few fragments' deltas."""
 STANDBY_SHARE = 0.3
 """Share of the schedules without faults of workers in which the coordinator has a
 standby."""
@@ -173,6 +175,9 @@ def draw(seed: int) -> Schedule:
     apart = random.Random(f"apart {seed}")
     if schedule.standby is not None and apart.random() < APART_SHARE:
         schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
+    room = random.Random(f"room {seed}")
+    if room.random() < CROWDED_SHARE:
+        schedule = msgspec.structs.replace(schedule, room=room.choice([1, 1, 2]))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,

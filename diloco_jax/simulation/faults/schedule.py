@@ -128,6 +128,9 @@ class Schedule(
     """Parameters by fragment."""
     workers: int = 1
     """Holders of fragments."""
+    room: int = 0
+    """Fragments of a worker for whose deltas, of all islands, memory has room; 0:
+    nobody counts them."""
     standby: DrawnStandby | None = None
     """None: there is one coordinator."""
     steps_per_cycle: int = 4
@@ -178,7 +181,12 @@ class Schedule(
         config = policy_config(
             run, placement, RUN_ID, sizes, batches, least_seconds=least
         )
-        return run, msgspec.structs.replace(config, workers=self.workers)
+        return run, msgspec.structs.replace(
+            config,
+            workers=self.workers,
+            room_each=1 if self.room else 0,
+            merge_buffer_bytes=self.room * len(self.islands),
+        )
 
     def _least_s(self, name: str) -> float:
         """Return the seconds of a sequence in the island's shortest steps."""
