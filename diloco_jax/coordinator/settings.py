@@ -11,9 +11,9 @@ from diloco_jax import machine, merge_route
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.core.schedule import learning_rate
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.planning import peak
 from diloco_jax.planning.flops import least_sequence_flops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_jax.config import RunConfig
-from diloco_jax.core.schedule import learning_rate
+from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.protocol.island.boundary import Goal
 
 

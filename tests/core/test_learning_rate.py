@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.core.schedule import learning_rate
+from diloco_jax.core.learning_rate import learning_rate
 
 
 @dataclasses.dataclass(frozen=True)
