@@ -1,5 +1,5 @@
 """The inner optimizer of an island: optax with learning rate 1, times the rate of
-`schedule.py`.
+`learning_rate.py`.
 
 Axis names decide which parameters decay and which Muon orthogonalises: a stack of
 vectors is not a matrix.
