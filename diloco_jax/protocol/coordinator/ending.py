@@ -81,8 +81,8 @@ def wait(config: PolicyConfig, state: State, now: float) -> State:
     away for its restart too, after which anchors of what it lost may come."""
     away = any(fragment.away for fragment in state.fragments)
     until = now + config.flush_s + (config.outage_budget_s if away else 0.0)
-    state = replace(state, deadline=until)
-    return replace(state, opens_at=now + _pause_s(config, state))
+    pause_s = _pause_s(config, len(live_islands(state)))
+    return replace(state, deadline=until, opens_at=now + pause_s)
 
 
 def soonest(state: State, now: float) -> float:
@@ -122,9 +122,10 @@ def flush(
     final = hurry or len(early) < config.quorum
     if not final and not all(_is_here(accounts[n]) for n in early):
         return state, []  # The deltas are on their way.
-    if now < state.opens_at and not hurry and not _has_room(config, state, fragment):
+    at_once = _at_once(config, len(live))
+    if now < state.opens_at and _busy(config, state, fragment) >= at_once and not hurry:
         return state, []
-    state = replace(state, opens_at=now + _pause_s(config, state))
+    state = replace(state, opens_at=now + _pause_s(config, len(live)))
     asked = unsettled if final else early
     state, effects = schedule.advance(config, state)
     fragment = replace(fragment, final=final)
@@ -135,24 +136,24 @@ def flush(
     return with_fragment(state, fragment), effects + found
 
 
-def _has_room(config: PolicyConfig, state: State, fragment: Fragment) -> bool:
-    """Tell whether its worker's memory has room for one more fragment's deltas."""
+def _busy(config: PolicyConfig, state: State, fragment: Fragment) -> int:
+    """Return the fragments of the same worker that wait for deltas or are merged."""
     dealt = workers.deal(config.fragment_sizes, config.workers)
-    worker = dealt[fragment.index]
     busy = (f.index for f in state.fragments if f.phase in ("open", "merging"))
-    return sum(dealt[index] == worker for index in busy) < _at_once(config, state)
+    return sum(dealt[index] == dealt[fragment.index] for index in busy)
 
 
-def _at_once(config: PolicyConfig, state: State) -> int:
-    """Return the fragments of a worker for whose deltas its memory has room."""
-    needed = config.room_each * len(live_islands(state))
+def _at_once(config: PolicyConfig, islands: int) -> int:
+    """Return the fragments of a worker for whose deltas, of so many islands, its memory
+    has room."""
+    needed = config.room_each * islands
     return max(1, config.merge_buffer_bytes // needed) if needed else config.fragments
 
 
-def _pause_s(config: PolicyConfig, state: State) -> float:
+def _pause_s(config: PolicyConfig, islands: int) -> float:
     """Return the time without any delta after which one more fragment is opened; 0 if
     there is room for all of them."""
-    rounds = math.ceil(config.fragments / config.workers / _at_once(config, state))
+    rounds = math.ceil(config.fragments / config.workers / _at_once(config, islands))
     return OPEN_BY * config.flush_s / rounds if rounds > 1 else 0.0
 
 
