@@ -17,6 +17,7 @@ fragment waits for quarantined islands, so their deltas are judged as they arriv
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -106,14 +107,19 @@ class Usual:
 
     def __init__(self, config: PolicyConfig, fragment: Fragment, fleet: Fleet) -> None:
         self._config, self._fragment, self._fleet = config, fragment, fleet
-        self._lengths: dict[str, _Length] = {}
-        for name, account in fragment.accounts.items():
+
+    @functools.cached_property
+    def _lengths(self) -> dict[str, _Length]:
+        """The islands' lengths that count, by name."""
+        found, fleet = {}, self._fleet
+        for name, account in self._fragment.accounts.items():
             # An absent island's delta that is ready is merged with the others.
             ready = account.take is not None and account.take.ready
             if fleet.is_quarantined(name) or not (ready or fleet.is_live(name)):
                 continue
             for length in self._of_take(name) or self._of_last(name):
-                self._lengths[name] = length
+                found[name] = length
+        return found
 
     def most(self, name: str, delta: Contribution) -> float:
         """Return the length allowed to a delta of the island; infinity if too little is
