@@ -217,6 +217,44 @@ NEVER_TOLD: dict[str, Any] = {
     "merge_s": 0.1,
 }
 
+STEP_UNDER_WAY: dict[str, Any] = {
+    "islands": {
+        "b": {"step_s": 2.5, "batch_size": 2, "join_s": 0.1},
+        "c": {"step_s": 1.5, "join_s": 1.4},
+    },
+    "faults": [
+        {
+            "kind": "torn_write",
+            "restart": {"down_s": 0.14, "clock_s": 107.0, "noticed_s": 4.0},
+            "written_share": 0.38,
+            "at_s": 2.54,
+        },
+        {"kind": "replacement", "island": "b", "at_s": 5.69},
+        {
+            "kind": "node_loss",
+            "part": "primary",
+            "restart": {"down_s": 3.7, "clock_s": 954.5, "noticed_s": 0.0},
+            "at_s": 6.9,
+        },
+        {
+            "kind": "coordinator_crash",
+            "restart": {"down_s": 9.43, "clock_s": 2009.5, "noticed_s": 4.0},
+            "effects": 2,
+            "at_s": 9.65,
+        },
+    ],
+    "total_tokens": 145,
+    "fragment_sizes": [1, 8],
+    "standby": {"copy_s": 0.1, "rates": [0.9884, 1.0065]},
+    "steps_per_cycle": 5,
+    "overlap_steps": 1,
+    "grace": 0.0,
+    "max_staleness": 2,
+    "outage_s": 110.0,
+    "transfer_s": 0.1,
+    "merge_s": 0.1,
+}
+
 
 @pytest.mark.parametrize(
     "found",
@@ -228,6 +266,8 @@ NEVER_TOLD: dict[str, Any] = {
         pytest.param(ANSWER_AFTER_A_GATHERING, id="seed 501154"),
         # Data is granted again, since a lead died before it told of the grant.
         pytest.param(NEVER_TOLD, id="seed 1202603"),
+        # An older process of an island is in the new term before the one that counts.
+        pytest.param(STEP_UNDER_WAY, id="seed 2100183"),
     ],
 )
 def test_the_schedule_violates_nothing(found: dict[str, Any]) -> None:
