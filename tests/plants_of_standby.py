@@ -44,7 +44,7 @@ def _always(in_step: object) -> Any:
 
 
 def _has_its_disk(begin: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda timing, node, *, empty: begin(timing, node, empty=False)
+    return lambda timing, node, *, empty, led: begin(timing, node, empty=False, led=led)
 
 
 def _counts_as_written(write: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,6 +115,11 @@ def first_number(reign: int, unix_s: float) -> int:
     return reign * LEADS_OF_REIGN + int(unix_s)
 
 
+def reign_of(number: int) -> int:
+    """Return the reign of a lead's number; 0 if its workers were on its machine."""
+    return number // LEADS_OF_REIGN
+
+
 def next_number(last: int, at_least: int) -> int:
     """Return the number of a lead on a disk whose last one had the number `last`."""
     return max(at_least, last + 1)

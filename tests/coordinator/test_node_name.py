@@ -11,9 +11,12 @@ import pytest
 from diloco_jax import run_files
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.coordinator.mandates.folder import FolderStore
 from diloco_jax.coordinator.standby.name import copied_from, node_of, read_name
 from diloco_jax.coordinator.standby.node import StandbyNode
 from diloco_jax.coordinator.standby.seat import taken
+from diloco_jax.coordinator.workers.rendezvous import next_lead
+from diloco_jax.protocol.outposts import first_number
 from diloco_jax.wire.errors import Refused
 from diloco_jax.workdir import RunFacts
 
@@ -71,6 +74,18 @@ def test_a_copy_does_not_lead_by_the_name_of_the_other_one(
     (copy / "node").write_text(read_name(one))
     lead(copy)
     lead(copy)
+
+
+def test_a_node_goes_on_with_its_reign_if_the_mandate_was_removed(one: Path) -> None:
+    """Workers on other machines would refuse the next one: it is in its number."""
+    next_lead(one, first_number(3, 1e9))
+    shutil.rmtree(one.parent / "mandate")
+    lead(one)
+    _, mandate = FolderStore(config(one).placement.mandate).read(1.0)
+    assert mandate is not None
+    assert mandate.reign == 3
+    follower = StandbyNode(config(one), one, "127.0.0.1:1", None)
+    assert follower._machine.state.led == 3
 
 
 def test_a_copy_leads_another_run_of_its_own(one: Path, tmp_path: Path) -> None:

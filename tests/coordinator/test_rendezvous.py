@@ -16,6 +16,7 @@ from diloco_jax import run_files
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.line import write_frame
 from diloco_jax.coordinator.workers.rendezvous import Rendezvous, Survivor
+from diloco_jax.protocol.outposts import first_number
 from diloco_jax.protocol.working import BeginWorker, EndWorker
 
 pytestmark = pytest.mark.skipif(
@@ -90,7 +91,11 @@ def lead_of(made) -> int:
 
 
 def test_leads_of_a_run_are_counted(tmp_path):
+    assert rendezvous.last_reign(tmp_path) == 0
     assert [rendezvous.next_lead(tmp_path) for _ in range(3)] == [1, 2, 3]
+    assert rendezvous.last_reign(tmp_path) == 0
+    rendezvous.next_lead(tmp_path, first_number(3, 1e9))
+    assert rendezvous.last_reign(tmp_path) == 3
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"lead": "x", "socket": 3}', "{"])

@@ -109,7 +109,12 @@ class StandbyNode:
         self._machine: MachineThread[Standby] = MachineThread(
             following.step,
             following.next_deadline,
-            following.begin(timing, self.node, empty=not workdirs.holds_run(workdir)),
+            following.begin(
+                timing,
+                self.node,
+                empty=not workdirs.holds_run(workdir),
+                led=rendezvous.last_reign(workdir),
+            ),
             store or open_store(placement.mandate),
             timing,
             self._act,

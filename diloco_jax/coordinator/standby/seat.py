@@ -28,6 +28,7 @@ from diloco_jax.coordinator.standby.name import adopt, copied_from, node_of
 from diloco_jax.coordinator.standby.outflow import Outflow
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.observability.tape import Tape
 from diloco_jax.paths import StorageAway
@@ -156,7 +157,12 @@ class Seat(Unseated):
             primary.step,
             primary.next_deadline,
             primary.seek(
-                self._timing, self.node, run_id, uuid.uuid4().hex[:8], self._copied()
+                self._timing,
+                self.node,
+                run_id,
+                uuid.uuid4().hex[:8],
+                self._copied(),
+                rendezvous.last_reign(self._workdir),
             ),
             self._store,
             self._timing,

@@ -68,6 +68,25 @@ def heard(
     return island, ""
 
 
+def joining(
+    config: PolicyConfig,
+    island: Island,
+    before: Island | None,
+    now: float,
+    *,
+    carrying: bool,
+) -> WallTime:
+    """Return the wall time of an incarnation that joins. before: the last one in this
+    term. carrying: it comes from an earlier term, so a step of it may be under way."""
+    if before is None:
+        return unheard(config, island, now) if carrying else WallTime(heard_at=now)
+    most_s = LATE_S
+    if carrying:
+        shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
+        most_s += shortest_s / FASTER
+    return before.wall_time.next_incarnation(now, most_s)
+
+
 def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:
     """Return the wall time of an incarnation that no coordinator has heard for a time
     that this one does not know: after a crash, and once in a later term."""

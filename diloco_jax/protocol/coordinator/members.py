@@ -44,7 +44,6 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
     with_island,
 )
-from diloco_jax.protocol.coordinator.wall_time import WallTime
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import FAILURES, EndReason
@@ -240,7 +239,6 @@ def joined(state: State, island: Island, carried: records.Carrying | None) -> St
 
 def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     before = state.islands.get(event.island)
-    wall_time = WallTime(heard_at=now) if before is None else before.wall_time
     island = Island(
         name=event.island,
         incarnation=event.incarnation,
@@ -250,10 +248,11 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         step_seconds=claims.believed_step_s(config, event),
         lead=event.lead,
         phase=event.phase,
-        wall_time=wall_time.next_incarnation(now),
     )
-    carried = None
-    if admission.is_carrying(state, event):
+    carrying, carried = admission.is_carrying(state, event), None
+    wall_time = claims.joining(config, island, before, now, carrying=carrying)
+    island = replace(island, wall_time=wall_time)
+    if carrying:
         carried = records.Carrying(
             steps=event.steps,
             sequences_granted=event.sequences_granted,
@@ -264,8 +263,6 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         island = replace(
             island, steps_at_tick=event.steps, records_through=event.records_through
         )
-        if before is None:
-            island = replace(island, wall_time=claims.unheard(config, island, now))
     state = joined(state, island, carried)
     state = alive(config, state, state.islands[event.island], now)
     record = records.Joined(

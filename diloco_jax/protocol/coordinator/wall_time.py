@@ -40,10 +40,11 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         # One step more may be under way.
         return self.training_s / (SLOWER * (self.steps + 1))
 
-    def next_incarnation(self, now: float) -> WallTime:
-        """Return the wall time of the next incarnation, which has made no step yet. Its
-        speed is measured on: else a liar would come again before each merge."""
-        unused_s = min(self.unused_s + now - self.heard_at, LATE_S)
+    def next_incarnation(self, now: float, most_s: float) -> WallTime:
+        """Return the wall time of the next incarnation, which keeps at most `most_s`
+        unused. Its speed is measured on: else a liar would come again before each
+        merge."""
+        unused_s = min(self.unused_s + now - self.heard_at, most_s)
         return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
 
     def passed(self, now: float, most_s: float) -> WallTime:

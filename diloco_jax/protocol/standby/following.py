@@ -77,15 +77,17 @@ class Standby(msgspec.Struct, frozen=True, kw_only=True):
     empty: bool = False
     """The disk holds no run, or a part of a copy: what the mandate says of it is about
     a disk that is lost."""
+    led: int = 0
+    """See `primary.seek`. A mandate that was made anew may be at an earlier reign."""
 
 
 Step = tuple[Standby, list[StandbyEffect]]
 
 
-def begin(timing: MandateTiming, node: str, *, empty: bool) -> Standby:
+def begin(timing: MandateTiming, node: str, *, empty: bool, led: int = 0) -> Standby:
     """Return the state of a standby that has heard of nobody yet. empty: its disk holds
-    no run."""
-    return Standby(timing=timing, node=node, empty=empty)
+    no run. led: see `primary.seek`."""
+    return Standby(timing=timing, node=node, empty=empty, led=led)
 
 
 def step(state: Standby, event: StandbyEvent, now: float) -> Step:
@@ -252,7 +254,7 @@ def _ask(state: Standby) -> tuple[Standby, StandbyEffect]:
     mine = Mandate(
         run_id=state.mandate.run_id,
         holder=state.node,
-        reign=state.mandate.reign + 1,
+        reign=max(state.mandate.reign, state.led) + 1,
         gathers=not in_step(state),
     )
     return replace(state, asked="write"), WriteMandate(

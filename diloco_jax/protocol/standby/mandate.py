@@ -21,7 +21,8 @@ class Mandate(msgspec.Struct, frozen=True, kw_only=True):
     holder: str
     """The node that leads."""
     reign: int = 1
-    """Rises by one with every take-over."""
+    """Rises with every take-over: by one, unless the holder has led in a later one,
+    before the object was made anew."""
     in_step: str = ""
     """The node whose disk has everything that anyone has seen of this reign; empty if
     there is none."""

@@ -76,10 +76,26 @@ Step = tuple[Primary, list[PrimaryEffect]]
 
 
 def seek(
-    timing: MandateTiming, node: str, run_id: str, life: str, copied: str = ""
+    timing: MandateTiming,
+    node: str,
+    run_id: str,
+    life: str,
+    copied: str = "",
+    led: int = 0,
 ) -> Primary:
-    """Return the state of a node that wants to lead a run that it has on its disk."""
-    return Primary(timing=timing, node=node, run_id=run_id, life=life, copied=copied)
+    """Return the state of a node that wants to lead a run that it has on its disk.
+
+    led: the last reign of this disk whose leads have numbers, which goes on if there is
+    no mandate; 0: there is none.
+    """
+    return Primary(
+        timing=timing,
+        node=node,
+        run_id=run_id,
+        life=life,
+        copied=copied,
+        reign=max(1, led),
+    )
 
 
 def step(state: Primary, event: PrimaryEvent, now: float) -> Step:

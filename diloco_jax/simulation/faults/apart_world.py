@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import may_replace_snapshots
-from diloco_jax.protocol.outposts import Obeyed, first_number, next_number
+from diloco_jax.protocol.outposts import (
+    Obeyed,
+    first_number,
+    next_number,
+    reign_of,
+)
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.apart_coordinator import ApartCoordinator
 from diloco_jax.simulation.faults.apart_lead import Leading
@@ -49,6 +54,11 @@ class ApartNode(Node):
         self.last_lead = 0
         """Number of the last lead; on its disk."""
         self._unix_ahead_s = unix_ahead_s
+
+    @property
+    def led(self) -> int:
+        """See Node."""
+        return reign_of(self.last_lead)
 
     @property
     def unix_s(self) -> float:

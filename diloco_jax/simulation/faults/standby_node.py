@@ -99,6 +99,11 @@ class Node:
         return self.machine.reign if isinstance(self.machine, Primary) else 0
 
     @property
+    def led(self) -> int:
+        """Last reign in which it led workers on other machines, by its disk."""
+        return 0
+
+    @property
     def leads(self) -> bool:
         """True if its process has the part of the primary, and has won the mandate."""
         seated = isinstance(self.machine, Primary)
@@ -118,7 +123,7 @@ class Node:
         if role == "standby":
             self._world.worker_crashes.end_those_of(self.disk)
             self.machine = following.begin(
-                self.timing, self.name, empty=self.disk.empty
+                self.timing, self.name, empty=self.disk.empty, led=self.led
             )
             self.give(Timer())
         elif self.disk.empty:
@@ -127,9 +132,11 @@ class Node:
             self._seek()
 
     def _seek(self) -> None:
-        self.machine = primary.seek(self.timing, self.name, RUN_ID, str(self.life))
-        self.written = 0
         life = self.life
+        self.machine = primary.seek(
+            self.timing, self.name, RUN_ID, str(life), led=self.led
+        )
+        self.written = 0
         self._world.clock.after(
             self.timing.valid_s, lambda: self.act(lambda: self._wait_no_longer(life))
         )

@@ -30,6 +30,8 @@ from diloco_jax.protocol.values import Outstanding, Version
 TOKENS = 1000
 """Progress with which the term begins."""
 POSITION = 500
+LEAST_S = 2.5
+"""Least seconds of a step by the config, where it names any."""
 
 
 def second_term(**changes: Any) -> Driver:
@@ -236,6 +238,28 @@ def test_an_outage_is_claimed_once() -> None:
     come_back(d, "a", 900, own_tokens=0, incarnation=2)
     assert ledger.progress_tokens(d.config, d.state) <= progress
     assert only(d.report("a", 900), Progress).tokens <= progress
+
+
+def test_a_step_under_way_is_believed_of_who_replaces_another_carrier() -> None:
+    """Both joined in the earlier term, and the new one hears of the older one first."""
+    d = second_term(least_seconds={"a": LEAST_S})
+    come_back(d, "a", 9)
+    come_back(d, "a", 6, incarnation=2)
+    d.now += 0.1
+    d.report("a", 7)
+    assert d.state.islands["a"].status == "live"
+    assert d.state.islands["a"].steps == 7
+
+
+def test_steps_under_way_are_no_more_than_time_has_passed() -> None:
+    """A liar could otherwise come again and again, with another step each time."""
+    d = second_term(least_seconds={"a": LEAST_S})
+    made = 0
+    for incarnation in range(1, 100):
+        come_back(d, "a", 6, incarnation=incarnation)
+        d.report("a", 7)
+        made += d.state.islands["a"].status == "live"
+    assert made == 2, "one by the first, and one in what is left of its time"
 
 
 def test_a_run_that_had_its_tokens_ends_with_all_who_were_in_it() -> None:

@@ -217,6 +217,106 @@ NEVER_TOLD: dict[str, Any] = {
     "merge_s": 0.1,
 }
 
+STEP_UNDER_WAY: dict[str, Any] = {
+    "islands": {
+        "b": {"step_s": 2.5, "batch_size": 2, "join_s": 0.1},
+        "c": {"step_s": 1.5, "join_s": 1.4},
+    },
+    "faults": [
+        {
+            "kind": "torn_write",
+            "restart": {"down_s": 0.14, "clock_s": 107.0, "noticed_s": 4.0},
+            "written_share": 0.38,
+            "at_s": 2.54,
+        },
+        {"kind": "replacement", "island": "b", "at_s": 5.69},
+        {
+            "kind": "node_loss",
+            "part": "primary",
+            "restart": {"down_s": 3.7, "clock_s": 954.5, "noticed_s": 0.0},
+            "at_s": 6.9,
+        },
+        {
+            "kind": "coordinator_crash",
+            "restart": {"down_s": 9.43, "clock_s": 2009.5, "noticed_s": 4.0},
+            "effects": 2,
+            "at_s": 9.65,
+        },
+    ],
+    "total_tokens": 145,
+    "fragment_sizes": [1, 8],
+    "standby": {"copy_s": 0.1, "rates": [0.9884, 1.0065]},
+    "steps_per_cycle": 5,
+    "overlap_steps": 1,
+    "grace": 0.0,
+    "max_staleness": 2,
+    "outage_s": 110.0,
+    "transfer_s": 0.1,
+    "merge_s": 0.1,
+}
+
+REMOVED_MANDATE: dict[str, Any] = {
+    "islands": {
+        "b": {"step_s": 1.0, "join_s": 0.4},
+        "c": {"step_s": 0.8, "join_s": 0.5},
+        "d": {"step_s": 1.5, "batch_size": 3, "join_s": 1.5},
+    },
+    "faults": [
+        {
+            "kind": "coordinator_crash",
+            "restart": {"down_s": 4.79, "clock_s": 1832.4, "noticed_s": 0.0},
+            "effects": 11,
+            "at_s": 3.35,
+        },
+        {
+            "kind": "load_crash",
+            "down_s": 1.02,
+            "loading_s": 2.16,
+            "restart": {"down_s": 9.01, "clock_s": 3430.8, "noticed_s": 0.0},
+            "at_s": 4.22,
+        },
+        {
+            "kind": "coordinator_crash",
+            "restart": {"down_s": 11.39, "clock_s": 0.6, "noticed_s": 4.0},
+            "at_s": 5.42,
+        },
+        {
+            "kind": "coordinator_crash",
+            "restart": {
+                "down_s": 6.4,
+                "clock_s": 6.8,
+                "noticed_s": 4.0,
+                "power_cut": True,
+            },
+            "at_s": 8.12,
+        },
+        {
+            "kind": "worker_cut",
+            "worker": 2,
+            "to": "primary",
+            "for_s": 24.06,
+            "at_s": 11.36,
+        },
+        {"kind": "node_stop", "part": "primary", "for_s": 19.02, "at_s": 21.83},
+    ],
+    "total_tokens": 1,
+    "fragment_sizes": [9],
+    "workers": 3,
+    "standby": {
+        "copy_s": 0.1,
+        "load_s": 4.0,
+        "rates": [1.0092, 1.0162],
+        "workers_apart": True,
+        "unix_ahead_s": [653432.0, 746219.0],
+    },
+    "steps_per_cycle": 6,
+    "overlap_steps": 1,
+    "grace": 0.0,
+    "outage_s": 20.0,
+    "transfer_s": 0.2,
+    "merge_s": 0.1,
+}
+
 
 @pytest.mark.parametrize(
     "found",
@@ -228,6 +328,10 @@ NEVER_TOLD: dict[str, Any] = {
         pytest.param(ANSWER_AFTER_A_GATHERING, id="seed 501154"),
         # Data is granted again, since a lead died before it told of the grant.
         pytest.param(NEVER_TOLD, id="seed 1202603"),
+        # An older process of an island is in the new term before the one that counts.
+        pytest.param(STEP_UNDER_WAY, id="seed 2100183"),
+        # Workers obey who takes over after a person has removed the mandate.
+        pytest.param(REMOVED_MANDATE, id="seed 2101452"),
     ],
 )
 def test_the_schedule_violates_nothing(found: dict[str, Any]) -> None:

@@ -9,11 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.coordinator.holding.under_way import MergesUnderWay
-from diloco_jax.protocol import outposts
 from diloco_jax.protocol.coordinator.events import WorkerBack
 from diloco_jax.protocol.holding import FragmentsRestored
 from diloco_jax.protocol.working import BeginWorker
-from diloco_jax.simulation.faults import apart_process
+from diloco_jax.simulation.faults import apart_process, apart_world
 from diloco_jax.simulation.faults.apart_line import DialledLine
 from diloco_jax.simulation.faults.apart_process import HoldingProcess
 from diloco_jax.simulation.faults.apart_world import ApartWorld
@@ -192,7 +191,9 @@ AHEAD = replace(STANDBY, unix_ahead_s=(1000.0, 0.0))
 def test_no_time_of_day_decides_who_leads() -> None:
     assert played(death(), standby=AHEAD).takeovers == {"log": 1}
     with (
-        mock.patch.object(outposts, "LEADS_OF_REIGN", 0),
+        mock.patch.object(
+            apart_world, "first_number", lambda reign, unix_s: int(unix_s)
+        ),
         pytest.raises(ViolationError, match="liveness"),
     ):
         played(death(), standby=AHEAD)
