@@ -10,7 +10,7 @@ import math
 from typing import Protocol
 
 
-class Schedule(Protocol):
+class Course(Protocol):
     """The settings that `config.inner.InnerConfig` has of it."""
 
     @property
@@ -31,7 +31,7 @@ class Schedule(Protocol):
         """Rate at the end, as a share of the peak."""
 
 
-def learning_rate(settings: Schedule, progress: float, rewarm: float = 1.0) -> float:
+def learning_rate(settings: Course, progress: float, rewarm: float = 1.0) -> float:
     """Return the rate at a point of the run: linear from 0, then by the schedule.
 
     Args:
