@@ -217,7 +217,7 @@ class Placement:
         group=PROCESSES,
         help="Bytes of memory for encoded deltas that wait for their merge. The rest "
         "waits on the disk of the workdir: at most two deltas of everything per "
-        "island.",
+        "island. The end of a run opens as many fragments at once as fit.",
     )
     workers: int = setting(
         1,
