@@ -278,6 +278,7 @@ def plant(mutant: Mutant) -> None:
     function = inspect.getattr_static(owner, name)
     if isinstance(function, property):
         function = function.fget
+    function = inspect.unwrap(function)  # Of a cache.
     function.__code__ = mutant.code
 
 

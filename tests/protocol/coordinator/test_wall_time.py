@@ -7,7 +7,7 @@ from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import MachineSlept
-from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S
+from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S, WallTime
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
 from diloco_jax.protocol.values import Version
@@ -23,6 +23,11 @@ PLANNED = {"a": LEAST_S, "b": LEAST_S}
 
 def is_in(d: Driver, name: str = "a") -> bool:
     return d.state.islands[name].status == "live"
+
+
+def test_older_time_and_steps_count_for_less_alike() -> None:
+    known = WallTime(training_s=10.0, steps=5.0).measured(20.0, 4, memory_s=60.0)
+    assert (known.training_s, known.steps) == (10 * 0.75 + 20, 5 * 0.75 + 4)
 
 
 # ---- the end of the run -----------------------------------------------------------

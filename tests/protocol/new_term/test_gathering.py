@@ -129,6 +129,14 @@ def test_whoever_is_silent_is_not_here() -> None:
     assert asked(g.hear("a")) == [("a", 0), ("b", 1)]
 
 
+def test_all_who_offered_may_be_gone_at_the_deadline() -> None:
+    """Their run is known, but nobody is left to send."""
+    g = Gatherer()
+    g.offer("a", 1, 1)
+    (given_up,) = of(g.wait(PATIENCE_S), GiveUp)
+    assert "did not come from any island that had it" in given_up.message
+
+
 def test_of_an_earlier_connection_nothing_counts() -> None:
     g = Gatherer()
     g.offer("a", 1, 1, session="newer")
