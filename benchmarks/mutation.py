@@ -49,7 +49,7 @@ MODULES = sorted(
     for path in PROTOCOL.rglob("[!_]*.py")
 )
 CAUGHT_SHARE = 0.971
-CPU_S = 30
+CPU_S = 120
 """A mutant that takes longer runs for ever, which is noticed too."""
 SURVIVED, BY_SCHEDULES, BY_TESTS = 0, 10, 11
 
