@@ -88,6 +88,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     stop: Count = 0
     value: Annotated[int, Meta(ge=-(2**62), le=2**62)] = 0
     rate_sum: Rate = 0.0
+    """Sum of the learning rates of a take's steps; 0: unknown."""
 
 
 class Outstanding(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.island.pace import scheduled
+from diloco_jax.core.learning_rate import learning_rate
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_an_extension_says_what_becomes_of_the_learning_rate(config, workdir, ca
     tell_extended(with_tokens(config, 2_000_000), workdir, console)
     shown = capsys.readouterr().out
     assert "extended from 1,000,000 to 2,000,000 tokens" in shown
-    ended, goes_on = scheduled(inner, 1.0), scheduled(inner, 0.5)
+    ended, goes_on = learning_rate(inner, 1.0), learning_rate(inner, 0.5)
     assert ended < goes_on
     assert f"ended at {ended:.3g}, goes on from {goes_on:.3g}" in shown
 

@@ -15,7 +15,7 @@ from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import InnerConfig, IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.island.pace import scheduled
+from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.simulation.replay.tape import read_recording
 
@@ -77,7 +77,7 @@ def test_it_ends_with_all_its_tokens_and_balanced_books(extended):
     assert kinds.count("finished") == 2
     recovered = next(r for r in tape if r["kind"] == "recovered")
     assert recovered["parameters_digest"] == first["parameters_digest"]
-    goes_on = scheduled(config.run.inner, first["tokens"] / config.run.total_tokens)
+    goes_on = learning_rate(config.run.inner, first["tokens"] / config.run.total_tokens)
     assert f"which ended at 0.001, goes on from {goes_on:.3g}\n" in shown
     assert goes_on > 0.005
 
