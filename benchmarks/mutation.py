@@ -22,6 +22,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
@@ -278,6 +279,8 @@ def plant(mutant: Mutant) -> None:
     function = inspect.getattr_static(owner, name)
     if isinstance(function, property):
         function = function.fget
+    elif isinstance(function, functools.cached_property):
+        function = function.func
     function = inspect.unwrap(function)  # Of a cache.
     function.__code__ = mutant.code
 

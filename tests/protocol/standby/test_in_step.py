@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from standby_parts import TIMING
 
-from diloco_jax.protocol.coordinator.events import Timer
+from diloco_jax.protocol.coordinator.events import Alert, Timer
 from diloco_jax.protocol.standby import primary
 from diloco_jax.protocol.standby.events import (
     Accept,
+    Lapse,
     MandateRead,
     MandateWritten,
     RecordWritten,
     StandbyAnswered,
     StandbyAttached,
+    StepDown,
     WriteMandate,
 )
+from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.protocol.standby.primary_state import Primary
 
 
@@ -83,3 +86,45 @@ def test_the_end_of_the_mandate_is_a_deadline_while_the_object_is_silent() -> No
     state, effects = primary.step(state, Timer(), state.next_at)
     assert isinstance(effects[0], WriteMandate)
     assert primary.next_deadline(state, TIMING.renew_s) == state.valid_until
+
+
+def in_step(now: float = 0.1) -> Primary:
+    """A primary with a standby in step, with no request under way."""
+    state, _ = primary.step(followed(3), StandbyAnswered(number=3), now)
+    return named(state, now)
+
+
+def test_that_the_standby_fell_silent_is_told() -> None:
+    state, effects = primary.step(in_step(), Timer(), 0.1 + TIMING.patience_s)
+    assert state.phase == "parting"
+    (told,) = (e for e in effects if isinstance(e, Alert))
+    assert "standby B is not in step any more (it was silent" in told.text
+
+
+def test_a_copy_that_is_lost_is_nothing_to_tell() -> None:
+    state, effects = primary.step(followed(3), Timer(), TIMING.patience_s)
+    assert state.phase == "alone"
+    assert not [e for e in effects if isinstance(e, Alert)]
+
+
+def test_the_mandate_lapses_at_its_end() -> None:
+    state = led()
+    early, effects = primary.step(state, Timer(), state.valid_until - 1e-3)
+    assert (Lapse() in effects, early.lapsed) == (False, False)
+    late, effects = primary.step(state, Timer(), state.valid_until)
+    assert (Lapse() in effects, late.lapsed) == (True, True)
+
+
+def test_whoever_has_ceded_follows_and_shows_nothing_more() -> None:
+    state = in_step()
+    assert primary.may_show(state, 3, 0.2)
+    state, _ = primary.step(state, Timer(), state.next_at)
+    ceded = Mandate(run_id="r", holder="A", life="1", in_step="B", ceded=True)
+    read = MandateRead(generation="3", mandate=ceded)
+    state, (down,) = primary.step(state, read, state.next_at)
+    assert isinstance(down, StepDown)
+    assert down.follows
+    assert (
+        "node A has a broken disk, and has ceded the mandate to node B" in down.reason
+    )
+    assert not primary.may_show(state, 3, 0.2)
