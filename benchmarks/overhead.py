@@ -24,8 +24,10 @@ tokens, and takes and adoptions with parameters alone, which would favour neithe
 fixed costs per message favour the larger one. Stalled 0.1 %.
 
 Seen, 2026-11-27: neither size holds its bound. Of the 55 ms of CPU that a step of 10 M
-parameters takes more, 32 are XLA's, which makes takes and adoptions, 20 those of
-Python's threads, and 3 gRPC's. With 3 M parameters "python" has threads of XLA that
+parameters takes more, 32 are of XLA's threads, 20 of Python's, and 3 gRPC's. The 32 are
+not takes and adoptions, which cost 3 ms a fragment by themselves: they are within what
+the kernel's clearing of pages for the step's temporaries varies by, 94 to 245 ms a step
+live and alone. With 3 M parameters "python" has threads of XLA that
 make part of the step; with them it is 37 ms of XLA and Python together, and 2 of gRPC.
 No Python function stands out in samples of 3 M: sender, receiver, uploads, control and
 reports each wake up about once per step, and take 1 to 3 ms. Here the core of the host
