@@ -22,7 +22,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import importlib
 import inspect
@@ -277,10 +276,8 @@ def plant(mutant: Mutant) -> None:
     for part in classes:
         owner = getattr(owner, part)
     function = inspect.getattr_static(owner, name)
-    if isinstance(function, property):
-        function = function.fget
-    elif isinstance(function, functools.cached_property):
-        function = function.func
+    for inner in ("fget", "func"):  # Of a property, cached or not.
+        function = getattr(function, inner, function)
     function = inspect.unwrap(function)  # Of a cache.
     function.__code__ = mutant.code
 

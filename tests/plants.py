@@ -174,10 +174,6 @@ def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
     return lambda config, fragment, fleet: (fragment, [])
 
 
-def _counts_steps_alone(stepped: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda books, rate: stepped(books, 1.0)
-
-
 def _believes_all_rates(highest_rate: Callable[..., Any]) -> Callable[..., Any]:
     return lambda fleet, tokens: math.inf
 
@@ -231,10 +227,6 @@ def _keeps_what_the_dead_sent(end: Callable[..., Any]) -> Callable[..., Any]:
         return end(state, name, reason)
 
     return broken
-
-
-def _refuses_nothing(refuse: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda config, f, name: (f, [])
 
 
 def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
@@ -360,7 +352,9 @@ PLANTS = {
     "any_rates_are_believed": Plant(
         "bounds", schedule.Fleet, "highest_rate", _believes_all_rates
     ),
-    "all_steps_have_one_rate": Plant("honest", Books, "stepped", _counts_steps_alone),
+    "all_steps_have_one_rate": Plant(
+        "honest", Books, "stepped", lambda stepped: lambda books, _: stepped(books, 1.0)
+    ),
     "quarantined_deltas_are_merged": Plant(
         "quarantine", quarantine, "turn_away", _turns_nothing_away
     ),
