@@ -48,7 +48,7 @@ def test_a_new_run_begins_with_reign_1_and_each_take_over_is_one_more() -> None:
 def test_workers_obey_who_takes_over_a_mandate_that_was_made_anew(
     last: tuple[int, int],
 ) -> None:
-    """Whoever led last, and although the clock of whoever takes over is far behind.
+    """It makes no difference who led last, nor that the clock of the next is behind.
     last: reigns of both disks."""
     of_a, of_b = (first_number(reign, UNIX_S) if reign else 0 for reign in last)
     mandate = begun(reign_of(of_a))
