@@ -41,10 +41,10 @@ from diloco_jax.data.prepare.work import prepare
 from diloco_jax.data.prepare.writing import Recipe
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
+from diloco_jax.hardware.rates import constants_of
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.arithmetic import plan_by_arithmetic
 from diloco_jax.planning.options import PlanOptions
-from diloco_jax.planning.rates import constants_of
 from diloco_jax.planning.report import fragments_of
 from diloco_jax.protocol.values import Span
 

@@ -1,8 +1,9 @@
 """The step on a GPU: its share of the device's rate, beside a compiled PyTorch step.
 
 Question: how much of an accelerator's peak do the model's own products use at a billion
-parameters (model FLOP utilization, by the formula of `planning/formula.py`, without
-what is computed again), and what does a PyTorch step of the same sizes take there?
+parameters (model FLOP utilization, by the formula of `models/flops_by_formula.py`,
+without what is computed again), and what does a PyTorch step of the same sizes take
+there?
 
 Both train a decoder of the preset's sizes in bfloat16 with f32 parameters and AdamW, on
 the same shapes, each in a process of its own, PyTorch's first. Its step is that of
@@ -29,8 +30,8 @@ import numpy as np
 import support
 
 from diloco_jax.config import IslandConfig, RunConfig
+from diloco_jax.models.flops_by_formula import analytic_flops
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.formula import analytic_flops
 
 PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L4": 121e12}
 """Dense bfloat16 FLOP/s of the devices whose name has this (NVIDIA's data sheets)."""

@@ -7,7 +7,8 @@ from collections.abc import MutableMapping
 from importlib import metadata, util
 from pathlib import Path
 
-from diloco_jax import libtpu, machine, tpus
+from diloco_jax import libtpu, machine
+from diloco_jax.hardware import tpus
 
 FLAG_LISTS = ("XLA_FLAGS", libtpu.VARIABLE)
 """Variables whose values are lists of flags. An unknown flag ends the process."""

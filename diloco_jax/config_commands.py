@@ -207,8 +207,8 @@ def emulate_command(arguments: Sequence[str]) -> int:
 
     path, config, options = _config_and_options("emulate", arguments, CommandOptions())
     from diloco_jax.before_jax import prepare_environment, skip_absent_tpu
+    from diloco_jax.hardware.tpus import generation_here
     from diloco_jax.libtpu import set_flags
-    from diloco_jax.tpus import generation_here
 
     # Before anything imports jax.
     skip_absent_tpu()

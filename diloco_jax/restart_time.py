@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import Config
-from diloco_jax.planning.machines import MACHINES, disk_bytes_per_s, machine_of
-from diloco_jax.planning.rates import CONSTANTS
+from diloco_jax.hardware.machines import MACHINES, disk_bytes_per_s, machine_of
+from diloco_jax.hardware.rates import CONSTANTS
 
 STATE_BYTES = 12
 """Bytes per parameter of the state: parameters, anchor and momentum in f32."""

@@ -5,8 +5,8 @@ from importlib import metadata
 import pytest
 
 from diloco_jax import libtpu
+from diloco_jax.hardware.slices import GENERATIONS
 from diloco_jax.libtpu import FLAGS, SOURCES, SPARSE_CORE, flags_of, set_flags
-from diloco_jax.planning.slices import GENERATIONS
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Bytes that the coordinator's folders must have free for what it writes next.
 
-They follow from the size of the state, as `diloco plan` counts it
-(`planning/coordinator.py`, `planning/disk.py`).
+They follow from the size of the state (`sizes.py`), as those of `diloco plan` do.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any
 from diloco_jax import checkpoint
 from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
+from diloco_jax.coordinator.sizes import next_snapshots, state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.paths import is_bucket
-from diloco_jax.planning import disk
-from diloco_jax.planning.coordinator import state_sizes
 
 WORKDIR, CHECKPOINTS = "workdir", "checkpoints"
 
@@ -56,7 +54,7 @@ class DiskNeed:
             state, largest, _ = self._sizes
             held = _bytes_in(self._snapshots)
             where = self.folders.get(CHECKPOINTS, self.folders[WORKDIR])
-            needed[where] += disk.next_snapshots(self._placement, state, largest, held)
+            needed[where] += next_snapshots(self._placement, state, largest, held)
         return _by_disk(needed)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from diloco_jax import machine, merge_route
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
+from diloco_jax.coordinator.least_seconds import UNDESCRIBED, least_seconds
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.core.outer.optimizer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
-from diloco_jax.planning import peak
-from diloco_jax.planning.flops import least_sequence_flops
+from diloco_jax.models.flops import least_sequence_flops
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
@@ -74,9 +74,9 @@ def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
     """Return the settings of a coordinator's decisions; see `policy_config`. The log
     names islands whose speed nothing bounds: the key of one is enough to end the run.
     """
-    least = peak.least_seconds(config, least_sequence_flops(config.run))
+    least = least_seconds(config, least_sequence_flops(config.run))
     known = admitted(config)
-    names = [n for n in known if not least.get(n, least[peak.UNDESCRIBED])]
+    names = [n for n in known if not least.get(n, least[UNDESCRIBED])]
     if names and config.placement.certificates:
         logger.warning(
             "nothing bounds the speed of islands %s but %g s a step: whoever has the "

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_jax.planning.chips import peak_flops_per_s
+from diloco_jax.hardware.chips import peak_flops_per_s
 
 AXES = ("mesh_data", "mesh_fsdp", "mesh_tensor")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from diloco_jax.before_jax import skip_absent_tpu
 from diloco_jax.doctor.finding import Finding, note, ok, problem
-from diloco_jax.tpus import generation_here
+from diloco_jax.hardware.tpus import generation_here
 
 ANSWERS_WITHIN_S = 120.0
 """Seconds for jax to find its devices; a slice of many hosts waits for all of them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from diloco_jax import libtpu
 from diloco_jax.before_jax import prepare_environment
 from diloco_jax.config import IslandConfig
-from diloco_jax.tpus import generation_here
+from diloco_jax.hardware.tpus import generation_here
 
 
 def prepare_island(

@@ -7,10 +7,10 @@ import os
 
 from diloco_jax import libtpu
 from diloco_jax.config import Config
+from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.environment import prepare_island
 from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import Hosts, join_world
-from diloco_jax.tpus import generation_here
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from diloco_jax.hardware.slices import GENERATIONS
 from diloco_jax.launch.calls import call
 from diloco_jax.launch.resources import PART_LABEL, RUN_LABEL, Command
-from diloco_jax.planning.slices import GENERATIONS
 
 KINDS = {
     "slice": ("compute", "tpus", "queued-resources", "list", "--zone=-"),

@@ -7,7 +7,7 @@ import re
 from typing import Literal, get_args
 
 from diloco_jax.config import Config, ConfigError, LaunchConfig
-from diloco_jax.planning.slices import Slice, slice_of
+from diloco_jax.hardware.slices import Slice, slice_of
 
 Backend = Literal["tpu_vm", "gke", "sky"]
 Purchase = Literal["on_demand", "spot", "reserved"]

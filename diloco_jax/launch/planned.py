@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.hardware.slices import slice_of
 from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.options import Assumptions
-from diloco_jax.planning.slices import slice_of
 from diloco_jax.planning.terms import Terms
 
 OF_NO_STEP = frozenset({"memory", "merge buffer", "places"})

@@ -7,6 +7,8 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config.launch import variables_of
+from diloco_jax.hardware.machines import GIB, machine_of
+from diloco_jax.hardware.slices import HOST_MACHINES
 from diloco_jax.launch.nodes import PlacedNode
 from diloco_jax.launch.order import (
     CERTIFICATES,
@@ -21,8 +23,6 @@ from diloco_jax.launch.order import (
     ended_at,
 )
 from diloco_jax.launch.placing import PlacedIsland
-from diloco_jax.planning.machines import GIB, machine_of
-from diloco_jax.planning.slices import HOST_MACHINES
 from diloco_jax.wire import principal
 
 Manifest = dict[str, Any]

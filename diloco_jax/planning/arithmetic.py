@@ -16,15 +16,15 @@ import msgspec
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.hardware.chips import chip_of
+from diloco_jax.hardware.rates import MachineRates
+from diloco_jax.hardware.slices import slice_of
+from diloco_jax.models.flops_by_formula import analytic_flops
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Shortfall, refusals
-from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.evenness import to_even
-from diloco_jax.planning.formula import analytic_flops
 from diloco_jax.planning.price import price_per_hour
-from diloco_jax.planning.rates import MachineRates
 from diloco_jax.planning.results import Advice
-from diloco_jax.planning.slices import slice_of
 from diloco_jax.planning.terms import Needs, Terms, needs_of
 
 RECOMPUTED = 4 / 3

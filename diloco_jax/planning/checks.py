@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from diloco_jax.coordinator.settings import admitted, room_needed
-from diloco_jax.planning.changes import shown
-from diloco_jax.planning.machines import (
+from diloco_jax.hardware.machines import (
     MIB,
     MOST_DISK_GB,
     machine_of,
     smallest_machine,
 )
+from diloco_jax.planning.changes import shown
 from diloco_jax.planning.terms import Needs, Terms, changed, needs_of
 from diloco_jax.restart_time import outage_seconds
 from diloco_jax.wire.places import MOST_PLACES

@@ -18,10 +18,17 @@ from rich.console import Console
 from diloco_jax import files
 from diloco_jax.config import Config
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
+from diloco_jax.hardware.chips import chip_of
+from diloco_jax.hardware.machines import machine_of
+from diloco_jax.hardware.rates import (
+    MachineRates,
+    constants_of,
+    read_rates,
+    write_rates,
+)
+from diloco_jax.hardware.slices import slice_of
 from diloco_jax.observability.bar import lines
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.planning.chips import chip_of
-from diloco_jax.planning.machines import machine_of
 from diloco_jax.planning.options import PlanOptions
 from diloco_jax.planning.price import parse_prices, require_prices
 from diloco_jax.planning.processes import (
@@ -30,13 +37,6 @@ from diloco_jax.planning.processes import (
     compile_islands,
     require_libtpu,
 )
-from diloco_jax.planning.rates import (
-    MachineRates,
-    constants_of,
-    read_rates,
-    write_rates,
-)
-from diloco_jax.planning.slices import slice_of
 
 if TYPE_CHECKING:
     from diloco_jax.core.fragments import FragmentPlan

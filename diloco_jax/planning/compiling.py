@@ -17,21 +17,21 @@ import jax
 from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.fragments import FragmentPlan, Piece
+from diloco_jax.hardware.chips import chip_of
+from diloco_jax.hardware.slices import Slice, slice_of
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.models.flops import Flops, count_flops
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
-from diloco_jax.planning.chips import chip_of
 from diloco_jax.planning.collectives import (
     CollectiveSum,
     find_collectives,
     sum_collectives,
 )
-from diloco_jax.planning.flops import Flops, count_flops
 from diloco_jax.planning.memory import Hbm
 from diloco_jax.planning.roofline import Roofline, ici_seconds, roofline
-from diloco_jax.planning.slices import Slice, slice_of
 from diloco_jax.planning.workers import tell
 
 FUNCTIONS = ("take", "gather", "arrive")

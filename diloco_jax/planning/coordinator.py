@@ -6,27 +6,19 @@ All of it is arithmetic from sizes of payloads and from measured rates (`rates.p
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
 
 from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.holding.holder import merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
-from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.coordinator.sizes import payload_bytes, state_sizes
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.merge import RULES, measures, merging
-from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
-from diloco_jax.core.payload import PayloadLayout
+from diloco_jax.hardware.rates import CONSTANTS, MachineRates
 from diloco_jax.planning.disk import DiskPlan, Owner, plan_disk
 from diloco_jax.planning.merges import MergePlan, cost_of, plan_merges
-from diloco_jax.planning.rates import CONSTANTS, MachineRates
 from diloco_jax.protocol.coordinator.workers import deal
 
 SNAPSHOT_COPIES = 1
@@ -163,27 +155,6 @@ class CoordinatorPlan:
             self.replayed,
             self.replay_core_seconds,
         )
-
-
-class StateSizes(NamedTuple):
-    """Bytes of a model's state, as the coordinator writes it."""
-
-    state: int
-    """All fragments in a snapshot: Theta, anchor and outer state."""
-    largest: int
-    """The largest of them."""
-    publish: int
-    """One publish of each fragment."""
-
-
-def state_sizes(run: RunConfig, plan: FragmentPlan) -> StateSizes:
-    """Return the bytes of the state. run: with a resolved outer optimizer."""
-    outer, largest = _outer_state_bytes(outer_settings(run), plan), max(plan.sizes)
-    return StateSizes(
-        state=8 * plan.total + outer,
-        largest=8 * largest + math.ceil(outer * largest / plan.total),
-        publish=sum(payload_bytes(run.sync.codec_down, plan)),
-    )
 
 
 def plan_coordinator(
@@ -347,21 +318,3 @@ def _worker_plans(
             )
         )
     return tuple(plans)
-
-
-@functools.lru_cache(maxsize=16)
-def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
-    """Return the bytes of each encoded fragment."""
-    chosen = get_codec(codec)
-    return [PayloadLayout.of(chosen, p).total_bytes for p in plan.fragments]
-
-
-@functools.lru_cache(maxsize=16)
-def _outer_state_bytes(settings: OuterSettings, plan: FragmentPlan) -> int:
-    outer = make_outer(settings)
-
-    def init() -> Any:
-        return outer.init(tuple(jnp.zeros(piece.shape) for piece in plan.pieces))
-
-    state = jax.eval_shape(init)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -159,13 +159,6 @@ def plan_disk(
     )
 
 
-def next_snapshots(placement: Placement, state: int, largest: int, held: int) -> int:
-    """Return the bytes of snapshots that a disk must have free for the next round: what
-    it lacks of the kept ones, at most one of each fragment, and one that is being
-    written. state, largest: see `plan_disk`. held: bytes of snapshots that it has."""
-    return min(state, max(0, placement.snapshots_kept * state - held)) + largest
-
-
 def _line_bytes(merges: float, islands: int, seconds: float, sources: int) -> int:
     """Return the bytes of all lines and points of a run."""
     of_merges = merges * (LINES_PER_MERGE + islands * LINES_PER_DELTA)

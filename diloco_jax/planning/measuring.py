@@ -31,11 +31,11 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import CODECS
 from diloco_jax.core.kernels.passes import Passes
 from diloco_jax.core.merge import RULES
+from diloco_jax.hardware.rates import DiskRates, MachineRates
+from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
 from diloco_jax.machine import cores
 from diloco_jax.planning import wire_rate
 from diloco_jax.planning.merge_rate import ELEMENTS, SIDE, time_merges
-from diloco_jax.planning.rates import DiskRates, MachineRates
-from diloco_jax.planning.rule_rates import RULES_OF_PACKAGE, RuleRates
 from diloco_jax.planning.workers import Progress, Workers, last_lines, tell
 
 WORKER = "diloco_jax.planning.measuring"

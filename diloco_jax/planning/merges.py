@@ -7,7 +7,7 @@ import dataclasses
 from diloco_jax.config import SyncConfig
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.core.merge import RULES
-from diloco_jax.planning.rates import MachineRates
+from diloco_jax.hardware.rates import MachineRates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

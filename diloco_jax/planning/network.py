@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.coordinator.sizes import payload_bytes
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.planning.coordinator import payload_bytes
 from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
 
 LINK_UTILISATION = BandwidthConfig.link_utilisation

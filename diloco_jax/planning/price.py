@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
-from diloco_jax.planning.slices import GENERATIONS, slice_of
+from diloco_jax.hardware.slices import GENERATIONS, slice_of
 
 COORDINATOR, STANDBY = "coordinator", "standby"
 

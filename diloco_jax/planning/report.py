@@ -11,6 +11,7 @@ import msgspec
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.hardware.rates import CONSTANTS, MachineRates
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.checks import refusals
@@ -18,7 +19,6 @@ from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.price import price_per_hour
-from diloco_jax.planning.rates import CONSTANTS, MachineRates
 from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
 from diloco_jax.planning.terms import Terms, needs_of
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from diloco_jax.hardware.rates import MachineRates
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.goodput import ExpectedGoodput
 from diloco_jax.planning.network import IslandNetwork
-from diloco_jax.planning.rates import MachineRates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

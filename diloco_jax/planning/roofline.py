@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from diloco_jax.planning.chips import chip_of, ici_bytes_per_s
+from diloco_jax.hardware.chips import chip_of, ici_bytes_per_s
+from diloco_jax.hardware.slices import Slice
 from diloco_jax.planning.collectives import CollectiveSum
-from diloco_jax.planning.slices import Slice
 
 Resource = Literal["compute", "hbm", "ici"]
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
+from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
+from diloco_jax.hardware.rates import CONSTANTS, DiskRates, MachineRates, constants_of
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.changes import changed as changed_config
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
-from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
 from diloco_jax.planning.network import IslandNetwork, island_network
-from diloco_jax.planning.rates import CONSTANTS, DiskRates, MachineRates, constants_of
 from diloco_jax.protocol.coordinator import schedule
 
 

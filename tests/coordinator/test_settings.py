@@ -15,6 +15,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.coordinator import settings
+from diloco_jax.coordinator.least_seconds import least_seconds
 from diloco_jax.coordinator.settings import (
     admitted_hosts,
     largest_delta,
@@ -24,8 +25,7 @@ from diloco_jax.coordinator.settings import (
     room_needed,
 )
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.planning import peak
-from diloco_jax.planning.formula import least_flops
+from diloco_jax.models.flops_by_formula import least_flops
 
 RUN = RunConfig(
     sync=SyncConfig(
@@ -76,7 +76,7 @@ def test_room_is_counted_for_everyone_who_may_join():
     assert policy.merge_buffer_bytes == placement.merge_buffer_bytes
     assert policy.admitted == {"guest": None, "a": 8, "b": 8}
     flops = least_flops(RUN.model, RUN.sequence_length)
-    assert policy.least_seconds == peak.least_seconds(config, flops)
+    assert policy.least_seconds == least_seconds(config, flops)
 
 
 def test_islands_whose_speed_nothing_bounds_are_named(caplog, monkeypatch):

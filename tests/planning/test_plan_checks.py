@@ -12,12 +12,12 @@ from config_support import load_config
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
+from diloco_jax.hardware.slices import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import refusals
-from diloco_jax.planning.machines import disk_bytes_per_s, machine_of
 from diloco_jax.planning.price import parse_prices, price_per_hour
 from diloco_jax.planning.report import fragments_of
-from diloco_jax.planning.slices import slice_of
 from diloco_jax.planning.terms import Terms, changed, needs_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -19,12 +19,13 @@ from diloco_jax.coordinator.holding.saver import Saver
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.settings import policy_config
+from diloco_jax.coordinator.sizes import payload_bytes
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.planning import disk
-from diloco_jax.planning.coordinator import payload_bytes, plan_coordinator
+from diloco_jax.planning.coordinator import plan_coordinator
 from diloco_jax.planning.report import fragments_of
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial

@@ -12,19 +12,19 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError, OuterConfig, RunConfig
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.codecs import CODECS
-from diloco_jax.merge_route import passes_of
-from diloco_jax.planning import measuring, merge_rate, wire_rate
-from diloco_jax.planning.checks import refusals
-from diloco_jax.planning.merge_rate import ELEMENTS, SIDE, MergeTimes
-from diloco_jax.planning.rates import (
+from diloco_jax.hardware.rates import (
     CONSTANTS,
     DiskRates,
     constants_of,
     read_rates,
     write_rates,
 )
+from diloco_jax.hardware.slices import slice_of
+from diloco_jax.merge_route import passes_of
+from diloco_jax.planning import measuring, merge_rate, wire_rate
+from diloco_jax.planning.checks import refusals
+from diloco_jax.planning.merge_rate import ELEMENTS, SIDE, MergeTimes
 from diloco_jax.planning.report import fragments_of
-from diloco_jax.planning.slices import slice_of
 from diloco_jax.planning.terms import Terms, needs_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "four_regions.py"

@@ -12,12 +12,12 @@ from rich.console import Console
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.merge.trimmed_mean import comparators
+from diloco_jax.hardware.rates import CONSTANTS, NATIVE
+from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
 from diloco_jax.planning.arithmetic import plan_by_arithmetic
 from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.merges import cost_of, plan_merges
-from diloco_jax.planning.rates import CONSTANTS, NATIVE
 from diloco_jax.planning.report import fragments_of
-from diloco_jax.planning.rule_rates import RULES_OF_PACKAGE, RuleRates
 from diloco_jax.planning.table import render_arithmetic
 from diloco_jax.planning.terms import Terms, changed, needs_of
 

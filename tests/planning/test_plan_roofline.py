@@ -5,9 +5,9 @@ import dataclasses
 import plan_support
 import pytest
 
-from diloco_jax.planning.chips import CHIPS, chip_of, ici_bytes_per_s
+from diloco_jax.hardware.chips import CHIPS, chip_of, ici_bytes_per_s
+from diloco_jax.hardware.slices import GENERATIONS, find_slice
 from diloco_jax.planning.collectives import CollectiveSum
-from diloco_jax.planning.slices import GENERATIONS, find_slice
 
 GATHER = CollectiveSum(
     kind="all-gather",

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from diloco_jax.config import ConfigError
+from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.metadata import HOST, ask
-from diloco_jax.tpus import generation_here
 
 TPU_PORT = 8482
 """Port of `jax.distributed` on TPUs, which `diloco launch` opens; jax's own default."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import ConfigError
-from diloco_jax.planning.slices import Slice
+from diloco_jax.hardware.slices import Slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import msgspec
 from diloco_jax import files
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError
-from diloco_jax.planning.rule_rates import RULES_OF_PACKAGE, RuleRates
+from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
 
 
 class DiskRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,7 +133,8 @@ needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-1
 `machines.py` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/wire.md. Sealed files: `measuring.disk_rates` on the Xeon, 2026-11-26."""
+docs/results/wire.md. Sealed files: by `planning/measuring.py`, on the Xeon,
+2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,

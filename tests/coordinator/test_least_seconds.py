@@ -6,9 +6,13 @@ import pytest
 from config_support import load_config
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.planning import peak
-from diloco_jax.planning.chips import CHIPS
-from diloco_jax.planning.formula import analytic_flops, least_flops
+from diloco_jax.coordinator.least_seconds import (
+    ANY_DEVICE_FLOPS_PER_S,
+    UNDESCRIBED,
+    least_seconds,
+)
+from diloco_jax.hardware.chips import CHIPS
+from diloco_jax.models.flops_by_formula import analytic_flops, least_flops
 
 
 def config() -> Config:
@@ -23,17 +27,17 @@ def with_island(**changes: object) -> Config:
 
 def least_of(given: Config) -> dict[str, float]:
     flops = least_flops(given.run.model, given.run.sequence_length)
-    return peak.least_seconds(given, flops)
+    return least_seconds(given, flops)
 
 
 def test_a_step_takes_its_flops_at_the_peak_of_its_chips() -> None:
     given = config()
     flops = least_flops(given.run.model, 4096)
-    least = peak.least_seconds(given, flops)
+    least = least_seconds(given, flops)
     assert least["v6e"] == pytest.approx(flops / (256 * CHIPS["v6e"].flops_per_s))
     assert least["v5p"] == pytest.approx(flops / (64 * CHIPS["v5p"].flops_per_s))
     assert 0.62 < 512 * least["v6e"] < 0.64
-    assert 0 < least[peak.UNDESCRIBED] < least["v6e"] / 10
+    assert 0 < least[UNDESCRIBED] < least["v6e"] / 10
 
 
 def test_attention_and_gradients_of_frozen_weights_may_be_left_out() -> None:
@@ -55,13 +59,13 @@ def test_without_a_topology_each_device_is_faster_than_any() -> None:
     least = least_of(with_island(topology=""))["v6e"]
     assert 0 < least < least_of(config())["v6e"] / 5
     assert max(chip.flops_per_s for chip in CHIPS.values()) * 5 < (
-        peak.ANY_DEVICE_FLOPS_PER_S
+        ANY_DEVICE_FLOPS_PER_S
     )
 
 
 def test_of_a_model_that_cannot_be_counted_only_the_step_time_is_known() -> None:
-    least = peak.least_seconds(with_island(step_seconds=1024.0), 0.0)
-    assert least == {"v5p": 0.0, "v6e": 2.0, peak.UNDESCRIBED: 0.0}
+    least = least_seconds(with_island(step_seconds=1024.0), 0.0)
+    assert least == {"v5p": 0.0, "v6e": 2.0, UNDESCRIBED: 0.0}
 
 
 def test_a_topology_that_there_is_not_is_refused_by_its_field() -> None:

@@ -17,9 +17,9 @@ import jax
 
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.models.build import build
+from diloco_jax.models.flops_by_formula import analytic_flops, least_flops
+from diloco_jax.models.flops_of_products import product_flops
 from diloco_jax.models.model import abstract_batch
-from diloco_jax.planning.formula import analytic_flops, least_flops
-from diloco_jax.planning.products import product_flops
 
 logger = logging.getLogger(__name__)
 

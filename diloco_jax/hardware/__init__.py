@@ -1,0 +1,1 @@
+"""What is known of machines: slices, chips, machine types, measured rates."""
