@@ -13,16 +13,24 @@ anchors' bytes.
 Prediction: 1.05. One encoded fragment up, one down and two of the sender's buffers are
 a sixth of an int8 copy; the rest is libraries of the wire.
 
-Found: 1.43 at first, 1.28 with one arena of malloc for all threads. Sampled ten times a
-second, an island was at 1.12 in its first steps, and grew within a cycle by 0.56 GB,
-all of it freed memory between arrays of takes and adoptions. It gives that back every
-10 s now (`island/shortage.py`). Of 16 islands in eight runs 14 had 1.14 to 1.20; two
-had 1.28 and 1.29, at a moment that nobody saw. By this script it was 1.278, 1.293 and
-1.198, of which the table has the last. The prediction had forgotten the residuals of
-error feedback, one more f32 array per parameter, without which int8 loses quality:
-loop, anchors and residuals alone are *at least* in the table.
+Found: 1.43 at first, 1.28 with one arena of malloc for all threads. Within its first
+cycle an island grows by 0.56 GB: 0.35 are the residuals of error feedback, one more f32
+array per parameter, without which int8 loses quality and which the prediction had
+forgotten (loop, anchors and residuals alone are *at least* in the table); the rest is
+freed memory between the arrays that stay. Freed memory was given back every 10 s, and
+the peak came at the end of that cycle, just before the next time. Of 16 islands in
+eight runs 14 had 1.14 to 1.20, two had 1.28 and 1.29; by this script four runs had
+1.198 to 1.293. It is given back within a second while the peak grows, now
+(`island/shortage.py`, 7 ms of CPU each time): 1.155 and 1.164, then as in the table.
 
-Command: `python -m benchmarks.island_memory`. Cost: about 6 minutes on two cores and
+The profile of a peak, sampled 30 times a second: 3660 MiB, where the loop alone has
+2827. 664 of the difference are anchors and residuals, 17 are files of more libraries,
+and 150 are what takes, adoptions and the wire hold at that moment, with holes. Given
+back every 2 s, four islands had 1.113 to 1.163. With settings by which malloc keeps a
+step's temporaries in its heap, which makes a CPU island's step a tenth shorter, two had
+1.152 and 1.463, so they were not taken.
+
+Command: `python -m benchmarks.island_memory`. Cost: about 3 minutes on two cores and
 8 GB.
 """
 

@@ -88,9 +88,9 @@ ROWS = (
         "island_memory",
         "an island's memory over that of the loop alone and the anchors",
         ("island_memory",),
-        "Residuals of error feedback, as large as the anchors, make 1.10 of it alone; "
-        "then there are bases of open takes, and ten seconds' freed memory. Two runs "
-        "before this one had 1.278 and 1.293.",
+        "Residuals of error feedback, as large as the anchors, make 1.10 of it alone. "
+        "The rest is what takes, adoptions and the wire hold at the peak, with holes "
+        "between them; two runs before this one had 1.155 and 1.164.",
     ),
     Row(
         "simulator",

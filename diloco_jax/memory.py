@@ -45,16 +45,16 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return int(words[1]) * PAGE_BYTES if len(words) > 1 else 0
 
 
+def peak_bytes(root: Path = Path("/")) -> int:
+    """Return the most bytes of memory that this process had at any time; 0 if the
+    system does not tell."""
+    return _facts(root / "proc/self/status").get("VmHWM", 0)
+
+
 def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """Return the bytes that are left of this machine's memory, or of what a control
     group allows if that is less, and all of it; zeros if the system does not tell."""
-    facts = {
-        name: int(rest.split()[0]) << 10
-        for name, _, rest in (
-            line.partition(":") for line in _read(root / "proc/meminfo").splitlines()
-        )
-        if rest.split()[0:1] and rest.split()[0].isdecimal()
-    }
+    facts = _facts(root / "proc/meminfo")
     left, whole = facts.get("MemAvailable", 0), facts.get("MemTotal", 0)
     limit = _read(root / GROUP / "memory.max").strip()
     if limit.isdecimal() and int(limit) < whole:
@@ -67,6 +67,16 @@ def left_bytes(root: Path = Path("/")) -> tuple[int, int]:
             left = min(left, max(0, int(limit) - int(used) + cached))
         whole = int(limit)
     return left, whole
+
+
+def _facts(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of "name: number kB" in bytes."""
+    lines = (line.partition(":") for line in _read(path).splitlines())
+    return {
+        name: int(rest.split()[0]) << 10
+        for name, _, rest in lines
+        if rest.split()[0:1] and rest.split()[0].isdecimal()
+    }
 
 
 def _read(path: Path) -> str:

@@ -41,6 +41,9 @@ def root(tmp_path):
 def test_what_is_left_of_a_machine(root):
     assert memory.left_bytes(root) == (400 << 10, 1000 << 10)
     assert memory.resident_bytes(root) == 30 * memory.PAGE_BYTES
+    status = root / "proc" / "self" / "status"
+    status.write_text("Name:\tpython\nVmHWM:\t    150 kB\nVmRSS:\t    120 kB\n")
+    assert memory.peak_bytes(root) == 150 << 10
 
 
 def test_a_control_group_allows_less(root):
@@ -56,6 +59,7 @@ def test_a_control_group_allows_less(root):
 def test_a_system_that_does_not_tell(tmp_path):
     assert memory.left_bytes(tmp_path) == (0, 0)
     assert memory.resident_bytes(tmp_path) == 0
+    assert memory.peak_bytes(tmp_path) == 0
 
 
 def test_this_process_is_seen_to_grow():

@@ -36,6 +36,15 @@ def machine(monkeypatch, tmp_path) -> Machine:
     return Machine(monkeypatch, tmp_path)
 
 
+@pytest.fixture
+def given(monkeypatch) -> list[int]:
+    """One element for each time that memory was given back; no peak is known."""
+    given: list[int] = []
+    monkeypatch.setattr(shortage.memory, "give_back", lambda: given.append(1))
+    monkeypatch.setattr(shortage.memory, "peak_bytes", lambda: 0)
+    return given
+
+
 def test_little_memory_is_in_the_log_once(machine, caplog):
     assert machine.short() == ()
     machine.memory = (1 << 30, 100 << 30)
@@ -104,9 +113,18 @@ def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
     assert caplog.text.count("stale file handle") == 1
 
 
-def test_freed_memory_is_given_back_again_and_again(machine, monkeypatch):
-    given = []
-    monkeypatch.setattr(shortage.memory, "give_back", lambda: given.append(1))
+def test_freed_memory_is_given_back_again_and_again(machine, given):
     for _ in range(3 * shortage.GIVE_BACK_LOOKS):
         machine.short()
     assert len(given) == 3
+
+
+def test_freed_memory_is_given_back_at_once_while_the_peak_grows(
+    machine, given, monkeypatch
+):
+    counts = []
+    for peak in (1000, 1003, 1006, 1006, 1010, 1020, 1020):
+        monkeypatch.setattr(shortage.memory, "peak_bytes", lambda peak=peak: peak)
+        machine.short()
+        counts.append(len(given))
+    assert counts == [1, 1, 2, 2, 2, 3, 3], "at the first look, 1006 and 1020"
