@@ -78,13 +78,17 @@ def joining(
 ) -> WallTime:
     """Return the wall time of an incarnation that joins. before: the last one in this
     term. carrying: it comes from an earlier term, so a step of it may be under way."""
-    if before is None:
-        return unheard(config, island, now) if carrying else WallTime(heard_at=now)
-    most_s = LATE_S
+    step_s = 0.0
     if carrying:
         shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
-        most_s += shortest_s / FASTER
-    return before.wall_time.next_incarnation(now, most_s)
+        step_s = shortest_s / FASTER
+    if before is None:
+        found = unheard(config, island, now) if carrying else WallTime(heard_at=now)
+    else:
+        # Once in a term: a liar would come again and again.
+        under_way_s = 0.0 if before.wall_time.carried else step_s
+        found = before.wall_time.next_incarnation(now, LATE_S + step_s, under_way_s)
+    return replace(found, carried=found.carried or carrying)
 
 
 def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:

@@ -33,6 +33,8 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time in training; it counts for less as it gets older."""
     steps: float = 0.0
     """Steps claimed in that time, which count for less likewise."""
+    carried: bool = False
+    """An incarnation of this name came from an earlier term."""
 
     @property
     def least_step_s(self) -> float:
@@ -40,11 +42,13 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         # One step more may be under way.
         return self.training_s / (SLOWER * (self.steps + 1))
 
-    def next_incarnation(self, now: float, most_s: float) -> WallTime:
+    def next_incarnation(
+        self, now: float, most_s: float, under_way_s: float = 0.0
+    ) -> WallTime:
         """Return the wall time of the next incarnation, which keeps at most `most_s`
         unused. Its speed is measured on: else a liar would come again before each
-        merge."""
-        unused_s = min(self.unused_s + now - self.heard_at, most_s)
+        merge. under_way_s: of a step that began unheard."""
+        unused_s = min(self.unused_s + now - self.heard_at + under_way_s, most_s)
         return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
 
     def passed(self, now: float, most_s: float) -> WallTime:

@@ -251,6 +251,18 @@ def test_a_step_under_way_is_believed_of_who_replaces_another_carrier() -> None:
     assert d.state.islands["a"].steps == 7
 
 
+def test_a_step_under_way_is_believed_after_one_that_was_in_no_term() -> None:
+    """A new process of that name joined first."""
+    d = second_term(least_seconds={"a": 8.0})
+    d.join("a")
+    come_back(d, "a", 6, incarnation=2)
+    d.report("a", 7)
+    assert d.state.islands["a"].status == "live"
+    come_back(d, "a", 6, incarnation=3)
+    d.report("a", 7)
+    assert d.state.islands["a"].status != "live", "once in a term"
+
+
 def test_steps_under_way_are_no_more_than_time_has_passed() -> None:
     """A liar could otherwise come again and again, with another step each time."""
     d = second_term(least_seconds={"a": LEAST_S})
