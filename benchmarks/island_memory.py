@@ -27,8 +27,8 @@ The profile of a peak, sampled 30 times a second: 3660 MiB, where the loop alone
 2827. 664 of the difference are anchors and residuals, 17 are files of more libraries,
 and 150 are what takes, adoptions and the wire hold at that moment, with holes. Given
 back every 2 s, four islands had 1.113 to 1.163. With settings by which malloc keeps a
-step's temporaries in its heap, which makes a CPU island's step a tenth shorter, two had
-1.152 and 1.463, so they were not taken.
+step's temporaries in its heap, which makes a CPU island's step 10 to 15 % shorter
+(overhead.md), four had 1.152 to 1.463, so they were not taken.
 
 Command: `python -m benchmarks.island_memory`. Cost: about 3 minutes on two cores and
 8 GB.

@@ -23,15 +23,20 @@ Prediction: 1.02 for 3 M parameters, 1.01 for 10 M; the step grows with paramete
 tokens, and takes and adoptions with parameters alone, which would favour neither; the
 fixed costs per message favour the larger one. Stalled 0.1 %.
 
-Seen, 2026-11-27: neither size holds its bound. Of the 55 ms of CPU that a step of 10 M
-parameters takes more, 32 are of XLA's threads, 20 of Python's, and 3 gRPC's. The 32 are
-not takes and adoptions, which cost 3 ms a fragment by themselves: they are within what
-the kernel's clearing of pages for the step's temporaries varies by, 94 to 245 ms a step
-live and alone. With 3 M parameters "python" has threads of XLA that
-make part of the step; with them it is 37 ms of XLA and Python together, and 2 of gRPC.
-No Python function stands out in samples of 3 M: sender, receiver, uploads, control and
-reports each wake up about once per step, and take 1 to 3 ms. Here the core of the host
-is the device, too; on a slice those threads have the host's cores, beside the chips.
+Seen, 2026-11-27: neither size holds its bound. About half of what is above 1 are pages:
+a step's temporaries go back to the system, whose clearing of pages for the next step
+takes 94 to 245 ms of system time, live and alone. With `--keep-pages` malloc keeps them
+for the next step. Then steps alone take 0.628 and 0.910 s instead of 0.740 and 1.015,
+and CPU is 1.025 (3 M) and 1.030 (10 M), the step beyond the coordinator 1.024 and
+1.029. Islands do not have those settings: with 87 M parameters they came to 1.15 to
+1.46 of a plain loop and its anchors (island_memory.md).
+
+Of the 26 ms that a step of 10 M parameters takes more then, 11 are of XLA's threads,
+which make takes and adoptions (3 ms a fragment by themselves), 13 of Python's and 2 of
+gRPC's. No Python function stands out in samples of 3 M: sender, receiver, uploads,
+control and reports each wake up about once per step, and take 1 to 3 ms. Here the core
+of the host is the device, too; on a slice those threads have the host's cores, beside
+the chips.
 
 When run and loops ran to their ends in turn, without the allocator's settings, three
 pairs had 0.998, 1.106 and 1.058 (3 M), and 1.019 (10 M): the loop alone had varied by a
@@ -52,7 +57,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,6 +88,16 @@ TURN_S = 6.0
 NAMES = ("a", "b")
 TIMEOUT_S = 1800.0
 LIVE, ALONE = "island", "alone"
+KEEP_PAGES = {
+    "GLIBC_TUNABLES": (
+        "glibc.malloc.hugetlb=1"
+        ":glibc.malloc.arena_max=1"
+        ":glibc.malloc.mmap_threshold=4294967296"
+        ":glibc.malloc.trim_threshold=4294967296"
+    )
+}
+"""Settings with which malloc keeps a step's temporaries, one block of hundreds of MiB,
+for the next step."""
 Row = dict[str, str]
 
 
@@ -91,17 +106,19 @@ def main() -> int:
     parser = support.quick_parser(__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--batch", type=int, help="instead of each model's own")
+    parser.add_argument("--keep-pages", action="store_true", help="between steps")
     parser.add_argument("--alone", nargs=2, metavar=("SIZE", "FILE"), help="by itself")
     options = parser.parse_args()
     if options.alone:
         size, file = options.alone
         alone_here(size, options.batch, Path(file))
     sizes, runs, steps = list(BATCHES), options.runs, STEPS
+    allocator = KEEP_PAGES if options.keep_pages else ALLOCATOR
     if options.quick:
         sizes, runs, steps, options.batch = sizes[:1], 1, {"3m": FRAGMENTS}, 2
     found = {
         size: [
-            measured(size, options.batch or BATCHES[size], steps[size])
+            measured(size, options.batch or BATCHES[size], steps[size], allocator)
             for _ in range(runs)
         ]
         for size in sizes
@@ -172,8 +189,11 @@ def config_of(size: str, batch: int, steps: int) -> Config:
     ).validate()
 
 
-def measured(size: str, batch: int, steps: int) -> dict[str, Any]:
-    """Let a run and two loops alone take turns; return figures, means of both."""
+def measured(
+    size: str, batch: int, steps: int, allocator: Mapping[str, str]
+) -> dict[str, Any]:
+    """Let a run and two loops alone take turns; return figures, means of both.
+    allocator: environment of islands and loops."""
     print(f"{time.strftime('%H:%M:%S')} {size}", file=sys.stderr)
     config = config_of(size, batch, 2 * FIRST + steps)
     with (
@@ -183,11 +203,13 @@ def measured(size: str, batch: int, steps: int) -> dict[str, Any]:
         folder = Path(name)
         run = stack.enter_context(pinned_run(config, folder, environment=ALLOCATOR))
         loops = [
-            stack.enter_context(loop_alone(size, batch, core, folder / f"{core}"))
+            stack.enter_context(
+                loop_alone(size, batch, core, folder / f"{core}", allocator)
+            )
             for core in cores()
         ]
         for island, core in zip(NAMES, cores(), strict=False):
-            run.island(island, core)
+            run.island(island, core, environment=allocator)
         run.until(lambda: all(made(run, loops, FIRST)), TIMEOUT_S)
         pids = run.pids()
         groups = {LIVE: list(pids.values()), ALONE: [loop.pid for loop in loops]}
@@ -310,10 +332,13 @@ def mean_of(both: list[dict[str, Any]]) -> dict[str, Any]:
 class Loop:
     """A loop alone, a process of its own on one core."""
 
-    def __init__(self, command: list[str], file: Path) -> None:
+    def __init__(
+        self, command: list[str], file: Path, environment: Mapping[str, str]
+    ) -> None:
         self._file = file
         file.touch()
-        self._process = subprocess.Popen(command, env=os.environ | ALLOCATOR)
+        env = os.environ | dict(environment)
+        self._process = subprocess.Popen(command, env=env)
         self.pid = self._process.pid
 
     def steps(self) -> list[tuple[float, float]]:
@@ -328,11 +353,13 @@ class Loop:
 
 
 @contextlib.contextmanager
-def loop_alone(size: str, batch: int, core: int, file: Path) -> Iterator[Loop]:
-    """Run the loop alone on that core while the block lasts."""
+def loop_alone(
+    size: str, batch: int, core: int, file: Path, environment: Mapping[str, str]
+) -> Iterator[Loop]:
+    """Run the loop alone on that core while the block lasts. environment: more."""
     command = ["taskset", "--cpu-list", str(core), sys.executable, __file__]
     command += ["--alone", size, str(file), "--batch", str(batch)]
-    loop = Loop(command, file)
+    loop = Loop(command, file, environment)
     try:
         yield loop
     finally:

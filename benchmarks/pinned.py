@@ -55,14 +55,21 @@ class PinnedRun:
         self.until(address.exists, 120.0)
         self.address = address.read_text().strip()
 
-    def island(self, name: str, core: int | None = None, incarnation: int = 1) -> None:
+    def island(
+        self,
+        name: str,
+        core: int | None = None,
+        incarnation: int = 1,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Start an island, on that core alone if one is given; the folder of its
-        checkpoints and compiled programs stays with its name."""
+        checkpoints and compiled programs stays with its name. environment: more of it,
+        for this process."""
         command = [*support.DILOCO, "island", str(self._path), "--name", name]
         command += ["--coordinator", self.address, "--incarnation", str(incarnation)]
         command += ["--workdir", str(self._workdir_of / name)]
         pin = [] if core is None else ["taskset", "--cpu-list", str(core)]
-        self.start(name, [*pin, *command])
+        self.start(name, [*pin, *command], environment)
 
     def kill(self, name: str) -> None:
         """End a process with SIGKILL."""
@@ -135,12 +142,18 @@ class PinnedRun:
                 process.kill()
                 process.wait()
 
-    def start(self, name: str, command: list[str]) -> None:
-        """Start a process of that name."""
+    def start(
+        self,
+        name: str,
+        command: list[str],
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Start a process of that name. environment: more of it, for this one."""
         command = [*self._within(name), *command]
+        env = os.environ | self._environment | dict(environment)
         with self._log.with_suffix(f".{name}").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | self._environment
+                command, stdout=log, stderr=log, env=env
             )
 
 
