@@ -182,7 +182,7 @@ def test_a_run_whose_machines_go_down_one_after_another(text, tmp_path):
     disks. The ledger is exact, replay, in one process, has the same bits, and the
     lead's workdir has all parameters at the end."""
     config = placed(
-        slowed(make_config(text, cycles=14, quorum=1), STEP_SECONDS),
+        slowed(make_config(text, cycles=24, quorum=1), STEP_SECONDS),
         bind=f"127.0.0.1:{free_port()}",
         time_budget_s=5.0,
         restart_delay_s=0.1,
