@@ -193,6 +193,14 @@ def joined(config, service, *, address="", **changes):
     return diloco_jax.join(address or service.address, **(fields | changes))
 
 
+def await_gone(service):
+    """Wait until the coordinator has heard that island b left."""
+    deadline = time.monotonic() + PATIENCE_S
+    while service.lead.state.islands["b"].status != "gone":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def alone(text):
     """One island suffices for a merge."""
@@ -209,10 +217,7 @@ def test_a_loop_that_leaves_early_loses_nothing(alone, tmp_path):
             assert island.step == 5
             assert not island.over
         assert island.state()["outstanding"].all(), "all may still be merged"
-        deadline = time.monotonic() + PATIENCE_S
-        while service.lead.state.islands["b"].status != "gone":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        await_gone(service)
     summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
     assert summary["tokens_computed"] == 5 * 2 * alone.run.sequence_length
     assert summary["tokens_lost"] == {}
@@ -281,12 +286,10 @@ def test_final_is_refused_where_the_last_merge_did_not_come(alone, tmp_path):
 
 
 def test_an_exception_in_the_block_is_told(alone, tmp_path):
-    with (
-        coordinator(alone, tmp_path) as service,
-        pytest.raises(ZeroDivisionError),
-        joined(alone, service),
-    ):
-        _ = 1 / 0
+    with coordinator(alone, tmp_path) as service:
+        with pytest.raises(ZeroDivisionError), joined(alone, service):
+            _ = 1 / 0
+        await_gone(service)
     (left,) = (r for r in read_tape(tmp_path / "tape.jsonl") if r["kind"] == "left")
     assert left["reason"] == "failed"
 

@@ -142,7 +142,7 @@ def test_a_probe_of_kubernetes_is_not_told_and_a_stranger_is(
     config, serve, caplog, monkeypatch
 ):
     """The log has one line a minute about strangers, which probes would take."""
-    made = serve(config)
+    made = serve(placed(config, time_budget_s=PATIENCE_S))
     ended = threading.Semaphore(0)
     hang_up = outposts.hang_up
     monkeypatch.setattr(
