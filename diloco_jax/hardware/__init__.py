@@ -1,1 +1,1 @@
-"""What is known of machines: slices, chips, machine types, measured rates."""
+"""Facts of machines: slices, chips, machine types, measured rates, the TPU here."""
