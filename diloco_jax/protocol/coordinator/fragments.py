@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from msgspec.structs import replace
 
@@ -18,7 +20,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import bounds, ledger, takes
 from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
 from diloco_jax.protocol.coordinator.machines import FRAGMENT
-from diloco_jax.protocol.coordinator.schedule import Fleet
+from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet
 from diloco_jax.protocol.coordinator.state import (
     MISSED_MERGES,
     Fragment,
@@ -158,7 +160,7 @@ def _open_window(
     config: PolicyConfig,
     fragment: Fragment,
     fleet: Fleet,
-    others: frozenset[str],
+    others: AbstractSet[str],
     now: float,
 ) -> Fragment:
     """Set the time for which the others are awaited, now that a quorum is ready."""
@@ -168,12 +170,10 @@ def _open_window(
     waited = min(now - _first_take(fragment), config.overlap_steps * step_s)
     quorum_s = averaged(fragment.quorum_seconds, waited)
     closes_at = now + grace_seconds(config, fragment, quorum_s, step_s)
-    alike = config.grace and config.grace_window == "alike"
-    if alike and (take_s := fleet.take_seconds(others)):
+    if config.grace and config.grace_window == "alike":
         # Takes may lie a whole step apart, and the slack may be shorter: a late
         # adoption costs less than a merge without these islands (docs/design/grace.md).
-        answered_at = fragment.opened_at + take_s + fragment.transfer_seconds
-        closes_at = max(closes_at, answered_at)
+        closes_at = max(closes_at, _answered_at(fragment, fleet, others))
     return replace(
         fragment, quorum_at=now, quorum_seconds=quorum_s, closes_at=closes_at
     )
@@ -188,16 +188,35 @@ def grace_seconds(
     return config.grace * max(0.0, config.overlap_steps * step_seconds - spent)
 
 
+def _answered_at(fragment: Fragment, fleet: Fleet, others: AbstractSet[str]) -> float:
+    """Return the time by which others of about the pacing speed can have answered; 0 if
+    there are none. Those that took later than they were expected to are waited for as
+    long as their deltas may be on their way."""
+    fit = fleet.alike(others)
+    take_s = fleet.take_seconds(fit)
+    if not take_s:
+        return 0.0
+    sent_at = max(_taken_at(fragment, fit), default=0.0)
+    return max(
+        fragment.opened_at + take_s + fragment.transfer_seconds,
+        sent_at + LONGER_TRANSFER * fragment.transfer_seconds,
+    )
+
+
 def _first_take(fragment: Fragment) -> float:
     """Return the time of the first take asked for when the fragment opened: the start
     of the overlap. Islands of several hosts take some steps after the request."""
-    takes = (fragment.accounts[name].take for name in fragment.asked)
-    began = [
+    return min(_taken_at(fragment, fragment.asked), default=fragment.opened_at)
+
+
+def _taken_at(fragment: Fragment, names: Iterable[str]) -> list[float]:
+    """Return the times of takes asked for when the fragment opened."""
+    takes = (fragment.accounts[name].take for name in names)
+    return [
         take.taken_at
         for take in takes
         if take is not None and take.tick >= fragment.tick and take.end is not None
     ]
-    return min(began, default=fragment.opened_at)
 
 
 def computed(

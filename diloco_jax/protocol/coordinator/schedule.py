@@ -26,6 +26,8 @@ ALIKE = 1.5
 """Largest step time of an island of about the pacing speed, in pacing step times."""
 LONGER_STEP = 1.25
 """Duration of a slow step, as a multiple of the usual one."""
+LONGER_TRANSFER = 1.25
+"""Duration of a slow transfer, as a multiple of the usual one."""
 CYCLES_RESERVED = 16
 """Cycles whose ticks one durable record reserves."""
 TICKS_PER_TERM = 1_000_000_000
@@ -170,12 +172,15 @@ class Fleet:
         """Return the step time of the pacing island, in seconds."""
         return pacing_step_seconds(self._config, self._state)
 
-    def take_seconds(self, names: AbstractSet[str]) -> float:
-        """Return the seconds from a request until the named islands of about the pacing
-        speed have taken, the slowest after a slow step; 0 if there is no such island.
-        """
-        fit = alike(self._config, self._state)
-        steps_s = [fit[name].step_seconds for name in names & fit.keys()]
+    def alike(self, names: AbstractSet[str]) -> AbstractSet[str]:
+        """Return those of the islands whose speed is about the pacing one, or
+        unknown."""
+        return names & alike(self._config, self._state).keys()
+
+    def take_seconds(self, fit: AbstractSet[str]) -> float:
+        """Return the seconds from a request until islands of about the pacing speed
+        have taken, the slowest after a slow step; 0 if none, or no speed, is known."""
+        steps_s = [self._state.islands[name].step_seconds for name in fit]
         if not any(steps_s):
             return 0.0
         lead_s = longest_lead_seconds(self._config, self._state)

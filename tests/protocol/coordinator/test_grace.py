@@ -162,6 +162,40 @@ def test_they_are_waited_for_no_longer_than_that() -> None:
     assert merged_islands(only(d.wait(0.1), Merge)) == ["a"]
 
 
+def took_late(step_seconds: float) -> Driver:
+    """b took 2.25 s after it was asked, and a's delta has been on its way for 5 s."""
+    d = late_driver(overlap_steps=0)
+    d.now -= 5 - 2.25
+    d.take("b", 0, 2, arrive=False)
+    d.report("b", step_seconds=step_seconds)
+    d.now += 5 - 2.25
+    return d
+
+
+def test_one_that_took_late_is_waited_for_while_its_delta_may_be_on_its_way() -> None:
+    """It took a second later than after a step and a quarter, as the coordinator
+    knows. Without it in this merge, its first would be one of the next fragment."""
+    d = took_late(step_seconds=1.0)
+    assert of(d.arrive("a", 0), Merge) == []
+    # Of 5 s usual for a transfer, and a quarter more, 2.75 s are over.
+    assert d.fragment(0).closes_at == pytest.approx(d.now + 1.25 * 5 - 2.75)
+    d.now += 2.25
+    assert merged_islands(only(d.arrive("b", 0), Merge)) == ["a", "b"]
+
+
+def test_a_slower_one_that_took_is_not() -> None:
+    d = took_late(step_seconds=3.0)
+    assert merged_islands(only(d.arrive("a", 0), Merge)) == ["a"]
+
+
+def test_a_delta_that_is_stuck_is_not_waited_for_beyond_a_slow_transfer() -> None:
+    d = late_driver()
+    d.take("b", 0, 2, arrive=False)
+    d.arrive("a", 0)
+    assert of(d.wait(1.25 * 5 - 0.1), Merge) == []
+    assert merged_islands(only(d.wait(0.2), Merge)) == ["a"]
+
+
 def test_a_window_that_is_longer_than_that_stays() -> None:
     d = late_driver(overlap_steps=30)
     d.arrive("a", 0)

@@ -314,7 +314,8 @@ def test_nobody_is_waited_for_where_no_island_is_counted() -> None:
     d.join("a")
     d.goodbye("a")
     assert longest_lead_seconds(d.config, d.state) == 0.0
-    assert Fleet(d.config, d.state).take_seconds({"a"}) == 0.0
+    fleet = Fleet(d.config, d.state)
+    assert fleet.take_seconds(fleet.alike({"a"})) == 0.0
 
 
 def test_no_tick_number_is_used_twice_in_spite_of_a_crash() -> None:
