@@ -17,9 +17,9 @@ the strike.
 Prediction: gaps below two medians, and nothing lost but the open steps of what was
 killed.
 
-Fourteen cells are of an AMD EPYC (2026-11-27, evening). All islands killed in a merge
-had 14 and 13 own steps there, and 13 in one run of the code of the night before, which
-had 7 on the Xeon of the other cells; why is not known.
+Found by it, and mended: all islands killed in a merge had 13 or 14 own steps on two
+cores. One that took late missed its first merge by a few hundredths of a second, and
+its next was one of the other fragment; docs/design/grace.md has what changed.
 
 Command: `python -m benchmarks.fault_matrix`; `--only` chooses cells, `--missing` those
 that were not run or had a problem, and figures of others stay as they were. Results are
