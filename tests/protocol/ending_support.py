@@ -5,6 +5,7 @@ from typing import Any
 from kit import Driver
 
 from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.holding import Merge
 
 
 def stopping(*names: str, steps: int = 10, **changes: Any) -> Driver:
@@ -23,3 +24,30 @@ def stop(d: Driver, *names: str) -> list[Effect]:
     for name in names:
         effects += d.report(name, phase="stopped")
     return effects
+
+
+def pending(**changes: Any) -> Driver:
+    """b's delta of 1 step was too late for the merge of the others; all have stopped,
+    a and c after 5 steps and b after 3."""
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130, **changes)
+    d.join("a", "b", "c")
+    d.report("b", 1)
+    for name in "ac":
+        d.report(name, 4)
+    d.take("b", 0, 1, arrive=False)
+    d.take("c", 0, 4)
+    if d.fragment(0).phase == "open":
+        d.take("a", 0, 4)
+    else:
+        d.take("a", 0, 4, arrive=False)
+    d.computed(0)
+    for name, steps in (("b", 3), ("a", 5), ("c", 5)):
+        d.report(name, steps)
+    stop(d, "a", "b", "c")
+    assert d.state.phase == "flushing"
+    return d
+
+
+def whose(merge: Merge) -> list[tuple[str, int, int]]:
+    """Return the islands and the steps of a merge's deltas."""
+    return [(c.island, c.start, c.end) for c in merge.contributions]

@@ -43,7 +43,8 @@ from diloco_jax.protocol.reasons import EndReason
 Step = tuple[State, list[Effect]]
 
 OPEN_BY = 0.5
-"""Share of the flush's time in which all fragments are opened though no delta comes."""
+"""Share of the flush's time in which all fragments are opened for all islands though no
+delta comes."""
 
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
@@ -87,8 +88,13 @@ def wait(config: PolicyConfig, state: State, now: float) -> State:
 
 def soonest(state: State, now: float) -> float:
     """Return the next time at which time alone ends the wait."""
-    times = {"stopping": [state.deadline], "flushing": [state.deadline, state.opens_at]}
-    return min((t for t in times.get(state.phase, []) if now < t), default=math.inf)
+    if state.phase not in ("stopping", "flushing"):
+        return math.inf
+    times = [state.deadline]
+    if state.phase == "flushing":
+        absent = (i for i in state.islands.values() if i.status == "absent")
+        times += [state.opens_at, *(island.lease_until for island in absent)]
+    return min((time for time in times if now < time), default=math.inf)
 
 
 def flush(
@@ -104,8 +110,8 @@ def flush(
 
     Takes made before the stop are merged first, by the usual rules: an island that
     made more steps after its take cannot take again before that merge. If fewer
-    islands than a quorum have such takes, those deltas enter the flush, and the later
-    steps enter a second merge of it.
+    islands than a quorum have such takes, or they have not come for a time, those
+    deltas enter the flush, and the later steps enter a second merge of it.
     """
     if fragment.phase != "idle" or (fragment.away and not hurry):
         return state, []
@@ -114,11 +120,16 @@ def flush(
     if hurry:
         unsettled = tuple(n for n in unsettled if _is_here(accounts[n]))
     if not unsettled and not fragment.left_behind:
+        if not hurry and _may_return(state, fragment, now):
+            return state, []
         phase = FRAGMENT.move(fragment.phase, "flush")
         return with_fragment(state, replace(fragment, phase=phase)), []
-    if unsettled and all((t := accounts[n].take) and t.refused for n in unsettled):
-        return state, []  # The islands have not answered their refusals yet.
+    if unsettled and all(_keeps_nobody(islands[n], accounts[n]) for n in unsettled):
+        return state, []  # They have not answered their refusals yet.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
+    if now >= state.deadline - (1.0 - OPEN_BY) * config.flush_s:
+        # What hangs must not keep the others' last steps out.
+        early = tuple(n for n in early if _is_here(accounts[n]))
     final = hurry or len(early) < config.quorum
     if not final and not all(_is_here(accounts[n]) for n in early):
         return state, []  # The deltas are on their way.
@@ -151,10 +162,26 @@ def _at_once(config: PolicyConfig, islands: int) -> int:
 
 
 def _pause_s(config: PolicyConfig, islands: int) -> float:
-    """Return the time without any delta after which one more fragment is opened; 0 if
-    there is room for all of them."""
+    """Return the time without any delta after which one more fragment is opened."""
     rounds = math.ceil(config.fragments / config.workers / _at_once(config, islands))
-    return OPEN_BY * config.flush_s / rounds if rounds > 1 else 0.0
+    return OPEN_BY * config.flush_s / rounds
+
+
+def _may_return(state: State, fragment: Fragment, now: float) -> bool:
+    """Tell whether an island with open steps in the fragment has lost its connection
+    within its lease: a blink of a link is to cost nobody its last steps."""
+    return any(
+        island.status == "absent"
+        and now < island.lease_until
+        and fragment.accounts[name].start < island.steps
+        for name, island in state.islands.items()
+    )
+
+
+def _keeps_nobody(island: Island, account: Account) -> bool:
+    """Tell whether nothing of the island can be merged before it has answered."""
+    take = account.take
+    return take is not None and bool(take.refused or island.quarantined)
 
 
 def _is_here(account: Account) -> bool:

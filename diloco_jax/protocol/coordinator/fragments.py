@@ -210,12 +210,12 @@ def _first_take(fragment: Fragment) -> float:
 
 
 def _taken_at(fragment: Fragment, names: Iterable[str]) -> list[float]:
-    """Return the times of takes asked for when the fragment opened."""
+    """Return the times, where known, of takes asked for when the fragment opened."""
     takes = (fragment.accounts[name].take for name in names)
     return [
         take.taken_at
         for take in takes
-        if take is not None and take.tick >= fragment.tick and take.end is not None
+        if take is not None and take.tick >= fragment.tick and take.taken_at
     ]
 
 

@@ -7,6 +7,7 @@ may still be merged return when the last of these is given up.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 
@@ -214,15 +215,23 @@ def _pending(state: State, name: str, incarnation: int) -> list[Span]:
 
 
 def _outside(
-    leases: Iterable[Lease], merged: Iterable[Span], sequences_per_step: int
+    leases: Iterable[Lease], merged: Sequence[Span], sequences_per_step: int
 ) -> tuple[Span, ...]:
-    """Return the positions in the leases whose steps are not in `merged`."""
+    """Return the positions in the leases whose steps are not in `merged`, which is
+    sorted and disjoint. Where adoptions lose steps, that is a span for each merge."""
     found: list[Span] = []
     for lease in leases:
         shift = lease.span.start - lease.offset
+        until = lease.offset + lease.span.stop - lease.span.start
+        low = bisect.bisect_left(
+            merged, lease.offset, key=lambda span: span.stop * sequences_per_step
+        )
+        high = bisect.bisect_left(
+            merged, until, low, key=lambda span: span.start * sequences_per_step
+        )
         taken = (
             Span(a * sequences_per_step + shift, b * sequences_per_step + shift)
-            for a, b in merged
+            for a, b in merged[low:high]
         )
         found += spans.without((lease.span,), taken)
     return spans.joined(found)

@@ -67,6 +67,9 @@ def turn_away(config: PolicyConfig, state: State) -> Step:
     for name in apart:
         fleet = Fleet(config, state)
         for before in state.fragments:
+            take = before.accounts[name].take
+            if not (before.left_behind or (take is not None and take.ready)):
+                continue  # This is asked for each fragment after each event.
             fragment, found = bounds.turn_away(config, before, fleet, name)
             if found:
                 state = with_fragment(state, fragment)

@@ -63,5 +63,6 @@ def with_take(
         ]
     effects = effects or takes.pending(fragment, name)
     if not take.arrived:
-        effects.append(takes.ask_to_resend(fragment, name, held.tick))
+        fragment, asks = takes.ask_to_resend(fragment, name, held.tick)
+        effects += asks
     return fragment, effects

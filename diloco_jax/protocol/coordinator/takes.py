@@ -69,7 +69,8 @@ def took(
     if not (take.refused or take.arrived):
         # The take was asked for before a crash: bytes that came first were not kept,
         # unless by a worker that outlived it.
-        effects.append(ask_to_resend(fragment, name, record.tick))
+        fragment, asks = ask_to_resend(fragment, name, record.tick)
+        effects = effects + asks
     return fragment, effects
 
 
@@ -121,11 +122,7 @@ def _claimed(fragment: Fragment, name: str, now: float) -> Step:
     if event.tick != take.tick or take.refused or take.arrived:
         return early.forget(fragment, name)
     fragment = early.without(fragment, name)
-    # Nobody knows how long they were under way.
-    account = fragment.accounts[name]
-    account = replace(account, take=replace(take, taken_at=0.0))
-    fragment = with_account(fragment, name, account)
-    return arrived(fragment, event, now)
+    return arrived(_untimed(fragment, name), event, now)
 
 
 def _known_as(account: Account, tick: int) -> str:
@@ -334,12 +331,19 @@ def verdict_on(
     )
 
 
-def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Tell:
+def ask_to_resend(fragment: Fragment, name: str, tick: int) -> Step:
     """Ask an island to send again a delta that it still holds."""
-    return Tell(
-        session=fragment.accounts[name].session,
-        message=ResendRequest(fragment=fragment.index, tick=tick),
-    )
+    message = ResendRequest(fragment=fragment.index, tick=tick)
+    ask = Tell(session=fragment.accounts[name].session, message=message)
+    return _untimed(fragment, name), [ask]
+
+
+def _untimed(fragment: Fragment, name: str) -> Fragment:
+    """Note that nobody knows how long a delta is under way: outages are no transfer."""
+    account = fragment.accounts[name]
+    assert account.take is not None
+    account = replace(account, take=replace(account.take, taken_at=0.0))
+    return with_account(fragment, name, account)
 
 
 def is_merging(fragment: Fragment, name: str, tick: int) -> bool:

@@ -101,12 +101,13 @@ def back(config: PolicyConfig, state: State, event: WorkerBack, now: float) -> S
             continue
         if not fragment.away:
             continue
-        state = with_fragment(state, replace(fragment, away=False))
-        effects += [
-            takes.ask_to_resend(fragment, name, account.take.tick)
-            for name, account in sorted(fragment.accounts.items())
-            if account.take is not None and not account.take.refused
-        ]
+        fragment = replace(fragment, away=False)
+        for name, account in sorted(fragment.accounts.items()):
+            if account.take is not None and not account.take.refused:
+                tick = account.take.tick
+                fragment, asks = takes.ask_to_resend(fragment, name, tick)
+                effects += asks
+        state = with_fragment(state, fragment)
     return state, effects
 
 

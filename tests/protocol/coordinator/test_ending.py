@@ -1,11 +1,10 @@
 """The end of a run: stopping, flushing, done."""
 
-from typing import Any
-
-from ending_support import stop, stopping
+from ending_support import pending, stop, stopping, whose
 from kit import Driver, asked, kinds, of, only, persisted
 
 from diloco_jax.protocol.coordinator import decide
+from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.coordinator.events import Alert, Persist
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
@@ -112,13 +111,18 @@ def test_the_flush_waits_for_all_live_islands_whatever_the_grace() -> None:
     ]
 
 
-def test_an_island_that_dies_in_the_flush_is_not_waited_for() -> None:
-    d = stopping("a", "b", fragment_sizes=(4,))
+def test_an_island_that_dies_in_the_flush_is_not_waited_for_beyond_its_lease() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,), flush_s=200.0)
     stop(d, "a", "b")
     d.take("a", 0, 10)
     merge = only(d.disconnect("b"), Merge)
     assert [c.island for c in merge.contributions] == ["a"]
-    assert persisted(d.computed(0), "finished")
+    assert not persisted(d.computed(0), "finished")
+    d.wait(d.config.lease_s - 1)
+    d.report("a", 10)
+    until = d.state.islands["b"].lease_until
+    assert decide.next_deadline(d.state, d.now) == until
+    assert persisted(d.wait(until - d.now), "finished")
     assert d.totals("b").lost == {"absent": 100}
 
 
@@ -135,7 +139,7 @@ def test_at_the_deadline_the_flush_merges_what_is_here() -> None:
     d = stopping("a", "b", fragment_sizes=(4, 4))
     stop(d, "a", "b")
     d.take("a", 0, 10)
-    assert decide.next_deadline(d.state, d.now) == d.now + d.config.flush_s
+    assert decide.next_deadline(d.state, d.now) == d.now + OPEN_BY * d.config.flush_s
     effects = d.wait(d.config.flush_s)
     assert only(effects, Merge).fragment == 0
     assert d.fragment(1).phase == "done", "nobody answered there"
@@ -183,10 +187,6 @@ def test_what_the_flush_did_not_wait_for_is_told() -> None:
     assert f"{d.config.flush_s:g} s" in told.text
 
 
-def whose(merge: Merge) -> list[tuple[str, int, int]]:
-    return [(c.island, c.start, c.end) for c in merge.contributions]
-
-
 def test_a_tick_of_before_the_stop_is_no_flush() -> None:
     d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130)
     d.join("a", "b")
@@ -209,28 +209,6 @@ def test_a_tick_of_before_the_stop_is_no_flush() -> None:
     assert (second.final, whose(second)) == (True, [("b", 1, 5)])
     assert persisted(d.computed(0), "finished")
     assert d.totals("b").merged == 50
-
-
-def pending(**changes: Any) -> Driver:
-    """b's delta of 1 step was too late for the merge of the others; all have stopped,
-    a and c after 5 steps and b after 3."""
-    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=130, **changes)
-    d.join("a", "b", "c")
-    d.report("b", 1)
-    for name in "ac":
-        d.report(name, 4)
-    d.take("b", 0, 1, arrive=False)
-    d.take("c", 0, 4)
-    if d.fragment(0).phase == "open":
-        d.take("a", 0, 4)
-    else:
-        d.take("a", 0, 4, arrive=False)
-    d.computed(0)
-    for name, steps in (("b", 3), ("a", 5), ("c", 5)):
-        d.report(name, steps)
-    stop(d, "a", "b", "c")
-    assert d.state.phase == "flushing"
-    return d
 
 
 def test_the_flush_merges_a_fragment_once() -> None:
@@ -317,7 +295,8 @@ def test_a_tick_that_is_given_up_in_the_flush_leaves_its_deltas_to_it() -> None:
     assert d.state.phase == "flushing"
     merge = only(d.disconnect("b"), Merge)
     assert (merge.final, whose(merge)) == (True, [("a", 0, 4)])
-    assert persisted(d.computed(0), "finished")
+    d.computed(0)
+    assert persisted(d.wait(d.config.flush_s), "finished")
 
 
 def test_at_the_deadline_what_is_pending_is_merged() -> None:

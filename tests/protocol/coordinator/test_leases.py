@@ -1,13 +1,17 @@
 """Leases of data: enough for an outage, never twice, back only if without effect."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kit import Driver, kinds, of, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.state import with_island
 from diloco_jax.protocol.messages import Granted
+from diloco_jax.protocol.spans import joined
 from diloco_jax.protocol.values import Span
 
 
@@ -259,3 +263,29 @@ def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:
     d.merge(0, a=steps)
     d.goodbye("a")
     assert leases.trained(d.state) == [first.span]
+
+
+@given(
+    merged=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 6)), max_size=8),
+    granted=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 40)), min_size=1),
+    size=st.integers(1, 3),
+)
+def test_positions_come_back_whose_steps_are_in_no_merge(merged, granted, size) -> None:
+    steps = joined(Span(start, start + count) for start, count in merged)
+    d = Driver()
+    d.hello("a", sequences_per_step=size)
+    held, offset = list[leases.Lease](), 0
+    for start, count in granted:
+        held.append(leases.Lease(offset=offset, span=Span(start, start + count)))
+        offset += count
+    island = replace(d.state.islands["a"], leases=tuple(held))
+    state = replace(d.state, in_merges={"a": steps}, free_spans=())
+    state = leases.release(with_island(state, island), "a", steps)
+    expected = {
+        lease.span.start + index
+        for lease in held
+        for index in range(lease.span.stop - lease.span.start)
+        if not any(a <= (lease.offset + index) // size < b for a, b in steps)
+    }
+    free = {p for span in state.free_spans for p in range(span.start, span.stop)}
+    assert free == expected

@@ -1,0 +1,111 @@
+"""The flush, while links blink or hang: nobody's last steps are lost by it."""
+
+from ending_support import pending, stop, stopping, whose
+from kit import Driver, asked, notes, of, only, persisted
+
+from diloco_jax.protocol.coordinator import decide, quarantine
+from diloco_jax.protocol.coordinator.ending import OPEN_BY
+from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.messages import ResendRequest
+
+
+def back(d: Driver, name: str, fragment: int, steps: int) -> None:
+    """The island is back with a delta whose bytes have not come."""
+    held = d.held(name, fragment, 0, steps)
+    effects = d.hello(name, steps=steps, phase="stopped", outstanding=(held,))
+    assert only(effects, ResendRequest).tick == held.tick
+
+
+def test_a_blink_of_all_links_costs_nobody_its_last_steps() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, "a", "b")
+    for name in "ab":
+        d.take(name, 0, 10, arrive=False)
+    for name in "ab":
+        d.disconnect(name)
+    assert d.state.phase == "flushing"
+    d.now += 1
+    for name in "ab":
+        back(d, name, 0, 10)
+    # The first that was back opened it again, for itself.
+    assert whose(only(d.arrive("a", 0), Merge)) == [("a", 0, 10)]
+    d.computed(0)
+    assert whose(only(d.arrive("b", 0), Merge)) == [("b", 0, 10)]
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("a").lost == d.totals("b").lost == {}
+
+
+def test_a_blink_of_one_link_costs_a_second_merge() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, "a", "b")
+    d.take("b", 0, 10, arrive=False)
+    d.take("a", 0, 10)
+    assert whose(only(d.disconnect("b"), Merge)) == [("a", 0, 10)]
+    assert not persisted(d.computed(0), "finished")
+    d.now += 1
+    back(d, "b", 0, 10)
+    assert whose(only(d.arrive("b", 0), Merge)) == [("b", 0, 10)]
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("b").lost == {}
+
+
+def test_who_is_not_back_within_its_lease_is_not_waited_for() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,), flush_s=200.0)
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    d.disconnect("b")
+    d.computed(0)
+    until = d.state.islands["b"].lease_until
+    d.now = until - 1
+    assert not persisted(d.report("a", 10), "finished")
+    assert decide.next_deadline(d.state, d.now) == until
+    assert persisted(d.wait(1), "finished")
+    assert d.totals("b").lost == {"absent": 100}
+
+
+def test_what_hangs_keeps_nobody_elses_last_steps_out() -> None:
+    """b's delta of before the stop does not come."""
+    d = pending(quorum=1)
+    d.arrive("a", 0)
+    hopes_s = OPEN_BY * d.config.flush_s
+    assert of(d.wait(hopes_s - 1), Merge) == []
+    first = only(d.wait(1), Merge)
+    assert (first.final, whose(first)) == (False, [("a", 0, 4)])
+    assert asked(d.computed(0)) == {0: ["a", "c"]}
+    d.take("a", 0, 5)
+    last = only(d.take("c", 0, 5), Merge)
+    assert (last.final, whose(last)) == (True, [("a", 4, 5), ("c", 4, 5)])
+    d.computed(0)
+    assert persisted(d.wait(d.config.flush_s), "finished")
+    assert d.totals("a").lost == d.totals("c").lost == {}
+    assert d.totals("b").lost == {"finished": 30}
+
+
+def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> None:
+    d = stopping("a", "b", "c", fragment_sizes=(4,))
+    d.state = quarantine.moved(d.state, "c", quarantined=True)
+    stop(d, "a", "b", "c")
+    d.take("a", 0, 10)
+    d.take("b", 0, 10)
+    d.computed(0)
+    assert d.state.phase == "flushing"
+    d.report("a", 10)
+    assert notes(d.report("b", 10), "tick") == []
+    tick = d.state.tick
+    d.report("a", 10)
+    assert d.state.tick == tick
+
+
+def test_an_outage_is_no_transfer() -> None:
+    """Later merges would wait for slow transfers of that length."""
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4)
+    d.join("a")
+    d.report("a", 4)
+    d.take("a", 0, 4, arrive=False)
+    d.disconnect("a")
+    d.now += 600
+    held = d.held("a", 0, 0, 4)
+    d.hello("a", steps=4, phase="training", outstanding=(held,))
+    d.now += 1
+    d.arrive("a", 0)
+    assert d.fragment(0).transfer_seconds == 0.0
