@@ -88,7 +88,7 @@ def told_apart(start: str, lasted: str, most: int, last: str = "") -> str:
     Kubernetes gives the process up. last: lines that may change the code before.
     """
     return f"""\
-began=$(date +%s)
+began=$EPOCHSECONDS
 serve() {{
 {start}}}
 asked= child=
