@@ -8,7 +8,7 @@ from importlib import resources
 from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.order import (
     COORDINATOR,
-    MAX_RESTARTS,
+    LASTED_S,
     PERMIT,
     PLATFORMS,
     ROOT,
@@ -108,7 +108,8 @@ def _script(
         "DATA": order.settings.data,
         "RUN": order.name,
         "PART": owner,
-        "MAX_RESTARTS": str(MAX_RESTARTS),
+        "FRUITLESS_STARTS": str(order.fruitless_starts),
+        "LASTED_S": str(LASTED_S),
         "FOLLOW_S": str(ISLANDS_FOLLOW_S if role == "island" else FOLLOW_S),
         **settings,
     }

@@ -39,6 +39,7 @@ Requires=docker.service
 StartLimitIntervalSec=0
 [Service]
 ExecStart=/bin/bash $ROOT/host.sh run
+ExecStop=/bin/bash $ROOT/host.sh stopping
 Restart=on-failure
 RestartSec=10
 RestartPreventExitStatus=2 3
@@ -51,30 +52,25 @@ UNIT
 }
 
 run() {
-  local limit=() left
-  if [ "$END" != 0 ]; then
-    left=$((END - $(date +%s)))
-    if [ "$left" -le 0 ]; then
-      echo 'launch.max_hours are over'
-      exit 0
-    fi
-    limit=(timeout --foreground --kill-after=60 "$left")
-  fi
+  local limit=()
+  bound_time
   count_crashes
-  export DOCKER_CONFIG="$ROOT/docker"
-  mkdir -p "$DOCKER_CONFIG"
-  cloud auth print-access-token |
-    docker login --username oauth2accesstoken --password-stdin "https://${IMAGE%%/*}"
-  docker pull --quiet "$IMAGE"
+  begins "pull of $IMAGE"
+  pull
+  begins "copy of the certificates from the secret $SECRET"
   certificates
   if [ -n "$DATA" ]; then
-    cloud storage rsync --recursive "$DATA" "$ROOT/data"
+    begins "copy of $DATA"
+    cloud_into "$ROOT/data" storage rsync --recursive "$DATA" "$ROOT/data"
   fi
   local work="$ROOT/run" environment=("${VARIABLES[@]}") number value
   if [ "$ROLE" = coordinator ]; then
+    begins "mount of the disk $DEVICE"
     mount_disk
+    begins "entry of $ADDRESS in launch.dns_zone"
     register
     work=$DISK/run
+    begins "look into the secret $BEGIN"
     fetch_permit
     if [ -e "$PERMIT" ]; then
       ARGUMENTS+=(--init)
@@ -93,15 +89,15 @@ run() {
     environment+=(--env "JAX_PLATFORMS=$PLATFORMS")
   fi
   for ((number = 0; number < ${#SECRETS[@]}; number += 2)); do
+    begins "look into the secret ${SECRETS[number + 1]} (launch.secrets)"
     value=$(cloud secrets versions access latest --secret "${SECRETS[number + 1]}" \
       --project "$PROJECT")
     # By name: the value is in no argument and on no disk.
     export "${SECRETS[number]}=$value"
     environment+=(--env "${SECRETS[number]}")
   done
-  # To the cloud's log, if the machine may write there: it outlives the machine.
-  local log=(--log-driver gcplogs --label "diloco-run=$RUN" --label "diloco-part=$PART"
-    --log-opt labels=diloco-run,diloco-part --log-opt "gcp-project=$PROJECT")
+  begins "\`diloco\`, whose own log says why"
+  local log=("${CLOUD_LOG[@]}")
   if ! docker run --rm "${log[@]}" --entrypoint true "$IMAGE" >/dev/null 2>&1; then
     log=(--log-driver none)
   fi
@@ -111,16 +107,48 @@ run() {
   docker rm --force diloco >/dev/null 2>&1 || true
   if [ -n "$DATA" ]; then
     # So that no start reads it. What is wrong with a file, `diloco` itself tells.
-    docker run --rm --name diloco --log-driver none --volume "$ROOT:$ROOT" "$IMAGE" \
-      manifest --missing "$ROOT/data" || true
+    docker run --rm --name diloco --log-driver none --volume "$ROOT/data:$ROOT/data" \
+      "$IMAGE" manifest --missing "$ROOT/data" || true
   fi
+  bound_time  # Text was copied meanwhile.
   trap - ERR
   # It holds none of the pipes: who waits for their end waits for the process alone.
   follow_certificates >/dev/null 2>&1 &
   # In the foreground: signals and the exit code pass through.
   exec "${limit[@]}" docker run --rm --name diloco "${privileged[@]}" --network host \
-    "${log[@]}" --volume "$ROOT:$ROOT" --volume "$work:$ROOT/run" "${environment[@]}" \
+    "${log[@]}" --volume "$ROOT/config:$ROOT/config:ro" \
+    --volume "$ROOT/certificates:$ROOT/certificates:ro" \
+    --volume "$ROOT/data:$ROOT/data" --volume "$work:$ROOT/run" "${environment[@]}" \
     "$IMAGE" "${ARGUMENTS[@]}"
+}
+
+# `timeout` until the end, if one is set.
+bound_time() {
+  if [ "$END" = 0 ]; then return; fi
+  local left=$((END - $(date +%s)))
+  if [ "$left" -le 0 ]; then
+    echo 'launch.max_hours are over'
+    exit 0
+  fi
+  limit=(timeout --foreground --kill-after=60 "$left")
+}
+
+# The image, if it is not there for good already: a digest means one image, a tag may
+# have moved. Only Google's registries know the machine's account.
+pull() {
+  local registry="${IMAGE%%/*}"
+  export DOCKER_CONFIG="$ROOT/docker"
+  mkdir -p "$DOCKER_CONFIG"
+  case "$IMAGE" in
+    *@sha256:*) if docker image inspect "$IMAGE" >/dev/null 2>&1; then return; fi ;;
+  esac
+  case "$registry" in
+    *.pkg.dev | gcr.io | *.gcr.io)
+      cloud auth print-access-token |
+        docker login --username oauth2accesstoken --password-stdin "https://$registry"
+      ;;
+  esac
+  docker pull --quiet "$IMAGE"
 }
 
 # This machine's certificates, as they are now. Each is whole at any moment, since a
@@ -130,8 +158,8 @@ certificates() {
   (
     umask 077
     mkdir -p "$new" &&
-      cloud secrets versions access latest --secret "$SECRET" --project "$PROJECT" \
-        --out-file "$new/$ROLE.tar" &&
+      cloud_into "$new" secrets versions access latest --secret "$SECRET" \
+        --project "$PROJECT" --out-file "$new/$ROLE.tar" &&
       tar -xmf "$new/$ROLE.tar" -C "$new" &&
       mv "$new"/* "$ROOT/certificates/"
   )
@@ -151,32 +179,56 @@ follow_certificates() {
 }
 
 # A crash loop ends with 2, which nobody repeats. Only progress ends it, not time: a
-# start that fails after an hour's copy of the text would be repeated for ever.
+# start that fails after an hour's copy of the text would be repeated for ever. Pauses
+# grow, to half an hour in all: the registry or a secret may be away for a while.
 count_crashes() {
-  local crashes=0
+  local crashes=0 last
   if [ -e "$ROOT/crashes" ]; then crashes=$(<"$ROOT/crashes"); fi
   # It is empty after a power cut, and was once a time and the number.
   crashes=${crashes##* }
   if [[ ! "$crashes" =~ ^[0-9]+$ ]] || lasted; then crashes=0; fi
-  if [ "$crashes" -ge "$MAX_RESTARTS" ]; then
-    echo "$crashes starts in a row ended without lasting progress; it is given up"
+  if [ "$crashes" -ge "$FRUITLESS_STARTS" ]; then
+    last=$(cat "$ROOT/begun" 2>/dev/null || echo 'unknown')
+    tell "$crashes starts in a row ended before $LASTED_S s of progress, so $PART is" \
+      "given up (placement.fruitless_starts). The last one ended at: $last"
+    # Whoever starts it in spite of that has put something right.
+    rm -f "$ROOT/crashes"
     exit 2
   fi
   mkdir -p "$ROOT"
+  if [ "$crashes" -gt 1 ]; then sleep "$((10 * (crashes - 1)))"; fi
   echo "$((crashes + 1))" >"$ROOT/crashes"
 }
 
-# Whether the last start made progress for ten minutes. `crashes` is as old as it is.
+# An end that was asked for, as at a reboot, is no crash. systemd calls this at every
+# end, and names the process only while it lives.
+stopping() {
+  if [ -n "${MAINPID-}" ]; then rm -f "$ROOT/crashes"; fi
+}
+
+# What the start has come to. If it ends there, it says so once it is given up.
+begins() {
+  echo "$1" >"$ROOT/begun"
+}
+
+# To the machine's journal, and to the cloud's log, which outlives the machine.
+tell() {
+  echo "$*"
+  docker run --rm "${CLOUD_LOG[@]}" --entrypoint echo "$CLOUD_IMAGE" "$*" \
+    >/dev/null 2>&1 || true
+}
+
+# Whether the last start made progress long enough. `crashes` is as old as it is.
 lasted() {
   local since="$ROOT/crashes" old
   if [ ! -e "$since" ]; then return 1; fi
   if [ "$ROLE" = island ]; then
-    # `diloco` touches it after ten minutes of steps.
+    # `diloco` touches it after so long a time of steps.
     [ "$ROOT/run/lasted" -nt "$since" ]
   else
     # After a boot the disk is not mounted yet, and the start counts.
     old=$(($(date +%s) - $(stat -c %Y "$since")))
-    [ "$old" -ge 600 ] &&
+    [ "$old" -ge "$LASTED_S" ] &&
       [ -n "$(find "$DISK/run/publishes" -newer "$since" -print -quit 2>/dev/null)" ]
   fi
 }
@@ -248,10 +300,22 @@ mount_disk() {
   mount -o discard "$DEVICE" "$DISK"
 }
 
-# `gcloud`, which not every machine has, as the machine's own service account.
+# `gcloud`, which not every machine has, as the machine's own service account. It sees
+# nothing of this machine.
 cloud() {
-  docker run --rm --network host --volume "$ROOT:$ROOT" "$CLOUD_IMAGE" \
+  docker run --rm --network host "$CLOUD_IMAGE" gcloud --quiet "$@"
+}
+
+# The same, but it sees, and fills, this one folder.
+cloud_into() {
+  local folder="$1"
+  shift
+  docker run --rm --network host --volume "$folder:$folder" "$CLOUD_IMAGE" \
     gcloud --quiet "$@"
 }
+
+# Options of `docker run` for the cloud's log. Not every account may write there.
+CLOUD_LOG=(--log-driver gcplogs --label "diloco-run=$RUN" --label "diloco-part=$PART"
+  --log-opt labels=diloco-run,diloco-part --log-opt "gcp-project=$PROJECT")
 
 "${1:-boot}"

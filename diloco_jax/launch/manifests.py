@@ -11,8 +11,9 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.launch.nodes import PlacedNode
-from diloco_jax.launch.order import MAX_RESTARTS, PERMIT, PORT, Order
+from diloco_jax.launch.order import PERMIT, PORT, Order
 from diloco_jax.launch.placing import PlacedIsland
+from diloco_jax.launch.pod_scripts import LASTED_CODE
 from diloco_jax.launch.pods import (
     POOL,
     Manifest,
@@ -30,6 +31,12 @@ HOPELESS = {
     "onExitCodes": {"containerName": "diloco", "operator": "In", "values": [2, 3]},
 }
 """Bad config, or refused by the coordinator: no attempt will help."""
+LASTED = {
+    "containerName": "diloco",
+    "operator": "In",
+    "values": [LASTED_CODE],
+}
+"""A crash after lasting progress, which counts to no limit."""
 DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
 """Addresses of nodes and pods of other clusters."""
@@ -55,7 +62,11 @@ def jobset(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
 
     now_unix: first incarnation of this JobSet, above those of any JobSet before it.
     """
-    rules = [HOPELESS, {"action": "FailJob", "onPodConditions": DISRUPTED}]
+    rules = [
+        HOPELESS,
+        {"action": "FailJob", "onPodConditions": DISRUPTED},
+        {"action": "FailJob", "onExitCodes": LASTED},
+    ]
     job = {
         "parallelism": island.slice.hosts,
         "completions": island.slice.hosts,
@@ -81,7 +92,7 @@ def jobset(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
         "metadata": metadata,
         "spec": {
             "failurePolicy": {
-                "maxRestarts": MAX_RESTARTS,
+                "maxRestarts": order.fruitless_starts - 1,
                 # No new pod starts before the last old one has released its chips.
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
@@ -92,7 +103,8 @@ def jobset(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
                         "onJobFailureMessagePatterns": [".*exit code [23] .*"],
                     },
                     {
-                        "name": "preempted",
+                        # Those that were preempted, or made lasting progress.
+                        "name": "uncounted",
                         "action": "RestartJobSetAndIgnoreMaxRestarts",
                         "onJobFailureReasons": ["PodFailurePolicy"],
                     },
@@ -195,7 +207,7 @@ def permit(order: Order) -> Manifest:
         "kind": "Job",
         "metadata": _metadata(order, order.permit, PERMIT),
         "spec": {
-            "backoffLimit": MAX_RESTARTS,
+            "backoffLimit": order.fruitless_starts - 1,
             "template": {
                 "metadata": {"labels": _labels(order, PERMIT)},
                 "spec": permit_pod(order),
@@ -254,11 +266,15 @@ def _job(order: Order, name: str, part: str, pod: Manifest) -> Manifest:
         "spec": {
             "parallelism": 1,
             "completions": 1,
-            "backoffLimit": MAX_RESTARTS,
+            "backoffLimit": order.fruitless_starts - 1,
             # Two on one disk: the second waits until the first has ended.
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {
-                "rules": [HOPELESS, {"action": "Ignore", "onPodConditions": DISRUPTED}]
+                "rules": [
+                    HOPELESS,
+                    {"action": "Ignore", "onPodConditions": DISRUPTED},
+                    {"action": "Ignore", "onExitCodes": LASTED},
+                ]
             },
             "template": {
                 "metadata": {

@@ -20,6 +20,7 @@ from diloco_jax.config import (
     own_code,
 )
 from diloco_jax.coordinator.mandates.kubernetes import KUBERNETES
+from diloco_jax.launch.images import check_image
 from diloco_jax.launch.nodes import (
     PlacedNode,
     check_reached,
@@ -60,11 +61,11 @@ PERMIT = "begin"
 
 LOG_LINES = 100
 """Last lines of each process that `--action logs` shows."""
-MAX_RESTARTS = 200
-"""Crashes of a process before it is given up. Preemptions do not count where they can
-be told from crashes."""
 FRUITLESS_STARTS = 20
-"""`placement.fruitless_starts` of a launch whose config has none."""
+"""`placement.fruitless_starts` of a launch whose config has none. Machines count by it
+too: whoever fails before its hello is not heard by the coordinator."""
+LASTED_S = 600
+"""Seconds of progress after which a process may crash as often again."""
 KEPT_HOURS = 24.0 * 365
 """Hours for which a coordinator lingers whose machine is not to be given back."""
 
@@ -86,6 +87,9 @@ class Order:
     """Where the first parameters come from; empty = they are drawn."""
     ports: tuple[int, ...] = (PORT, PORT + 1)
     """Ports of the coordinator, see `Placement.ports`."""
+    fruitless_starts: int = FRUITLESS_STARTS
+    """Starts of a process in a row, without lasting progress, before its machines are
+    given back."""
     workers: tuple[str, ...] = ()
     """Names of the workers that have machines of their own; worker 0 first."""
     ends_unix: int = 0
@@ -196,6 +200,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             f"launch.project = {settings.project!r} is no project id; `gcloud projects "
             f"list` shows yours"
         )
+    check_image(settings.image)
     if settings.data and not re.match(r"gs://[^/]+/[^/]", settings.data):
         raise ConfigError(
             f"launch.data = {settings.data!r} is no gs://BUCKET/FOLDER; copy the text "
@@ -262,6 +267,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
         config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
         source=source,
         ports=tuple(range(PORT, PORT + hosts.placement.ports)),
+        fruitless_starts=hosts.placement.fruitless_starts,
         workers=workers,
     )
 
@@ -384,15 +390,3 @@ def _host_config(
     }
     ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
     return ordered.validate()
-
-
-def ended_at(command: str, end_unix: int, grace_s: float) -> str:
-    """Return shell lines that become the command, ended by SIGTERM at `end_unix` (0 =
-    never), and by SIGKILL `grace_s` later. Started after that, they end with 0."""
-    if not end_unix:
-        return f"exec {command}\n"
-    return (
-        f"left=$(({end_unix} - $(date +%s)))\n"
-        f"if [ $left -le 0 ]; then echo 'launch.max_hours are over'; exit 0; fi\n"
-        f"exec timeout --foreground --kill-after={grace_s:g} $left {command}\n"
-    )

@@ -5,24 +5,23 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from diloco_jax import run_files
 from diloco_jax.config.launch import variables_of
 from diloco_jax.hardware.machines import GIB, machine_of
 from diloco_jax.hardware.slices import HOST_MACHINES
+from diloco_jax.launch import pod_scripts
 from diloco_jax.launch.nodes import PlacedNode
 from diloco_jax.launch.order import (
     CERTIFICATES,
     CONFIG_FOLDER,
     COORDINATOR,
     DATA,
-    PERMIT,
     PLATFORMS,
     PORT,
     WORKDIR,
     Order,
-    ended_at,
 )
 from diloco_jax.launch.placing import PlacedIsland
+from diloco_jax.launch.pod_scripts import PERMIT_FILE, ended_at, told_apart
 from diloco_jax.wire import principal
 
 Manifest = dict[str, Any]
@@ -35,15 +34,11 @@ STOP_S = 60
 """Seconds of notice for the coordinator, which writes a snapshot and the summary."""
 TPU_PORTS = (8471, 8482, 8431)
 """Ports of libtpu, JAX and the runtime metrics."""
-BEGINS_S = 1800
-"""Seconds for which a standby on a new disk waits for the coordinator's first answer.
-Until the run has begun there is nothing to follow."""
 REQUESTED = 0.8
 """Share of a machine that its one pod asks for. The rest is the node's own."""
 PART, ISLAND = "diloco-part", "diloco-island"
 """Taint of the coordinator's pool; label of an island's pools."""
 POOL = "cloud.google.com/gke-nodepool"
-_PERMIT, _NODE = f"{WORKDIR}/{PERMIT}", f"{WORKDIR}/{run_files.NODE}"
 
 
 def coordinator_pod(order: Order, node: PlacedNode, now_unix: int) -> Manifest:
@@ -56,87 +51,29 @@ def coordinator_pod(order: Order, node: PlacedNode, now_unix: int) -> Manifest:
     leads = [f"{other.host_for(node.cluster)}:{PORT}" for other in others]
     if node.follows:
         (lead,) = leads
-        script = (
-            f"set -- --standby-of {lead}\n{_until_over(_after_begin(lead) + start)}"
-        )
+        served = _served(order, pod_scripts.after_begin(lead) + start)
+        script = f"set -- --standby-of {lead}\n{served}"
     else:
         init = shlex.join(order.init_arguments())
         script = f"""\
-{"" if order.mandate else _ALONE}\
-if [ -d {WORKDIR}/log ]; then rm -f {_PERMIT}; fi
-{"".join(map(_unless_it_began, leads))}\
-if [ -e {_PERMIT} ]; then set -- {init}; fi
-{_until_over(start, _FOLLOWS_NEXT if leads else "")}"""
+{"" if order.mandate else pod_scripts.ALONE}\
+if [ -d {WORKDIR}/log ]; then rm -f {PERMIT_FILE}; fi
+{"".join(map(pod_scripts.unless_it_began, leads))}\
+if [ -e {PERMIT_FILE} ]; then set -- {init}; fi
+{_served(order, start, pod_scripts.FOLLOWS_NEXT if leads else "")}"""
     return _serving_pod(order, node, node.resource, node.stem, script, order.ports)
 
 
-def _unless_it_began(standby: str) -> str:
-    """Return shell lines by which a coordinator follows its standby at HOST:PORT: it
-    leads at once from its own log if the mandate still names it. A run that has had no
-    mandate yet has nobody to follow."""
-    return f"""\
-if [ ! -d {WORKDIR}/log ] || [ -e {_NODE} ]; then set -- --standby-of {standby}; fi
-"""
-
-
-_ALONE = f"""\
-if [ -e {_NODE} ]; then
-  echo "launch.standby_zone is empty, and this run has had a standby, which may have"
-  echo "led last: set it again. If this coordinator led last, remove {_NODE}"
-  exit 2
-fi
-"""
-"""Lines that keep a coordinator from going on from a log that may be the older one."""
-_FOLLOWS_NEXT = f"""\
-# Another node leads the run that is here: the next start follows it.
-if [ "$code" = 3 ] && [ "$1" != --standby-of ] && [ -d {WORKDIR}/log ]; then code=1; fi
-"""
-
-
-def _after_begin(lead: str) -> str:
-    """Return shell lines that wait until the coordinator at HOST:PORT has answered
-    once; not on a disk on which a standby has been."""
-    return f"""\
-lead={lead} until=$(($(date +%s) + {BEGINS_S}))
-while [ ! -e {_NODE} ] && [ "$(date +%s)" -lt $until ]; do
-  if timeout 5 bash -c "exec 3<>/dev/tcp/${{lead%:*}}/${{lead##*:}}" 2>/dev/null; then
-    break
-  fi
-  sleep 5
-done
-"""
-
-
-def _until_over(start: str, last: str = "") -> str:
-    """Return shell lines that run these and end as they do, but with 1 instead of 0 if
-    the pod was asked to end, as where its node is drained: the Job would count as
-    complete, which says that the run is over. last: lines that may change the code."""
-    return f"""\
-serve() {{
-{start}}}
-asked= child=
-ask() {{ if [ "$child" ]; then kill -TERM "$child" 2>/dev/null || true; fi; }}
-trap 'asked=yes; ask' TERM
-serve "$@" &
-child=$!
-# It may have been asked before its number was known.
-if [ "$asked" ]; then ask; fi
-code=0
-wait "$child" || code=$?
-while [ "$asked" ] && kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
-if [ "$asked" ]; then
-  code=0
-  wait "$child" || code=$?
-  if [ "$code" = 0 ]; then code=1; fi
-fi
-{last}exit "$code"
-"""
+def _served(order: Order, start: str, last: str = "") -> str:
+    """Return the lines of a coordinator; see `told_apart`."""
+    lasted, most = pod_scripts.COORDINATOR_LASTED, order.fruitless_starts
+    return told_apart(start, lasted, most, pod_scripts.NOT_COMPLETE + last)
 
 
 def permit_pod(order: Order) -> Manifest:
     """Return the pod that lets the run begin on the disk that there is then."""
     volumes = [_disk(order.coordinator)]
-    put = f"[ -d {WORKDIR}/log ] || touch {_PERMIT}; sync"
+    put = f"[ -d {WORKDIR}/log ] || touch {PERMIT_FILE}; sync"
     return {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
@@ -156,7 +93,12 @@ def permit_pod(order: Order) -> Manifest:
 def worker_pod(order: Order, worker: int, now_unix: int) -> Manifest:
     """Return the pod of a worker on a machine of its own."""
     command = shlex.join(["diloco", *order.worker_arguments(worker)])
-    script = _until_over(ended_at(command, order.end_unix(now_unix), STOP_S))
+    script = told_apart(
+        ended_at(command, order.end_unix(now_unix), STOP_S),
+        pod_scripts.WORKER_LASTED,
+        order.fruitless_starts,
+        pod_scripts.NOT_COMPLETE,
+    )
     stem = principal.worker(worker).stem
     name, ports = order.workers[worker], (PORT, PORT + 1)
     return _serving_pod(order, order.nodes[0], name, stem, script, ports)
@@ -230,11 +172,11 @@ def island_pod(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
     goodbye_after_s = float(notice_s - GOODBYE_S)
     arguments = order.island_arguments(island, dials[0], goodbye_after_s, *dials[1:])
     command = shlex.join(["diloco", *arguments])
-    # The shell adds the numbers and is replaced: signals reach `diloco` itself.
-    script = ended_at(
-        f"{command} --incarnation $(({now_unix} + RESTART_ATTEMPT))",
-        order.end_unix(now_unix),
-        notice_s,
+    counted = f"{command} --incarnation $(({now_unix} + RESTART_ATTEMPT))"
+    script = told_apart(
+        ended_at(counted, order.end_unix(now_unix), notice_s),
+        pod_scripts.ISLAND_LASTED,
+        order.fruitless_starts,
     )
     chips = {"google.com/tpu": str(island.slice.chips_per_host)}
     size = _requests(*HOST_MACHINES[island.slice.machine_type])

@@ -12,7 +12,8 @@ from gke_support import NOW, container_script, job_and_pod, jobset, rendered
 
 from diloco_jax.launch import manifests, tpu_vm
 from diloco_jax.launch.gke import deployment
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.order import FRUITLESS_STARTS, make_order
+from diloco_jax.launch.pod_scripts import LASTED_CODE
 
 WAIT_S = 120.0
 UNTIL_TERM = (
@@ -50,24 +51,46 @@ def test_an_island_is_one_slice_all_or_nothing(config):
 def test_preemptions_are_no_crashes_and_refusals_are_final(config):
     made = jobset(config)
     policy = made["spec"]["failurePolicy"]
-    hopeless, preempted = policy["rules"]
+    hopeless, uncounted = policy["rules"]
     _, job, pod = job_and_pod(made)
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
-    codes, disruption = job["podFailurePolicy"]["rules"]
+    codes, disruption, lasted = job["podFailurePolicy"]["rules"]
     assert codes["onExitCodes"]["values"] == [2, 3]
     assert disruption["onPodConditions"][0]["type"] == "DisruptionTarget"
-    assert policy["maxRestarts"] >= 100
-    # What Kubernetes says of a job that the first rule failed.
+    assert lasted["onExitCodes"]["values"] == [LASTED_CODE]
+    for rule in (codes, disruption, lasted):
+        assert rule["action"] == "FailJob", "so its reason is PodFailurePolicy"
+    assert policy["maxRestarts"] + 1 == FRUITLESS_STARTS == 20
+    # What Kubernetes says of a job that the first rule failed, or the last one.
     message = (
-        "Container diloco for pod default/two-v6e-b-hosts-0-0 failed with exit code 3 "
-        "matching FailJob rule at index 0"
+        "Container diloco for pod default/two-v6e-b-hosts-0-0 failed with exit code %d "
+        "matching FailJob rule at index %d"
     )
     (pattern,) = hopeless["onJobFailureMessagePatterns"]
     assert hopeless["action"] == "FailJobSet"
-    assert re.fullmatch(pattern, message)
+    assert re.fullmatch(pattern, message % (3, 0))
+    assert not re.fullmatch(pattern, message % (LASTED_CODE, 2))
     assert not re.fullmatch(pattern, "Pod x has condition DisruptionTarget matching")
-    assert preempted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert set(preempted["onJobFailureReasons"]) == {"PodFailurePolicy"}
+    assert uncounted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert set(uncounted["onJobFailureReasons"]) == {"PodFailurePolicy"}
+
+
+def test_crashes_without_lasting_progress_are_counted_on_every_pod(config):
+    placement = dataclasses.replace(config.placement, workers=2, fruitless_starts=7)
+    made = rendered(
+        dataclasses.replace(config, placement=placement), workers_apart=True
+    )
+    jobset = made["JobSet", "two-v5p"]["spec"]
+    assert jobset["failurePolicy"]["maxRestarts"] == 6
+    for name in ("coordinator", "worker-0", "worker-1"):
+        job = made["Job", f"two-{name}"]["spec"]
+        assert job["backoffLimit"] == 6
+        hopeless, *uncounted = job["podFailurePolicy"]["rules"]
+        assert hopeless["action"] == "FailJob"
+        assert [rule["action"] for rule in uncounted] == ["Ignore", "Ignore"]
+        assert uncounted[1]["onExitCodes"]["values"] == [LASTED_CODE]
+        script = container_script(job["template"]["spec"])
+        assert "after 7" in script
 
 
 def test_the_notice_is_no_longer_than_the_machine_lives(config):

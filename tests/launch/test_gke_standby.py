@@ -128,7 +128,7 @@ def test_in_another_cluster_each_is_dialled_where_the_other_reaches_it(config):
     made = rendered(with_mandate(config, BUCKET), **ELSEWHERE)
     first = container_script(pod_of(made, "two-coordinator"))
     second = container_script(pod_of(made, "two-standby"))
-    assert says(first, "--standby-of") == "10.30.0.9:7077;"
+    assert says(first, "--standby-of") == "10.30.0.9:7077"
     assert says(second, "--standby-of") == "10.20.0.9:7077"
     for name, number in (
         ("two-coordinator", "10.20.0.9"),

@@ -131,13 +131,13 @@ def test_an_unknown_zone_is_remarked_upon(path, capsys):
 @pytest.mark.parametrize("field", ["image", "cloud_image"])
 def test_an_image_without_a_digest_is_told(cloud, launch, capsys, field):
     digest = "@sha256:" + 64 * "a"
-    images = {"image": f"a{digest}", "cloud_image": f"b{digest}"}
+    images = {"image": f"r.example/a{digest}", "cloud_image": f"b{digest}"}
     assert launch("tpu_vm", **images) == 0
     assert "write its digest" not in capsys.readouterr().err
-    assert launch("tpu_vm", **{**images, field: "c:1"}) == 0
+    assert launch("tpu_vm", **{**images, field: "r.example/c:1"}) == 0
     lines = capsys.readouterr().err.splitlines()
     (note,) = [line for line in lines if "write its digest" in line]
-    assert f"launch.{field} = 'c:1' is a name that may come to mean another" in note
+    assert f"launch.{field} = 'r.example/c:1' is a name that may come to" in note
 
 
 @pytest.mark.parametrize(

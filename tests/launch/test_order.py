@@ -69,6 +69,12 @@ def test_bad_settings_are_refused_with_a_remedy(config):
     named = changed(config, purchase={"v5p": "reserved:mine"})
     assert "write 'reserved'" in refusal(named, on="tpu_vm")
     make_order(named, "two.py", "gke")
+    for image in ("diloco", "diloco:1", "me/diloco:1"):
+        said = refusal(changed(config, image=image))
+        assert f"launch.image = {image!r}" in said
+        assert f"docker.io/{image}" in said
+    for image in ("docker.io/me/diloco:1", "registry.example:5000/diloco"):
+        make_order(changed(config, image=image), "two.py", "tpu_vm")
     for data in ("/data/text", "gs://bucket", "gs://bucket/"):
         assert "gs://BUCKET/FOLDER" in refusal(changed(config, data=data))
     assert "launch.name is empty" in refusal(

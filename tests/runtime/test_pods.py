@@ -31,7 +31,7 @@ def test_a_run_from_its_first_pod_to_one_that_comes_too_late(
     launch = LaunchConfig(
         project="my-project",
         name="pods",
-        image="image",
+        image="registry.example/image",
         data="gs://bucket/text",
         zones={"a": "us-east5-a", "b": "us-east5-b"},
         coordinator_zone="us-east5-a",

@@ -41,7 +41,7 @@ def paired(text: Path) -> Config:
     launch = LaunchConfig(
         project="my-project",
         name="pods",
-        image="image",
+        image="registry.example/image",
         data="gs://bucket/text",
         zones={"a": "us-east5-a", "b": "us-east5-b"},
         coordinator_zone="us-east5-a",
