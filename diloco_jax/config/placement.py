@@ -316,6 +316,12 @@ class Placement:
         return self.workers if self.workers > 1 and not self.worker_addresses else 0
 
     @property
+    def away_s(self) -> float:
+        """Seconds for which an island that no coordinator has let in yet waits for one:
+        its machine may still start, or it may gather its state."""
+        return max(self.outage_budget_s, self.compile_budget_s)
+
+    @property
     def patience_s(self) -> float:
         """Seconds for which an island without data waits before it ends."""
         return 3 * self.outage_budget_s
