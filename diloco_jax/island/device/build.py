@@ -21,7 +21,6 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Model, Params
 from diloco_jax.models.plan import build_plan
 
-
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Statuses of a failed compilation that another attempt may cure, as where a device or
 the service of a compiler was away. They begin the error's text."""
