@@ -99,7 +99,8 @@ class Placement:
         SOME_SECONDS,
         group=DEADLINES,
         help='Most seconds that an island may report "compiling", its hosts\' waiting '
-        "for each other included.",
+        "for each other included. An island waits as long for a coordinator that has "
+        "not let it in yet.",
     )
     hang_budget_s: float = setting(
         600.0,
