@@ -1,13 +1,14 @@
-"""The exit code of an island whose start fails says whether to start it again."""
+"""What processes whose start fails say, and whether to start them again."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 import jax
 import pytest
-from runtime_support import coordinator, make_config, placed
+from runtime_support import PATIENCE_S, coordinator, make_config, placed
 
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from diloco_jax.island import host, main
@@ -40,13 +41,28 @@ def test_a_compilation_that_fails_gives_the_slice_back_only_for_good(
     assert said in caplog.text
 
 
-def test_a_coordinator_that_is_not_there_may_take_as_long_as_a_compilation(
-    text, tmp_path, caplog
-):
+@pytest.fixture
+def nobody() -> str:
+    """An address at which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_coordinator_says_if_it_is_not_at_the_address_of_islands(
+    text, tmp_path, caplog, nobody
+):
+    config = placed(make_config(text), advertise=nobody, time_budget_s=1.0)
+    with coordinator(config, tmp_path / "run"):
+        (dials,) = [t for t in threading.enumerate() if t.name == "own-address"]
+        dials.join(PATIENCE_S)
+    assert f"does not reach itself at {nobody}, placement.advertise" in caplog.text
+
+
+def test_a_coordinator_that_is_not_there_may_take_as_long_as_a_compilation(
+    text, tmp_path, caplog, nobody
+):
     config = placed(make_config(text), outage_budget_s=0.2, compile_budget_s=2.0)
     began = time.monotonic()
-    assert main.run(config, "a", address, tmp_path / "a", 1) == EXIT_FAILED
+    assert main.run(config, "a", nobody, tmp_path / "a", 1) == EXIT_FAILED
     assert time.monotonic() - began >= 2.0
-    assert f"of at most 2: {address}: nothing listens there" in caplog.text
+    assert f"of at most 2: {nobody}: nothing listens there" in caplog.text
