@@ -99,7 +99,8 @@ class Placement:
         SOME_SECONDS,
         group=DEADLINES,
         help='Most seconds that an island may report "compiling", its hosts\' waiting '
-        "for each other included.",
+        "for each other included. An island waits as long for a coordinator that has "
+        "not let it in yet.",
     )
     hang_budget_s: float = setting(
         600.0,
@@ -314,6 +315,12 @@ class Placement:
     def workers_here(self) -> int:
         """Worker processes on the coordinator's machine."""
         return self.workers if self.workers > 1 and not self.worker_addresses else 0
+
+    @property
+    def away_s(self) -> float:
+        """Seconds for which an island that no coordinator has let in yet waits for one:
+        its machine may still start, or it may gather its state."""
+        return max(self.outage_budget_s, self.compile_budget_s)
 
     @property
     def patience_s(self) -> float:

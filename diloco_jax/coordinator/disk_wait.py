@@ -27,6 +27,8 @@ class DiskWait:
         """patience_s: longest wait for one write. ended: asked between two attempts;
         once it is true, nothing is waited for."""
         self._patience_s, self._ended = patience_s, ended
+        self.touch: Callable[[], None] = lambda: None
+        """Called between two attempts: the thread that waits does not hang."""
         self._waiting: dict[str, str] = {}
         """Waits, by the name of the data to be written."""
         self._over: list[str] = []
@@ -65,6 +67,7 @@ class DiskWait:
                     f"there within {self._patience_s:g} s (4 * "
                     f"placement.outage_budget_s), or the coordinator ends",
                 )
+            self.touch()
             time.sleep(AGAIN_S)
         if self._waiting.pop(what, None):
             waited_s = time.monotonic() - began

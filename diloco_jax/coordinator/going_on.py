@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.workdir import RunFacts, begin_run, find_run, holds_run, read_facts
+from diloco_jax.workdir import held as held_by_one
 
 
 def facts_of(config: Config, workdir: Path, *, init: bool, resume: bool) -> RunFacts:
@@ -30,6 +32,17 @@ def facts_of(config: Config, workdir: Path, *, init: bool, resume: bool) -> RunF
     if resume or holds_run(workdir):
         return find_run(config, workdir, extends=resume)
     return RunFacts(run_id="", begun_unix=time.time())
+
+
+def hold(workdir: Path, held: contextlib.ExitStack, *, had_run: bool) -> None:
+    """Lock the workdir until `held` ends. had_run: there was a run in it as this
+    coordinator came up. Raises ConfigError if there was none, and is one now."""
+    held.enter_context(held_by_one(workdir / run_files.LOCK, "a coordinator"))
+    if not had_run and holds_run(workdir):
+        raise ConfigError(
+            f"{workdir} holds a run now, but held none when this coordinator came up; "
+            f"start the coordinator again to go on with that run"
+        )
 
 
 def require_run(workdir: Path, run_id: str) -> None:

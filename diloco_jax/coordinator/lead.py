@@ -81,6 +81,8 @@ class EngineThread(Generic[S, E]):
         self.engine = engine
         self._next_deadline, self._timer = next_deadline, timer
         self._peer_of, self._housekeeping = peer_of, housekeeping
+        self.touch: Callable[[], None] = lambda: None
+        """Called on this thread after each turn; see `hanging.TurnWatch`."""
         self._queue: queue.Queue[
             tuple[E | None, Before | None, Disconnected | None, float]
         ] = queue.Queue(EVENTS_WAITING)
@@ -144,6 +146,7 @@ class EngineThread(Generic[S, E]):
         try:
             while not self._stopping:
                 self._turn()
+                self.touch()
                 if self._failure is not None:
                     raise self._failure
         finally:

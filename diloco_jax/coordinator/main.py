@@ -11,6 +11,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import jax
 
 from diloco_jax import checkpoint, compilation, files, restart_time, run_files, storage
 from diloco_jax import workdir as workdirs
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, term, too_late
+from diloco_jax.coordinator import going_on, origin, own_address, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
@@ -117,7 +118,7 @@ class Coordinator:
             storage.require_access(self._folder)
         self._model = build(config.run)
         self._plan = build_plan(config.run, self._model)
-        self._config = config = restart_time.lasting(config, self._plan.total)
+        self.config = config = restart_time.lasting(config, self._plan.total)
         # Islands need it: refuse a name that optax lacks before they start.
         build_inner(config.run, self._model)
         require_room(config, self._plan)
@@ -131,10 +132,10 @@ class Coordinator:
 
     def start(self) -> None:
         """Make or load the state, or gather it from islands, and serve."""
-        config, workdir = self._config, self._workdir
+        config, workdir = self.config, self._workdir
         self.seat = taken(config, workdir, self._facts, self.gathers, self._open)
         gathered = None if self._facts.run_id else self._gather()
-        self._hold_workdir(gathered)
+        going_on.hold(workdir, self._open, had_run=gathered is None)
         compilation.use_cache(compilation.of_run(workdir))
         run_id = self._facts.run_id
         self.policy_config = policy = policy_of(config, self._plan, run_id)
@@ -163,25 +164,29 @@ class Coordinator:
             self._serve(service)
         self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
+        dialled = own_address.dialled(config.placement, run_id, self._tls, self._bound)
+        self._open.enter_context(dialled)
 
-    def run(self) -> int:
-        """Decide until the run is over or the process is asked to end."""
+    def run(self, touch: Callable[[], None] = lambda: None) -> int:
+        """Decide until the run is over or the process is asked to end. touch: see
+        `TurnWatch`."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._asked_to_end)
+        self.lead.touch = self._disk.touch = touch
         self.lead.run()
         return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
 
     def conclude(self) -> int:
         """Write the last snapshot and summary, unless it failed; return the code."""
-        finished, linger_s = self.lead.finished, self._config.placement.linger_s
+        finished, linger_s = self.lead.finished, self.config.placement.linger_s
         if finished and linger_s:
             self._server.hand_over(too_late.TooLate(self.lead, self._announcer.shown()))
         else:
             self._server.stop(self._deadlines.stop_s / 5)
         last = LastWrites(
             workdir=self._workdir,
-            config=self._config,
+            config=self.config,
             lead=self.lead,
             holder=self.holder,
             log=self._log,
@@ -213,11 +218,11 @@ class Coordinator:
         self._open.close()
 
     def _serve(self, handlers: Handlers) -> None:
-        self._server = server_of(self._config, handlers, self._tls)
+        self._server = server_of(self.config, handlers, self._tls)
         self._server.primary = self.seat.followable
         self._open.callback(self._server.stop, 0.0)
-        bound = self._server.start()
-        self.address = self._config.placement.advertise or bound
+        self._bound = self._server.start()
+        self.address = self.config.placement.advertise or self._bound
         addresses.parse_address(self.address)
 
     def _serve_early(self, handlers: Handlers) -> None:
@@ -231,25 +236,15 @@ class Coordinator:
         self._open.callback(file.unlink, missing_ok=True)
 
     def _gather(self) -> Gathered:
-        config, workdir, ours = self._config, self._workdir, self.gathers
+        config, workdir, ours = self.config, self._workdir, self.gathers
         gathered = term.gather(config, workdir, self._plan, self._serve, ours)
         self._facts = RunFacts(run_id=gathered.opened.run_id, begun_unix=time.time())
         workdirs.make_workdir(workdir)
         return gathered
 
-    def _hold_workdir(self, gathered: Gathered | None) -> None:
-        """Lock the workdir, which had no run if the state was gathered."""
-        lock = workdirs.held(self._workdir / run_files.LOCK, "a coordinator")
-        self._open.enter_context(lock)
-        if gathered is not None and workdirs.holds_run(self._workdir):
-            raise ConfigError(
-                f"{self._workdir} holds a run now, but held none when this coordinator "
-                f"came up; start the coordinator again to go on with that run"
-            )
-
     def _begin_run(self) -> Params | None:
         """Clear a new run's place; return parameters that an island gives, if any."""
-        config, workdir = self._config, self._workdir
+        config, workdir = self.config, self._workdir
         giver = "" if workdirs.has_begun(workdir) else config.placement.first_from
         if not self._init and not giver:
             raise origin.without_snapshot(workdir, self._facts.run_id, self._folder)
@@ -262,7 +257,7 @@ class Coordinator:
 
     def _open_parts(self, whose: dict[str, Any]) -> None:
         """Open the tape, the kept cycles and the holders of fragments."""
-        config, workdir = self._config, self._workdir
+        config, workdir = self.config, self._workdir
         self._tape = Tape(workdir / run_files.TAPE, repeat=self._disk.until_written)
         self._open.callback(self._tape.close)
         exports, sizes = config.placement.exports_kept, self._plan.sizes
@@ -277,7 +272,7 @@ class Coordinator:
         self, gathered: Gathered | None, found: int | None, given: Params | None
     ) -> State:
         """Make the state, the holder and the log of this life."""
-        config, workdir = self._config, self._workdir
+        config, workdir = self.config, self._workdir
         maker = StateMaker(
             config=config,
             policy=self.policy_config,
@@ -305,7 +300,7 @@ class Coordinator:
     def _open_measures(self, *, was_over: bool) -> None:
         """Open what islands measure. was_over: the run was, before this life."""
         workdir = self._workdir
-        self._metrics = Metrics.of_run(self._config, workdir, self._facts.run_id)
+        self._metrics = Metrics.of_run(self.config, workdir, self._facts.run_id)
         self._open.callback(self._metrics.close)
         self._roster = Roster.begin_from(workdir / run_files.ROSTER)
         self._over = self._roster.saved_unix() if was_over else 0.0  # Unix time.
@@ -321,7 +316,7 @@ class Coordinator:
             tape=self._tape,
             metrics=self._metrics,
             sessions=self._sessions,
-            faults=faults_of(self._config, COORDINATOR, self.seat.reign),
+            faults=faults_of(self.config, COORDINATOR, self.seat.reign),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
             seat=self.seat,
@@ -331,7 +326,7 @@ class Coordinator:
     def _announce(self) -> None:
         """Begin to show people how the run is."""
         self._announcer = Announcer(
-            self._config,
+            self.config,
             self._plan,
             self._workdir,
             roster=self._roster,
@@ -347,7 +342,7 @@ class Coordinator:
         self._announcer.begin(self.lead)
 
     def _make_service(self) -> Service:
-        config, tell = self._config, self._sessions.tell
+        config, tell = self.config, self._sessions.tell
         return Service(
             Likeness(config.run, self._plan),
             lead=self.lead,
@@ -393,7 +388,7 @@ class Coordinator:
         """Return the longest wait for the snapshot that is being written at the end."""
         if self._interrupted or not self.lead.finished:
             return self._deadlines.stop_s
-        return self._config.placement.outage_budget_s
+        return self.config.placement.outage_budget_s
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
         # Nothing else here: a handler may find any lock held, even a log stream's.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco_jax.coordinator.hanging import TurnWatch
+
 if TYPE_CHECKING:
     from diloco_jax.coordinator.main import Coordinator
 
@@ -12,11 +14,14 @@ def serve(coordinator: Coordinator) -> int:
     """Serve by this coordinator until its end; return the exit code.
 
     Whatever ends it, on its own thread or at a holder, comes through here, where the
-    disk is judged by it.
+    disk is judged by it. Only a hang ends the process itself.
     """
     try:
         coordinator.start()
-        return coordinator.run() or coordinator.conclude()
+        with TurnWatch(coordinator.config.placement) as watch:
+            watch.start()
+            code = coordinator.run(watch.touch)
+        return code or coordinator.conclude()
     except Exception as error:
         coordinator.seat.judge(error)
         raise

@@ -317,7 +317,7 @@ def _of_coordinator(
         certificates=certificates,
         insecure=insecure,
         deadlines=Placement().deadlines,
-        patience_s=Placement().outage_budget_s,
+        patience_s=Placement().away_s,
     )
     placement = dataclasses.replace(
         config.placement, certificates=certificates, insecure=insecure

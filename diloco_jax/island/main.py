@@ -192,9 +192,7 @@ class LeadingHost(Generic[L]):
         try:
             placement = self._config.placement
             self._host.begin("connecting")
-            welcome = self._link.connect(
-                placement.outage_budget_s, placement.compile_budget_s
-            )
+            welcome = self._link.connect(placement.outage_budget_s, placement.away_s)
         except Refused as refused:
             self._tell_refused(refused, "begin")
             raise

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 
 from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.deadlines import Backoff, Deadlines
+from diloco_jax.island.network.awaited import Awaited
 from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
 from diloco_jax.wire.tls import TlsFiles
-
-logger = logging.getLogger(__name__)
 
 
 def ask_config(
@@ -43,7 +41,8 @@ def ask_config(
         for server in filter(None, (address, standby))
     ]
     turns = itertools.cycle(clients)
-    until, told = time.monotonic() + patience_s, False
+    began, suspicious = time.monotonic(), False
+    until, awaited = began + patience_s, Awaited(deadlines, began)
     pauses = Backoff(deadlines)
     try:
         while True:
@@ -53,15 +52,14 @@ def ask_config(
                 return from_builtins(found, client.address)
             except (ConnectionLost, SecurityError) as error:
                 # A coordinator that ends may look like one that cannot be trusted.
-                lasting = isinstance(error, SecurityError) and told
-                if lasting or time.monotonic() >= until:
+                lasting = isinstance(error, SecurityError) and suspicious
+                now = time.monotonic()
+                if lasting or now >= until:
                     raise
-                if not told:
-                    logger.warning("%s; trying for %.0f s", error, patience_s)
-                told = True
+                awaited.tell(error, now, until)
                 pause_s = pauses.next_s()
                 if isinstance(error, SecurityError):
-                    pause_s = deadlines.retry_max_s
+                    suspicious, pause_s = True, deadlines.retry_max_s
             time.sleep(pause_s)
     finally:
         for client in clients:
@@ -84,6 +82,6 @@ def with_model_of_run(config: Config, name: str, address: str) -> Config:
         insecure=placement.insecure,
         deadlines=placement.deadlines,
         standby=placement.standby,
-        patience_s=placement.outage_budget_s,
+        patience_s=placement.away_s,
     )
     return with_model_of(theirs.run, config)

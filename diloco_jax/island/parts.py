@@ -94,12 +94,11 @@ class Parts(abc.ABC, Generic[L]):
     def begin(self, part: PartOfStart) -> None:
         """Have the watch over hanging processes watch a part of the start."""
         placement = self.config.placement
-        compile_s, outage_s = placement.compile_budget_s, placement.outage_budget_s
         lasts_s, field = {
-            # A coordinator may gather its state, and a host wait for host 0.
-            "connecting": (outage_s + compile_s + self.deadlines.pin_s, "outage"),
+            # A host may wait for host 0.
+            "connecting": (placement.away_s + self.deadlines.pin_s, "compile"),
             # A host that has compiled waits as long for the others.
-            "compiling": (2 * compile_s, "compile"),
+            "compiling": (2 * placement.compile_budget_s, "compile"),
             "fetching": (self.join_s, "outage"),
             "restoring": (2 * self.join_s, "outage"),
         }[part]

@@ -8,17 +8,37 @@ import pytest
 from diloco_jax import libtpu
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.island import host
-from diloco_jax.island.device.build import compile_ahead
+from diloco_jax.island.device.build import NotCompiledError, compile_ahead
 
 
 class Refused:
     """Programs that the compiler does not take."""
 
+    def __init__(self, said="FAILED_PRECONDITION: Continuation fusion"):
+        self.said = said
+
     def lower_all(self, *args):
         return [self]
 
     def compile(self):
-        raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Continuation fusion")
+        raise jax.errors.JaxRuntimeError(self.said)
+
+
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("UNAVAILABLE: TPU initialization failed", True),
+        ("DEADLINE_EXCEEDED: no answer", True),
+        ("ABORTED: a peer has left", True),
+        ("CANCELLED: a peer has left", True),
+        ("RESOURCE_EXHAUSTED: out of HBM", False),
+        ("INVALID_ARGUMENT: as it is UNAVAILABLE here", False),
+        ("INTERNAL: Mosaic failed", False),
+    ],
+)
+def test_what_may_pass_is_no_fault_of_the_config(said, passes):
+    with pytest.raises(NotCompiledError if passes else ConfigError, match=said):
+        compile_ahead(Refused(said), Refused(said), {}, 8)
 
 
 def test_a_refusal_names_the_flags_in_force(monkeypatch):

@@ -10,7 +10,8 @@ import pytest
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.island.device.mesh import require_accelerator
-from diloco_jax.island.hanging import LOOK_S, HangWatch
+from diloco_jax.island.hanging import HangWatch
+from diloco_jax.quiet import LOOK_S
 
 
 class Clock:
@@ -100,10 +101,10 @@ def test_without_a_budget_no_start_hangs(clock):
 
 HANGING = """
 import logging, sys, threading
-from diloco_jax.island import hanging
+from diloco_jax import quiet
 from diloco_jax.island.hanging import HangWatch, end_hanging
 logging.basicConfig(stream=sys.stderr)
-hanging.LOOK_S = 0.05
+quiet.LOOK_S = 0.05
 class Loop:
     touch = None
     def run(self):

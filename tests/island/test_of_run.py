@@ -1,6 +1,7 @@
 """An island asks its coordinator for what it does not know before it builds."""
 
 import dataclasses
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +16,9 @@ MODEL = ModelConfig(qk_norm=True, weights="hf:/nowhere/here")
 
 
 def of_model(model: ModelConfig, time_budget_s: float = 60.0) -> Config:
-    placement = Placement(time_budget_s=time_budget_s, outage_budget_s=0.5)
+    placement = Placement(
+        time_budget_s=time_budget_s, outage_budget_s=0.25, compile_budget_s=0.5
+    )
     return Config(run=RunConfig(model=model, seed=7), placement=placement)
 
 
@@ -61,9 +64,14 @@ def test_who_names_weights_or_a_factory_asks_nobody(model):
     assert of_run.with_model_of_run(own, "a", "127.0.0.1:1") == own
 
 
-def test_a_coordinator_that_is_not_there_is_named_after_the_outage_budget():
+def test_a_coordinator_that_does_not_come_is_named(caplog):
+    """After the time in which its machine may have started."""
+    began = time.monotonic()
     with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1"):
         of_run.with_model_of_run(of_model(ModelConfig(), 1.0), "a", "127.0.0.1:1")
+    assert time.monotonic() - began >= 0.5
+    (told,) = [r.getMessage() for r in caplog.records if "awaited" in r.name]
+    assert told.startswith("waits for the coordinator, for 0 s of at most 0: 127.0.0.1")
 
 
 def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):

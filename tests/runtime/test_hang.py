@@ -1,4 +1,4 @@
-"""An island whose step hangs is named, ends, and comes back as its next incarnation."""
+"""A process that hangs is named, ends, and comes back."""
 
 from __future__ import annotations
 
@@ -86,3 +86,32 @@ def test_a_step_that_hangs_is_noticed_named_and_ended(text, tmp_path):
         assert found["islands"]["a"]["steps"] > before, "the others go on"
         log = (cluster.workdir / run_files.LOGS / "b.log").read_text()
         assert "in strike" in log, "the stack says where"
+
+
+def test_a_coordinator_that_decides_nothing_any_more_is_started_again(text, tmp_path):
+    """Its thread of decisions hangs once a merge is committed, and others go on."""
+    config = with_run(make_config(text, quorum=1), total_tokens=10**9)
+    islands = {n: IslandConfig(batch_size=2, step_seconds=0.1) for n in ("a", "b")}
+    config = dataclasses.replace(config, islands=islands)
+    config = placed(
+        config,
+        faults=("coordinator@4:hang",),
+        time_budget_s=2.0,
+        outage_budget_s=6.0,
+        restart_delay_s=0.1,
+    )
+    with LocalCluster(config, tmp_path) as cluster:
+        found = cluster.until(
+            lambda s: (
+                s["merges"] > 8
+                and {i["state"] for i in s["islands"].values()} == {"training"}
+            ),
+            TIMEOUT_S,
+        )
+        assert {i["incarnation"] for i in found["islands"].values()} == {1}
+        log = (cluster.workdir / run_files.LOGS / "coordinator.log").read_text()
+    assert log.count("hangs: no turn of the coordinator's decisions has ended") == 1
+    assert "in strike" in log, "the stack says where"
+    tape = list(read_tape(cluster.workdir / run_files.TAPE))
+    merges = [(m["fragment"], *m["version"]) for m in tape if m["kind"] == "merged"]
+    assert len(merges) == len(set(merges)), "none is made twice"

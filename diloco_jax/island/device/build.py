@@ -21,6 +21,14 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Model, Params
 from diloco_jax.models.plan import build_plan
 
+PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+"""Statuses of a failed compilation that another attempt may cure, as where a device or
+the service of a compiler was away. They begin the error's text."""
+
+
+class NotCompiledError(Exception):
+    """The programs did not compile this time; another attempt may."""
+
 
 def build_trainer(
     run: RunConfig, island: IslandConfig, devices: Sequence[jax.Device] | None = None
@@ -65,7 +73,7 @@ def compile_ahead(
     params: arrays that lie like the local parameters. watched: copies of the merged
     model, if the island evaluates that.
 
-    Raises ConfigError, as `compile_programs`.
+    Raises ConfigError or NotCompiledError, as `compile_programs`.
     """
     programs = [*trainer.lower_all(sequence_length), *exchange.lower_all(params)]
     if watched is not None:
@@ -77,12 +85,18 @@ def compile_ahead(
 def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:
     """Compile programs, which stay compiled for their first execution.
 
-    Raises ConfigError for what does not compile: another attempt would not, either.
+    Raises NotCompiledError for a status that may pass, and ConfigError for whatever
+    else does not compile: another attempt would not, either.
     """
     try:
         for program in lowered:
             program.compile()
     except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith(PASSING):
+            raise NotCompiledError(
+                f"the island's programs did not compile this time, and may the next: "
+                f"{error}"
+            ) from error
         raise ConfigError(
             f"the compiler refuses the island's programs for "
             f"{jax.devices()[0].device_kind}, with {libtpu.in_force(os.environ)}; "

@@ -48,8 +48,8 @@ class Follower(Generic[L]):
         if host 0 was refused, and ConfigError if host 0 has another config."""
         host, hosts = self._host, self._hosts
         config, deadlines = host.config, host.deadlines
-        patience_s = config.placement.outage_budget_s + deadlines.pin_s
         host.begin("connecting")
+        patience_s = config.placement.away_s + deadlines.pin_s
         heard = self._hear_unless_refused("begin", patience_s)
         begin = msgspec.msgpack.decode(heard, type=HostsBegin)
         self._check(begin)

@@ -18,6 +18,7 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.network.awaited import Awaited
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, Order, Wanted
 from diloco_jax.protocol.island.reporting import Reporting, Status
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 MISUNDERSTANDINGS = 5
 """Failures in a row that are no accident: the two ends are of different versions."""
+AWAY = (ConnectionLost, Busy)
+"""Errors of a coordinator that may come, or let the island in, later."""
 
 
 class Connects(Protocol):
@@ -115,32 +118,35 @@ class Link:
             threading.Thread(target=self._report, name="reports", daemon=True),
         ]
 
-    def connect(self, patience_s: float, busy_s: float = 0.0) -> Welcome:
+    def connect(self, patience_s: float, away_s: float = 0.0) -> Welcome:
         """Connect for the first time, and try again for `patience_s`.
 
-        A coordinator that says "come again" is tried for `busy_s`, if that is longer.
-        Raises Refused at once. Raises SecurityError the second time, since the first
-        may be due to a coordinator that was just ending; otherwise the last error, once
-        the time is over.
+        A coordinator that cannot be reached, or says "come again", is tried for
+        `away_s` if that is longer: its machine may still be on its way. Raises Refused
+        at once. Raises SecurityError the second time, since the first may be due to a
+        coordinator that was just ending; otherwise the last error, once the time is
+        over.
         """
         began, pauses = time.monotonic(), Backoff(self._deadlines)
-        suspicious = told = False
+        away_until = began + max(patience_s, away_s)
+        until = began + patience_s
+        suspicious, awaited = False, Awaited(self._deadlines, began)
         while True:
             welcome, pause_s = self._try_to_connect(), pauses.next_s()
             if isinstance(welcome, Welcome):
                 return welcome
-            if isinstance(welcome, Busy):
-                patience_s = max(patience_s, busy_s)
-            deadline = began + patience_s
-            if time.monotonic() >= deadline or self._mailbox.ending is not None:
+            now = time.monotonic()
+            if away := isinstance(welcome, AWAY):
+                until = now + patience_s
+            deadline = away_until if away else until
+            if now >= deadline or self._mailbox.ending is not None:
                 raise welcome
             if isinstance(welcome, SecurityError):
                 if suspicious:
                     raise welcome
                 suspicious, pause_s = True, self._deadlines.retry_max_s
-            if not told and not suspicious:
-                told = True
-                logger.warning("%s; trying for %.0f s", welcome, patience_s)
+            else:
+                awaited.tell(welcome, now, deadline)
             self._closing.wait(pause_s)
 
     def start(self, targets: Targets) -> None:

@@ -1,0 +1,136 @@
+"""A coordinator whose decisions hang says where, and ends to be started again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from diloco_jax.config import Placement
+from diloco_jax.coordinator import disk_wait
+from diloco_jax.coordinator.disk_wait import DiskWait
+from diloco_jax.coordinator.hanging import TurnWatch
+from diloco_jax.quiet import LOOK_S
+
+WAIT_S = 60.0
+PLACEMENT = Placement(time_budget_s=5.0, outage_budget_s=20.0)
+LIMIT_S = 50.0
+"""Longest turn by that placement: 20 s, and 6 time budgets."""
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def looks(self, watch: TurnWatch, most_s: float) -> float:
+        """Seconds of looks until one says that it hangs; `most_s` if none does."""
+        began = self.now
+        while self.now - began < most_s:
+            self.now += LOOK_S
+            if watch.look():
+                break
+        return self.now - began
+
+
+def test_a_turn_may_take_as_long_as_a_disk_that_is_busy_and_no_longer():
+    clock = Clock()
+    watch = TurnWatch(PLACEMENT, clock=clock)
+    for _ in range(5):
+        assert clock.looks(watch, LIMIT_S - 2.0) == LIMIT_S - 2.0
+        watch.touch()
+    assert clock.looks(watch, 1000.0) == pytest.approx(LIMIT_S, abs=2 * LOOK_S)
+    words = watch.words(LIMIT_S)
+    assert "no turn of the coordinator's decisions has ended for 50 s" in words
+    assert "placement.outage_budget_s = 20 and 30 s more" in words
+    assert "placement.time_budget_s = 5" in words
+
+
+def test_a_wait_for_space_on_a_full_disk_is_no_hang(monkeypatch):
+    monkeypatch.setattr(disk_wait, "AGAIN_S", 0.0)
+    disk, touches, attempts = DiskWait(WAIT_S, lambda: False), [], []
+    disk.touch = lambda: touches.append(len(attempts))
+
+    def write():
+        attempts.append(1)
+        if len(attempts) < 4:
+            raise OSError(errno.ENOSPC, "full", "log")
+
+    disk.until_written("a record", write)
+    assert touches == [1, 2, 3]
+
+
+TURNING = """
+import logging, sys, threading, time
+from diloco_jax import quiet
+from diloco_jax.config import Placement
+from diloco_jax.coordinator import hanging
+from diloco_jax.coordinator.lead import EngineThread
+logging.basicConfig(stream=sys.stderr)
+quiet.LOOK_S, hanging.TOLD_WITHIN_S = 0.05, 0.5
+class Engine:
+    state = None
+    def decide(self, event, now):
+        event()
+        return []
+def hold_the_log():
+    logging.getLogger().handlers[0].acquire()
+    where_it_hangs()
+def where_it_hangs():
+    threading.Event().wait(600)
+def house():
+    print("turn", flush=True)
+def often(state, now):
+    return now + 0.02
+lead = EngineThread(Engine(), often, lambda: None, lambda event: None, house)
+placement = Placement(time_budget_s=LIMIT / 12, outage_budget_s=LIMIT / 2)
+if len(sys.argv) > 1:
+    threading.Timer(0.5, lead.post, (globals()[sys.argv[1]],)).start()
+with hanging.TurnWatch(placement) as watch:
+    lead.touch = watch.touch
+    watch.start()
+    lead.run()
+"""
+
+
+def process(limit_s: float, *hangs: str) -> subprocess.Popen[str]:
+    """A process that decides as the coordinator does, until it hangs somewhere."""
+    return subprocess.Popen(
+        [sys.executable, "-c", TURNING.replace("LIMIT", str(limit_s)), *hangs],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("hangs", ["where_it_hangs", "hold_the_log"])
+def test_a_process_that_hangs_ends_with_1_even_if_its_log_is_what_hangs(hangs):
+    with process(1.0, hangs) as hanging:
+        _, said = hanging.communicate(timeout=WAIT_S)
+    assert hanging.returncode == 1
+    if hangs == "where_it_hangs":
+        assert "hangs: no turn of the coordinator's decisions has ended" in said
+        assert "in where_it_hangs" in said, "the stack of the decisions' thread"
+
+
+def test_a_process_that_is_stopped_for_longer_goes_on():
+    """SIGSTOP, as of a debugger or a suspended container."""
+    limit_s = 2.0
+    with process(limit_s) as turning:
+        assert turning.stdout is not None
+        assert turning.stdout.readline() == "turn\n"
+        drained = threading.Thread(target=turning.stdout.read, daemon=True)
+        os.kill(turning.pid, signal.SIGSTOP)
+        time.sleep(2 * limit_s)
+        os.kill(turning.pid, signal.SIGCONT)
+        drained.start()
+        with pytest.raises(subprocess.TimeoutExpired):
+            turning.wait(2 * limit_s)
+        turning.kill()

@@ -1,0 +1,68 @@
+"""What processes whose start fails say, and whether to start them again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import jax
+import pytest
+from runtime_support import PATIENCE_S, coordinator, make_config, placed
+
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from diloco_jax.island import host, main
+from diloco_jax.island.device.build import compile_programs
+
+pytestmark = [pytest.mark.dist]
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("UNAVAILABLE: no answer of the TPU driver", EXIT_FAILED),
+        ("DEADLINE_EXCEEDED: no answer of the compiler", EXIT_FAILED),
+        ("FAILED_PRECONDITION: Continuation fusion", EXIT_CONFIG),
+    ],
+)
+def test_a_compilation_that_fails_gives_the_slice_back_only_for_good(
+    text, tmp_path, monkeypatch, caplog, said, code
+):
+    class Program:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(said)
+
+    monkeypatch.setattr(
+        host.Host, "compile", lambda host: compile_programs([Program()])
+    )
+    config = make_config(text)
+    with coordinator(config, tmp_path / "run") as service:
+        assert main.run(config, "a", service.address, tmp_path / "a", 1) == code
+    assert said in caplog.text
+
+
+@pytest.fixture
+def nobody() -> str:
+    """An address at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_coordinator_says_if_it_is_not_at_the_address_of_islands(
+    text, tmp_path, caplog, nobody
+):
+    config = placed(make_config(text), advertise=nobody, time_budget_s=1.0)
+    with coordinator(config, tmp_path / "run"):
+        (dials,) = [t for t in threading.enumerate() if t.name == "own-address"]
+        dials.join(PATIENCE_S)
+    assert f"does not reach itself at {nobody}, placement.advertise" in caplog.text
+
+
+def test_a_coordinator_that_is_not_there_may_take_as_long_as_a_compilation(
+    text, tmp_path, caplog, nobody
+):
+    config = placed(make_config(text), outage_budget_s=0.2, compile_budget_s=2.0)
+    began = time.monotonic()
+    assert main.run(config, "a", nobody, tmp_path / "a", 1) == EXIT_FAILED
+    assert time.monotonic() - began >= 2.0
+    assert f"of at most 2: {nobody}: nothing listens there" in caplog.text
