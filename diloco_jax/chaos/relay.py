@@ -27,6 +27,11 @@ LOOK_S = 0.2
 """Seconds between two looks whether the link is closed."""
 
 
+Due = tuple[int, float]
+"""Number of a direction's changes, and the monotonic time at which bytes are through if
+there is no other."""
+
+
 class Direction:
     """One direction of a link: whether bytes pass, how fast and how late. Threads share
     it."""
@@ -36,6 +41,7 @@ class Direction:
         self._open, self._bytes_per_s, self._delay_s = True, math.inf, 0.0
         self._free_at, self._corrupt = [0.0, 0.0], False
         """Monotonic times from which control and bulk have the link."""
+        self._changes = 0
 
     def set(
         self, *, opened: bool, bytes_per_s: float, delay_s: float, corrupt: bool
@@ -45,20 +51,32 @@ class Direction:
             self._open, self._bytes_per_s = opened, bytes_per_s
             self._delay_s, self._free_at = delay_s, [0.0, 0.0]
             self._corrupt = corrupt
+            self._changes += 1
             self._changed.notify_all()
 
-    def due(self, size: int, is_bulk: bool) -> float:
-        """Return the monotonic time at which these next `size` bytes are through.
-        Control does not wait behind bulk: queues of a network are fair."""
+    def due(self, size: int, is_bulk: bool) -> Due:
+        """Return when these next `size` bytes are through, as it is now. Control does
+        not wait behind bulk: queues of a network are fair."""
         with self._changed:
             begins = max(self._free_at[is_bulk], time.monotonic())
             self._free_at[is_bulk] = begins + size / self._bytes_per_s
-            return self._free_at[is_bulk] + self._delay_s
+            return self._changes, self._free_at[is_bulk] + self._delay_s
 
-    def wait(self) -> None:
-        """Wait until bytes may pass."""
+    def wait(self, due: Due, size: int, is_bulk: bool) -> None:
+        """Wait until these bytes are through. If the direction has changed since they
+        were due, they are due anew."""
         with self._changed:
-            self._changed.wait_for(lambda: self._open)
+            while True:
+                changes, at = due
+                left_s = at - time.monotonic()
+                if changes != self._changes:
+                    due = self.due(size, is_bulk)
+                elif left_s > 0:
+                    self._changed.wait(left_s)
+                elif self._open:
+                    return
+                else:
+                    self._changed.wait()
 
     def carried(self, octets: bytes) -> bytes:
         """Return what arrives of a piece of bulk."""
@@ -153,7 +171,7 @@ class Relay:
         """Carry one connection until both directions have ended."""
         works = []
         for source, sink, way in ((near, far, self.up), (far, near, self.down)):
-            line: queue.Queue[tuple[float, bytes]] = queue.Queue(IN_FLIGHT)
+            line: queue.Queue[tuple[Due, bytes]] = queue.Queue(IN_FLIGHT)
             works += [
                 threading.Thread(
                     target=_read, args=(source, line, way, is_bulk), daemon=True
@@ -174,7 +192,7 @@ class Relay:
 
 def _read(
     source: socket.socket,
-    line: queue.Queue[tuple[float, bytes]],
+    line: queue.Queue[tuple[Due, bytes]],
     way: Direction,
     is_bulk: bool,
 ) -> None:
@@ -190,7 +208,7 @@ def _read(
 def _write(
     source: socket.socket,
     sink: socket.socket,
-    line: queue.Queue[tuple[float, bytes]],
+    line: queue.Queue[tuple[Due, bytes]],
     way: Direction,
     is_bulk: bool,
 ) -> None:
@@ -198,8 +216,7 @@ def _write(
     while True:
         due, octets = line.get()
         if not broken:
-            time.sleep(max(0.0, due - time.monotonic()))
-            way.wait()
+            way.wait(due, len(octets), is_bulk)
         if not octets:
             _shut(sink, socket.SHUT_WR)
             return

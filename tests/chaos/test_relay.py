@@ -91,6 +91,16 @@ def test_delay_and_rate_take_their_time(ends):
     assert time.monotonic() - began >= 0.3
 
 
+def test_what_a_slow_link_holds_comes_once_it_is_whole_again(ends):
+    """At the rate that it had, the first bytes would take a minute."""
+    relay, near, far = ends
+    relay.set(bytes_per_s=1000)
+    near.sendall(bytes(200_000))
+    assert nothing_comes(far)
+    relay.set()
+    assert comes(far, bytes(200_000))
+
+
 def test_corrupt_bulk_has_a_wrong_bit_and_messages_are_whole(ends):
     relay, near, far = ends
     relay.set(corrupt=True)
