@@ -137,6 +137,23 @@ def test_a_process_ends_at_the_last_hour(tmp_path, config):
     assert words[4:6] == ["docker", "run"]
 
 
+def test_the_last_hour_is_the_same_however_long_text_was_copied(tmp_path, config):
+    now = int(time.time())
+    made = machine(tmp_path, config, "two-v5p.sh", now, max_hours=2.0)
+    for name, text in (
+        ("timeout", '[ "$2" = tail ] || echo "timeout $*" >>"$TOOLS/calls"'),
+        # Each look at the clock comes 1000 s after the one before.
+        (
+            "date",
+            f'echo >>"$TOOLS/now"; echo $(({now} + 1000 * $(wc -l <"$TOOLS/now")))',
+        ),
+    ):
+        (made.tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (made.tools / name).chmod(0o755)
+    assert made.start("run") == 0, made.errors
+    assert made.calls[-1].split()[3] == "5200"
+
+
 def older(path, seconds):
     """Makes the file as old as if its last change were that much earlier."""
     before = path.stat().st_mtime - seconds
