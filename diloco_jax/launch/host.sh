@@ -82,8 +82,9 @@ run() {
     # Counted on disk before it is used: no number is used twice, and a slice made
     # anew begins above all that were.
     local attempt
-    attempt=$(($(cat "$ROOT/attempt" 2>/dev/null || echo -1) + 1))
-    echo "$attempt" >"$ROOT/attempt"
+    attempt=$(noted attempt)
+    attempt=$((${attempt:--1} + 1))
+    note attempt "$attempt"
     ARGUMENTS+=(--incarnation "$((${FIRST_INCARNATION:-$(date +%s)} + attempt))")
     # Without TPUs it fails, and does not train on the CPU.
     environment+=(--env "JAX_PLATFORMS=$PLATFORMS")
@@ -182,22 +183,21 @@ follow_certificates() {
 # start that fails after an hour's copy of the text would be repeated for ever. Pauses
 # grow, to half an hour in all: the registry or a secret may be away for a while.
 count_crashes() {
-  local crashes=0 last
-  if [ -e "$ROOT/crashes" ]; then crashes=$(<"$ROOT/crashes"); fi
+  local crashes
+  crashes=$(noted crashes)
   # It is empty after a power cut, and was once a time and the number.
   crashes=${crashes##* }
   if [[ ! "$crashes" =~ ^[0-9]+$ ]] || lasted; then crashes=0; fi
   if [ "$crashes" -ge "$FRUITLESS_STARTS" ]; then
-    last=$(cat "$ROOT/begun" 2>/dev/null || echo 'unknown')
     tell "$crashes starts in a row ended before $LASTED_S s of progress, so $PART is" \
-      "given up (placement.fruitless_starts). The last one ended at: $last"
+      "given up (placement.fruitless_starts). The last one ended at: $(noted begun)"
     # Whoever starts it in spite of that has put something right.
     rm -f "$ROOT/crashes"
     exit 2
   fi
   mkdir -p "$ROOT"
   if [ "$crashes" -gt 1 ]; then sleep "$((10 * (crashes - 1)))"; fi
-  echo "$((crashes + 1))" >"$ROOT/crashes"
+  note crashes "$((crashes + 1))"
 }
 
 # An end that was asked for, as at a reboot, is no crash. systemd calls this at every
@@ -208,7 +208,19 @@ stopping() {
 
 # What the start has come to. If it ends there, it says so once it is given up.
 begins() {
-  echo "$1" >"$ROOT/begun"
+  note begun "$1"
+}
+
+# One line that outlives the start, in a file of its own. It is written in place, since
+# a disk that is full, as of text, has no block for a new one: the count would be lost.
+note() {
+  printf '%-255.255s\n' "$2" 1<>"$ROOT/$1"
+}
+
+noted() {
+  local line=
+  if [ -e "$ROOT/$1" ]; then read -r line <"$ROOT/$1" || true; fi
+  echo "$line"
 }
 
 # To the machine's journal, and to the cloud's log, which outlives the machine.

@@ -1,6 +1,7 @@
 """The end on a machine without Kubernetes: it gives itself back, or tries again."""
 
 import dataclasses
+import fcntl
 import os
 import time
 
@@ -136,6 +137,23 @@ def test_a_process_ends_at_the_last_hour(tmp_path, config):
     assert words[4:6] == ["docker", "run"]
 
 
+def test_the_last_hour_is_the_same_however_long_text_was_copied(tmp_path, config):
+    now = int(time.time())
+    made = machine(tmp_path, config, "two-v5p.sh", now, max_hours=2.0)
+    for name, text in (
+        ("timeout", '[ "$2" = tail ] || echo "timeout $*" >>"$TOOLS/calls"'),
+        # Each look at the clock comes 1000 s after the one before.
+        (
+            "date",
+            f'echo >>"$TOOLS/now"; echo $(({now} + 1000 * $(wc -l <"$TOOLS/now")))',
+        ),
+    ):
+        (made.tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (made.tools / name).chmod(0o755)
+    assert made.start("run") == 0, made.errors
+    assert made.calls[-1].split()[3] == "5200"
+
+
 def older(path, seconds):
     """Makes the file as old as if its last change were that much earlier."""
     before = path.stat().st_mtime - seconds
@@ -149,7 +167,7 @@ def test_a_crash_loop_ends_however_long_each_start_takes(tmp_path, config, name)
     (made.tools / "broken").write_text("pull")
     for attempt in range(3):
         assert made.start("run") == 1
-        assert count.read_text() == f"{attempt + 1}\n"
+        assert count.read_text().split() == [f"{attempt + 1}"]
         # It has copied text for two hours.
         older(count, 7200)
     count.write_text(f"{MOST}\n")
@@ -217,10 +235,33 @@ def test_an_end_that_was_asked_for_is_no_crash(tmp_path, config):
     assert made.start("run", EXIT="1") == 1
     assert made.start("run", EXIT="1") == 1
     assert made.start("stopping") == 0, made.errors
-    assert count.read_text() == "2\n", "it ended by itself"
+    assert count.read_text().split() == ["2"], "it ended by itself"
     assert made.start("stopping", MAINPID="17") == 0, made.errors
     assert made.start("run", EXIT="1") == 1
-    assert count.read_text() == "1\n"
+    assert count.read_text().split() == ["1"]
+
+
+def test_a_full_disk_hides_no_crash(tmp_path, config):
+    """Files are written in place: they take neither more room nor less."""
+    made = machine(tmp_path, config, "two-v5p.sh", data="gs://bucket/text")
+    (made.tools / "broken").write_text("rsync")
+    assert made.start("run") == 1
+    held = []
+    for name in ("crashes", "begun"):
+        path = made.root / "var/lib/diloco" / name
+        held.append(os.memfd_create(name, os.MFD_ALLOW_SEALING))
+        os.write(held[-1], path.read_bytes())
+        sealed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        fcntl.fcntl(held[-1], fcntl.F_ADD_SEALS, sealed)
+        path.unlink()
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{held[-1]}")
+    try:
+        starts, said = fruitless(made)
+    finally:
+        for file in held:
+            os.close(file)
+    assert starts == MOST - 1
+    assert said.rstrip().endswith("copy of gs://bucket/text")
 
 
 def test_both_mean_the_same_ten_minutes(tmp_path, config):
@@ -230,10 +271,10 @@ def test_both_mean_the_same_ten_minutes(tmp_path, config):
 @pytest.mark.parametrize(
     ("text", "code", "left"),
     [
-        ("1764000000 3\n", 1, "4\n"),
-        (f"1764000000 {MOST}\n", 2, None),
-        ("", 1, "1\n"),
-        ("\0\0\n", 1, "1\n"),
+        ("1764000000 3\n", 1, ["4"]),
+        (f"1764000000 {MOST}\n", 2, []),
+        ("", 1, ["1"]),
+        ("\0\0\n", 1, ["1"]),
     ],
     ids=["of an earlier version", "and too many", "empty", "damaged"],
 )
@@ -245,7 +286,7 @@ def test_a_count_of_crashes_that_is_no_number_fails_no_start(
     count.write_text(text)
     made.calls  # noqa: B018
     assert made.start("run", EXIT="1") == code, made.errors
-    assert (count.read_text() if count.exists() else None) == left
+    assert (count.read_text().split() if count.exists() else []) == left
     assert any("--name diloco" in call for call in made.calls) == (code == 1)
 
 
@@ -258,10 +299,10 @@ def test_lasting_progress_ends_a_row_of_crashes(tmp_path, config):
     for before, expected in ((MOST, 2), (MOST - 1, 1)):
         count.write_text(f"{before}\n")
         assert island.start("run", EXIT="1") == expected
-    assert count.read_text() == f"{MOST}\n"
+    assert count.read_text().split() == [f"{MOST}"]
     mark.touch()
     assert island.start("run", EXIT="1") == 1
-    assert count.read_text() == "1\n"
+    assert count.read_text().split() == ["1"]
 
 
 def test_a_coordinator_that_merged_for_ten_minutes_is_in_no_crash_loop(
@@ -276,7 +317,7 @@ def test_a_coordinator_that_merged_for_ten_minutes_is_in_no_crash_loop(
         older(count, lived_s)
         publish.touch()
         assert made.start("run", EXIT="1") == 1
-        assert count.read_text() == f"{left}\n"
+        assert count.read_text().split() == [f"{left}"]
 
 
 @pytest.mark.parametrize("may_log", [True, False])

@@ -13,12 +13,7 @@ from diloco_jax.simulation.fleets.failures import FailureModel
 from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CLOUD = (
-    "--launch.project",
-    "some-project",
-    "--launch.image",
-    "registry.example/image:1",
-)
+CLOUD = ("--launch.project", "some-project", "--launch.image", "r.example/image:1")
 OPTIONS = {
     "tpu_vm": ("--launch.coordinator-zone", "us-east5-b"),
     "gke": (
