@@ -78,6 +78,8 @@ class Resource:
     """Digest of its content. Empty = the content never changes."""
     update: tuple[Command, ...] = ()
     """Commands that replace its content."""
+    carried: bool = False
+    """True if a watch replaces its content once that has changed here."""
     grant: tuple[Command, ...] = ()
     """Commands that let others use it, before it has its content; they may be
     repeated."""

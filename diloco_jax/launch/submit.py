@@ -178,6 +178,21 @@ class Submitter:
             )
         return ended and not goes_on
 
+    def carried(self) -> list[Resource]:
+        """Return what holds files of this machine that may change while a run goes on,
+        whoever reads them."""
+        return [r for r in self.deployment.resources if r.carried]
+
+    def carry(self, resource: Resource) -> None:
+        """Replace its content if that has changed here. What a person has deleted is
+        not made again."""
+        made = {e["what"]: e.get("content", "") for e in self._record.made}
+        if resource.content in ("", made.get(resource.what, resource.content)):
+            return
+        state = self._state(resource)
+        if state or not made[resource.what]:
+            self._carry_out(self._steps_for(resource, state))
+
     def reviving(self) -> list[Resource]:
         """Return what is to be made anew once it is taken away."""
         return self._chosen([r for r in self.deployment.resources if r.revives])
@@ -256,7 +271,8 @@ class Submitter:
             self._record.add(resource, known)
             if resource.content != known:
                 *first, last = *resource.grant, *resource.update
-                steps += [LaunchStep(command) for command in first]
+                # Broken off between them, it has no content that is known.
+                steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
                 steps.append(LaunchStep(last, makes=resource))
             return steps
         if taken and not (state or self._record.is_due(resource.what)):

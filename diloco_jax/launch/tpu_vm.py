@@ -297,6 +297,7 @@ def secret(order: Order, stem: str, certificates: str) -> Resource:
         delete=gcloud(order, "secrets", "delete", name),
         content=digest(Path(certificates), stem),
         update=(gcloud(order, "secrets", "versions", "add", name, data),),
+        carried=True,
         grant=(gcloud(order, *bind),) if account else (),
     )
 
