@@ -51,7 +51,7 @@ def find(
     for kind, words in KINDS.items():
         ours = [] if kind in UNFILTERED else [f"--filter=labels.{RUN_LABEL}:*"]
         if kind in DESCRIBED:
-            ours = [f"--filter=description~^{RUN_LABEL}="]
+            ours = [f"--filter=description~^{RUN_LABEL}"]
         line = ("gcloud", *words, *ours, "--format=json", f"--project={project}")
         command = Command((*line, "--quiet"))
         show(shlex.join(command.arguments))

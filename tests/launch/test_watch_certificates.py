@@ -3,6 +3,7 @@
 import datetime
 import tarfile
 
+import fake_kubectl
 import pytest
 from cryptography import x509
 from webhook import webhook
@@ -132,6 +133,36 @@ def test_a_secret_of_gke_that_was_deleted_only_is_made_again(cloud, launched, ac
         cloud.complete()
 
     assert act("gke", "watch", then=[put_right, look]) == 0
+
+
+def test_a_watch_that_died_between_the_two_commands_is_taken_up(
+    cloud, launched, act, monkeypatch
+):
+    class GoneError(Exception):
+        """As if the watch's own machine had died."""
+
+    launched("gke", SOON)
+    kubectl = fake_kubectl.main
+
+    def die_after(arguments):
+        code = kubectl(arguments)
+        if arguments[:2] == ["delete", "secret"]:
+            raise GoneError
+        return code
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_kubectl, "main", die_after)
+        with pytest.raises(GoneError):
+            act("gke", "watch")
+    there = [key for key in cloud.objects if "certificates" in key]
+    assert len(there) == len(STEMS) - 1
+
+    def look():
+        there = [key for key in cloud.objects if "certificates" in key]
+        assert sorted(there) == [f"secret/{name}" for name in secrets()]
+        cloud.complete()
+
+    assert act("gke", "watch", then=[look]) == 0
 
 
 def test_a_secret_that_a_person_deleted_is_not_made_again(cloud, launched, act):
