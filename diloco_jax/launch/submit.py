@@ -25,9 +25,10 @@ class _HasOwner(Protocol):
     def owner(self) -> str: ...
 
 
-UNWELL_ROUNDS = 15
+UNWELL_ROUNDS = 30
 """Looks in a row after which a slice is made anew that is not dead, but unwell, and
-whose island is silent."""
+whose island is silent. Repairs and maintenance may end, and another slice may not come.
+"""
 
 Item = TypeVar("Item", bound=_HasOwner)
 
