@@ -5,11 +5,14 @@ The authority's key stays here.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import io
 import os
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography import x509
 
@@ -23,7 +26,16 @@ from diloco_jax.wire.principal import STANDBY, island, of_stem, worker
 DAYS = 90
 """Days for which a launch's certificates are valid."""
 RENEWED_DAYS = 45
-"""Days before its end in which a certificate is made anew: at each create or run."""
+"""Days before its end in which a certificate is made anew: at each create or run, and
+by a watch."""
+
+
+class Unrenewed(NamedTuple):
+    """Certificates that could not be renewed."""
+
+    days: int | None
+    """Days until the first one ends; None = they are not here."""
+    why: str
 
 
 def prepare_certificates(
@@ -59,6 +71,24 @@ def prepare_certificates(
         _pack(folder, who.stem)
 
 
+def keep_renewed(folder: Path, stems: Sequence[str]) -> Unrenewed | None:
+    """Make the certificates anew that end soon, and STEM.tar of these stems.
+
+    None is added: a name whose key was revoked gets no other one. Returns why it
+    failed, or None.
+    """
+    try:
+        here = [stem for stem in stems if (folder / f"{stem}.pem").exists()]
+        if not here:
+            return Unrenewed(None, f"{folder} has none of them")
+        renew(folder, DAYS, RENEWED_DAYS)
+        for stem in here:
+            _pack(folder, stem)
+    except (SecurityError, OSError, ValueError) as error:
+        return Unrenewed(_days_left(folder, stems), str(error))
+    return None
+
+
 def files_of(folder: Path, stem: str) -> list[str]:
     """Name the files that a machine with the certificates of this stem gets: `ca.pem`,
     `STEM.pem`, `STEM.key`; and the list of revoked ones if there is one, unless it is
@@ -76,6 +106,20 @@ def digest(folder: Path, stem: str) -> str:
     except FileNotFoundError:
         return ""
     return hashlib.sha256(packed).hexdigest()
+
+
+def _days_left(folder: Path, stems: Sequence[str]) -> int:
+    """Return the days until the first certificate ends; 0 if one cannot be read."""
+    now = datetime.datetime.now(datetime.UTC)
+    left = []
+    for path in (folder / f"{stem}.pem" for stem in stems):
+        try:
+            if path.exists():
+                certificate = x509.load_pem_x509_certificate(path.read_bytes())
+                left.append((certificate.not_valid_after_utc - now).days)
+        except (OSError, ValueError):
+            left.append(0)
+    return max(0, min(left, default=0))
 
 
 def _known_hosts(folder: Path) -> set[str]:
@@ -101,8 +145,11 @@ def _pack(folder: Path, stem: str) -> None:
             content = (folder / name).read_bytes()
             entry.size, entry.mode = len(content), 0o600
             tar.addfile(entry, io.BytesIO(content))
-    path = folder / f"{stem}.tar"
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    path, new = folder / f"{stem}.tar", folder / f"{stem}.tar.new"
+    if path.exists() and path.read_bytes() == packed.getvalue():
+        return
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(packed.getvalue())
+    new.replace(path)

@@ -14,7 +14,11 @@ from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
 from diloco_jax.launch import gke, orphans, sky, tpu_vm
 from diloco_jax.launch.calls import CommandError
-from diloco_jax.launch.certificates import prepare_certificates
+from diloco_jax.launch.certificates import (
+    Unrenewed,
+    keep_renewed,
+    prepare_certificates,
+)
 from diloco_jax.launch.order import COORDINATOR, Order, make_order
 from diloco_jax.launch.placing import Backend
 from diloco_jax.launch.record import LaunchRecord
@@ -57,10 +61,10 @@ class LaunchOptions:
         help="create: make and start everything; what was preempted or failed is made "
         "anew. stop, run: end or start the processes; the machines stay. status, logs: "
         "show how far the run is, or the processes' last lines. results: copy the "
-        "run's folder to results in the workdir. watch: make anew what is preempted, "
-        "and delete everything but the coordinator's disk once the run is over. "
-        "delete: leave nothing but that disk. list: show everything that any launch "
-        "of the project has left in the cloud.",
+        "run's folder to results in the workdir. watch: make anew what is preempted "
+        "and certificates that end soon, and delete everything but the coordinator's "
+        "disk once the run is over. delete: leave nothing but that disk. list: show "
+        "everything that any launch of the project has left in the cloud.",
     )
     price: str = setting(
         "",
@@ -127,6 +131,9 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         _write(made, folder)
         return made
 
+    def certify() -> Unrenewed | None:
+        return keep_renewed(certificates, tuple(order.secrets))
+
     deployment = render()
     for line in _zone_remarks(order):
         _show(line)
@@ -145,7 +152,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     )
     try:
         if options.action == "watch":
-            _watch(config, order, submitter, renew, options)
+            _watch(config, order, submitter, renew, certify, options)
         else:
             _act(submitter, options)
     except CommandError as error:
@@ -218,12 +225,13 @@ def _watch(
     order: Order,
     submitter: Submitter,
     renew: Callable[[], Deployment],
+    certify: Callable[[], Unrenewed | None],
     options: LaunchOptions,
 ) -> None:
     """Make anew what is preempted, until the run is over."""
     alarm = Alarm(config.placement, order.name, tuple)
     show = print if options.dry_run else _show
-    watch = LaunchWatch(submitter, renew, show, alarm.raised)
+    watch = LaunchWatch(submitter, renew, certify, show, alarm.raised)
     alarm.start()
     try:
         watch.run(order.ends_unix or math.inf)

@@ -318,6 +318,7 @@ def _secret(
         delete=deleted,
         content=digest(Path(certificates), stem),
         update=(deleted, create),
+        carried=True,
     )
 
 

@@ -20,8 +20,11 @@ KINDS = {
     "machine": ("compute", "instances", "list"),
     "disk": ("compute", "disks", "list"),
     "secret": ("secrets", "list"),
+    "firewall rule": ("compute", "firewall-rules", "list"),
 }
 """Commands that list what may have our labels. Nodes of GKE are machines."""
+DESCRIBED = ("firewall rule",)
+"""Kinds that have no labels: they are in the description."""
 UNFILTERED = ("slice",)
 """Kinds whose labels lie where no filter of `gcloud` looks."""
 COORDINATOR = "coordinator"
@@ -47,6 +50,8 @@ def find(
     found = []
     for kind, words in KINDS.items():
         ours = [] if kind in UNFILTERED else [f"--filter=labels.{RUN_LABEL}:*"]
+        if kind in DESCRIBED:
+            ours = [f"--filter=description~^{RUN_LABEL}"]
         line = ("gcloud", *words, *ours, "--format=json", f"--project={project}")
         command = Command((*line, "--quiet"))
         show(shlex.join(command.arguments))
@@ -85,6 +90,9 @@ def _orphan(kind: str, entry: Mapping[str, Any]) -> Orphan:
     if kind == "slice":
         nodes = entry.get("tpu", {}).get("nodeSpec", [])
         labels = labels or (nodes[0].get("node", {}).get("labels") if nodes else {})
+    if kind in DESCRIBED:
+        pairs = str(entry.get("description", "")).split(",")
+        labels = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     state = entry.get("state", entry.get("status", ""))
     path = str(entry.get("name", "")).split("/")
     zone = str(entry.get("zone", "")).rpartition("/")[2]

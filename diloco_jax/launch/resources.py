@@ -54,6 +54,12 @@ class Resource:
     """Command that deletes it; None = it stays, since others may use it."""
     dead: tuple[str, ...] = ()
     """States in which it is useless and must be made anew."""
+    holds: str = ""
+    """State in which there are machines in it, whose state is then looked for too."""
+    inside: Command | None = None
+    """Command that prints the state of those machines."""
+    well: tuple[str, ...] = ()
+    """All words of the state of one whose machines work."""
     job: str = ""
     """Name of the job whose state is in the JSON that `find` prints. Once it is dead,
     nothing is left of it to delete."""
@@ -62,8 +68,8 @@ class Resource:
     last_word: Command | None = None
     """Command that prints why it is there no more, as it said itself at its end."""
     revives: bool = False
-    """True if a watch makes it anew when it is dead, whatever it died of, or when it
-    was asked for and never came."""
+    """True if a watch makes it anew when it is dead, whatever it died of, when it was
+    asked for and never came, or when its machines stay unwell."""
     runs: bool = False
     """True for a process rather than a machine: stopping a launch deletes it."""
     keeps: bool = False
@@ -72,6 +78,8 @@ class Resource:
     """Digest of its content. Empty = the content never changes."""
     update: tuple[Command, ...] = ()
     """Commands that replace its content."""
+    carried: bool = False
+    """True if a watch replaces its content once that has changed here."""
     grant: tuple[Command, ...] = ()
     """Commands that let others use it, before it has its content; they may be
     repeated."""

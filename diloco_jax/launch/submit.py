@@ -7,7 +7,6 @@ action may be interrupted and repeated.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,6 +16,7 @@ from rich.console import Console
 from diloco_jax.launch.calls import CommandError, attempt, call, failure
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Command, Deployment, Owned, Resource
+from diloco_jax.launch.states import HEARD_S, is_heard, is_unwell, state_of
 from diloco_jax.observability.bar import bar
 
 
@@ -25,8 +25,10 @@ class _HasOwner(Protocol):
     def owner(self) -> str: ...
 
 
-NO_JOBS = "No in-progress managed jobs"
-"""Answer of `sky jobs queue` as long as nobody has launched any."""
+UNWELL_ROUNDS = 30
+"""Looks in a row after which a slice is made anew that is not dead, but unwell, and
+whose island is silent. Repairs and maintenance may end, and another slice may not come.
+"""
 
 Item = TypeVar("Item", bound=_HasOwner)
 
@@ -65,6 +67,10 @@ class Submitter:
         self.deployment, self._record = deployment, record
         self._only, self._show, self._confirm = only, show, confirm
         self.dry_run = dry_run
+        self._silent: set[str] = set()
+        """Islands that the coordinator does not hear, by its last answer."""
+        self._unwell: dict[str, int] = {}
+        """By resource: looks in a row at which it was unwell and its island silent."""
 
     def create(self) -> None:
         """Make every resource that is missing, and make useless ones anew."""
@@ -113,7 +119,13 @@ class Submitter:
 
     def phase(self) -> str:
         """Return the phase of the run, as its coordinator says."""
-        return str(self._ask()["phase"])
+        self._silent = set()
+        status = self._ask()
+        seen = status.get("islands", {})
+        self._silent = {
+            r.owner for r in self.deployment.resources if not is_heard(seen, r.owner)
+        }
+        return str(status["phase"])
 
     def _ask(self) -> dict[str, Any]:
         """Return the status that the coordinator which leads prints. Raises
@@ -137,17 +149,20 @@ class Submitter:
             if not resource.ended:
                 continue
             state = word = self._state(resource)
+            dead = bool(set(state.split()) & set(resource.dead))
             if not state and self._record.is_due(resource.what):
                 goes_on = True
                 continue  # A last word would be that of one before it.
-            if not state and resource.last_word is not None:
+            if (dead or not state) and resource.last_word is not None:
                 result = attempt(resource.last_word)
                 if result.code and not result.not_found:
                     raise failure(resource.last_word, result)
                 word = result.output.strip() if not result.code else ""
             if not set(word.split()).isdisjoint(resource.ended):
                 ended = True
-            elif not state or set(state.split()) & set(resource.dead):
+            elif state and dead and resource.revives:
+                goes_on = True  # It is made anew.
+            elif dead or not state:
                 lost.append(
                     f"{resource.what} is {state or 'not there'}, and its last word is "
                     f"{word or 'none'!r}"
@@ -164,13 +179,41 @@ class Submitter:
             )
         return ended and not goes_on
 
+    def carried(self) -> list[Resource]:
+        """Return what holds files of this machine that may change while a run goes on,
+        whoever reads them."""
+        return [r for r in self.deployment.resources if r.carried]
+
+    def carry(self, resource: Resource) -> None:
+        """Replace its content if that has changed here. What a person has deleted is
+        not made again."""
+        made = {e["what"]: e.get("content", "") for e in self._record.made}
+        if resource.content in ("", made.get(resource.what, resource.content)):
+            return
+        state = self._state(resource)
+        if state or not made[resource.what]:
+            self._carry_out(self._steps_for(resource, state))
+
     def reviving(self) -> list[Resource]:
         """Return what is to be made anew once it is taken away."""
         return self._chosen([r for r in self.deployment.resources if r.revives])
 
     def revive(self, resource: Resource) -> None:
-        """Make it anew if it was taken away, or was asked for and never came."""
-        self._carry_out(self._missing([resource], taken=True))
+        """Make it anew if it was taken away, was asked for and never came, or has been
+        unwell for long while its island is silent."""
+        state, what = self._state(resource), resource.what
+        unwell = resource.owner in self._silent and is_unwell(state, resource)
+        looks = self._unwell.get(what, 0) + 1 if unwell else 0
+        self._unwell[what] = looks
+        if looks:
+            self._show(
+                f"# {what}: {state}, and no sign of its island for {HEARD_S:g} s, at "
+                f"look {looks}; at {UNWELL_ROUNDS} in a row it is made anew"
+            )
+        dead = looks >= UNWELL_ROUNDS
+        steps = self._steps_for(resource, state, taken=True, dead=dead)
+        if self._carry_out(steps) and dead:
+            self._unwell[what] = 0
 
     def released(self) -> list[dict[str, Any]]:
         """Return the recorded resources but the run, newest first."""
@@ -205,49 +248,46 @@ class Submitter:
 
     # ---- what there is to do ----------------------------------------------------
 
-    def _missing(
-        self, resources: Iterable[Resource], *, taken: bool = False
-    ) -> list[LaunchStep]:
-        """Return the steps that make what is missing. taken: only what is dead, or was
-        asked for and never came; what else is not there was given back."""
+    def _missing(self, resources: Iterable[Resource]) -> list[LaunchStep]:
+        """Return the steps that make what is missing."""
         steps = []
         for resource in resources:
             # The files that processes read must be right, whichever owners are chosen.
-            if not (resource.content or self._chosen([resource])):
-                continue
-            state = self._state(resource)
-            if state:
-                self._show(f"# there: {resource.what}: {state}")
-            if state and not set(state.split()) & set(resource.dead):
-                known = self._record.content(resource.what)
-                self._record.add(resource, known)
-                if resource.content != known:
-                    *first, last = *resource.grant, *resource.update
-                    steps += [LaunchStep(command) for command in first]
-                    steps.append(LaunchStep(last, makes=resource))
-                continue
-            if taken and not (state or self._record.is_due(resource.what)):
-                continue
-            if state and resource.delete is not None:
-                what = resource.what
-                steps.append(LaunchStep(resource.delete, deletes=what, again=True))
-            *first, last = resource.create, *resource.grant
-            steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
-            steps.append(LaunchStep(last, makes=resource))
+            if resource.content or self._chosen([resource]):
+                steps += self._steps_for(resource, self._state(resource))
+        return steps
+
+    def _steps_for(
+        self, resource: Resource, state: str, *, taken: bool = False, dead: bool = False
+    ) -> list[LaunchStep]:
+        """Return the steps that put a resource right. taken: only if it is dead, or was
+        asked for and never came; what else is not there was given back. dead: it is,
+        whatever its state says."""
+        steps = []
+        dead = dead or bool(set(state.split()) & set(resource.dead))
+        if state:
+            self._show(f"# there: {resource.what}: {state}")
+        if state and not dead:
+            known = self._record.content(resource.what)
+            self._record.add(resource, known)
+            if resource.content != known:
+                *first, last = *resource.grant, *resource.update
+                # Broken off between them, it has no content that is known.
+                steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
+                steps.append(LaunchStep(last, makes=resource))
+            return steps
+        if taken and not (state or self._record.is_due(resource.what)):
+            return []
+        if state and resource.delete is not None:
+            what = resource.what
+            steps.append(LaunchStep(resource.delete, deletes=what, again=True))
+        *first, last = resource.create, *resource.grant
+        steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
+        steps.append(LaunchStep(last, makes=resource))
         return steps
 
     def _state(self, resource: Resource) -> str:
-        """Return the state in words, on one line; empty if the resource is missing."""
-        if self.dry_run:
-            return ""
-        result = attempt(resource.find)
-        if resource.job and NO_JOBS in result.output + result.errors:
-            return ""
-        if result.code and not result.not_found:
-            raise failure(resource.find, result)
-        if resource.job and not result.code:
-            return _state_of_job(result.output, resource)
-        return "" if result.code else " ".join(result.output.split())
+        return "" if self.dry_run else state_of(resource)
 
     def _recorded(self) -> list[dict[str, Any]]:
         only = self._only
@@ -313,24 +353,6 @@ def _status_of(text: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CommandError(f"{text.strip()!r} is no status ({error!r})") from error
     return status
-
-
-def _state_of_job(text: str, resource: Resource) -> str:
-    """Return the state of the newest job of that name; empty if it is dead."""
-    begins = re.search(r"^\[", text, re.MULTILINE)  # After what else it says.
-    if begins is None:
-        raise CommandError(f"`sky jobs queue` printed no list of jobs: {text!r}")
-    try:
-        queue = json.loads(text[begins.start() :])
-        jobs = [job for job in queue if job["job_name"] == resource.job]
-        newest = max(jobs, key=lambda job: job["job_id"], default={"status": ""})
-        state = str(newest["status"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(
-            f"`sky jobs queue` printed a list that is not understood ({error!r}): "
-            f"{text!r}"
-        ) from error
-    return "" if state in resource.dead else state
 
 
 def _deletions(entries: list[dict[str, Any]]) -> list[LaunchStep]:

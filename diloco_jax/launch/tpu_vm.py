@@ -29,9 +29,23 @@ from diloco_jax.launch.resources import (
     labels,
 )
 
-SLICE_PORTS = (8471, 8482, 8431)
-"""Ports within a slice, of libtpu, JAX and runtime metrics."""
+SLICE_PORTS = (8471, 8482)
+"""Ports of libtpu and JAX, at which the hosts of a slice meet. Neither asks for a key.
+"""
+METRICS_PORT = 8431
+"""Port of libtpu's measurements, which only its own machine needs."""
+CLOSED = 2000
+"""Priority of the rule that closes those ports: above that of a network which lets in
+all of its machines, as `default` does, and below that of rules which open them."""
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
+ACTIVE = "ACTIVE"
+"""State of a queued resource that has its slice, or had it: it is also that of a slice
+which is preempted just now."""
+TAKEN = ("PREEMPTED", "TERMINATED")
+"""States of a slice that is lost. Spot slices do not start again."""
+WELL = (ACTIVE, "READY", "HEALTHY", "HEALTH_UNSPECIFIED")
+STOPPED = ("TERMINATED", "SUSPENDED")
+"""States in which a machine of Compute Engine waits for a person to start it."""
 WORD_LABEL = "diloco-ended"
 """Label of the disk with the coordinator's last word, which `host.sh` puts there."""
 OVER = ("done", "hours")
@@ -60,7 +74,13 @@ def deployment(
     script = coordinator_script(order, address, now_unix, release, last_word)
     files = {"coordinator.sh": script, PERMIT: "The run may begin.\n"}
     made = [
-        _firewall(order),
+        _closed(order),
+        _open(order, COORDINATOR, order.coordinator, order.name, order.ports),
+        *(
+            _open(order, i.name, i.resource, i.resource, SLICE_PORTS)
+            for i in order.islands
+            if i.slice.hosts > 1
+        ),
         *(secret(order, stem, certificates) for stem in order.secrets),
         permit(order, f"{folder}/{PERMIT}"),
         disk(order),
@@ -71,7 +91,8 @@ def deployment(
         tpu = ("compute", "tpus", "queued-resources", "delete", island.resource)
         gone = (*tpu, f"--zone={island.zone}", "--force", "--async", project)
         files[script] = island_script(order, island, address, now_unix, gone)
-        made.append(_queued_resource(order, island, f"{folder}/{script}"))
+        times = now_unix, order.end_unix(now_unix)
+        made.append(_queued_resource(order, island, f"{folder}/{script}", times))
     ask = f"sudo docker exec diloco diloco status {address} --json --certificates "
     return Deployment(
         files=files,
@@ -104,12 +125,19 @@ def hosts(order: Order) -> tuple[str, ...]:
 # ---- resources --------------------------------------------------------------------
 
 
-def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resource:
+def _queued_resource(
+    order: Order, island: PlacedIsland, script: str, times: tuple[int, int]
+) -> Resource:
+    """Return the request for the island's slice. times: now, and the end of all
+    processes or 0."""
     found = island.slice
     zone = f"--zone={island.zone}"
     kind = [f"--accelerator-type={found.accelerator_type}"]
     if not found.accelerator_type:
         kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
+    now_unix, until = times
+    # A request that waits longer than the run may would buy what nobody uses.
+    valid = f"--valid-until-duration={max(1, until - now_unix)}s"
     bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
     tpus = ("compute", "tpus", "queued-resources")
     create = gcloud(
@@ -117,8 +145,10 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
         *(*tpus, "create", island.resource, zone, f"--node-id={island.resource}"),
         *(*kind, f"--runtime-version={found.generation.runtime_version}", "--async"),
         f"--labels={labels(order, island.name)}",
-        *(*bought[island.purchase], *_network(order), f"--tags={order.name}"),
+        *(*bought[island.purchase], *_network(order)),
+        f"--tags={order.name},{island.resource}",
         *(["--internal-ips"] if order.settings.internal_ips else []),
+        *([valid] if until else []),
         f"--metadata-from-file=startup-script={script}",
         remedy=(
             f"{found.generation.name} is known to be offered in "
@@ -129,6 +159,7 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
     )
     describe = (*tpus, "describe", island.resource, zone)
     shown = "--format=value(state.state,state.failedData.error.message)"
+    slices = ("compute", "tpus", "tpu-vm", "describe", island.resource, zone)
     return Resource(
         what=f"slice {island.resource} ({found.topology}) in {island.zone}",
         owner=island.name,
@@ -138,7 +169,10 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
         delete=gcloud(
             order, *tpus, "delete", island.resource, zone, "--force", deadline_s=900
         ),
-        dead=DEAD,
+        dead=(*DEAD, *TAKEN),
+        holds=ACTIVE,
+        inside=gcloud(order, *slices, "--format=value(state,health)"),
+        well=WELL,
         revives=True,
     )
 
@@ -162,11 +196,13 @@ def _coordinator(order: Order, script: str) -> Resource:
             "--boot-disk-size=50GB",
             f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
             f"--labels={labels(order, COORDINATOR)}",
-            *(*_network(order, "--subnet"), *address, f"--tags={order.name}"),
+            *(*_network(order, "--subnet"), *address, f"--tags={name}"),
             f"--metadata-from-file=startup-script={script}",
             deadline_s=300,
         ),
         delete=gcloud(order, *instances, "delete", name, zone, deadline_s=600),
+        # The disk with the run is not deleted with it.
+        dead=STOPPED,
         # It deletes itself after the run, and before that tells its disk why.
         ended=OVER,
         last_word=gcloud(
@@ -198,20 +234,44 @@ def disk(order: Order) -> Resource:
     )
 
 
-def _firewall(order: Order) -> Resource:
+def _open(
+    order: Order, owner: str, tag: str, source: str, ports: tuple[int, ...]
+) -> Resource:
+    """Return the rule by which machines with the tag `source` reach these ports of
+    machines with `tag`."""
+    allowed = f"--allow={_tcp(ports)}", f"--source-tags={source}"
+    return _firewall(order, owner, f"{tag}-open", tag, *allowed)
+
+
+def _closed(order: Order) -> Resource:
+    """Return the rule by which nobody else reaches the ports that ask for no key,
+    whatever the network lets in."""
+    ports = f"--rules={_tcp((*SLICE_PORTS, METRICS_PORT))}"
+    denied = "--action=DENY", ports, "--source-ranges=0.0.0.0/0"
+    priority = f"--priority={CLOSED}"
+    return _firewall(
+        order, SHARED, f"{order.name}-closed", order.name, *denied, priority
+    )
+
+
+def _tcp(ports: tuple[int, ...]) -> str:
+    return ",".join(f"tcp:{port}" for port in ports)
+
+
+def _firewall(order: Order, owner: str, name: str, tag: str, *options: str) -> Resource:
     rules = ("compute", "firewall-rules")
-    allowed = ",".join(f"tcp:{port}" for port in (*order.ports, *SLICE_PORTS))
     return Resource(
-        what=f"firewall rule {order.name}",
-        owner=SHARED,
-        find=gcloud(order, *rules, "describe", order.name, "--format=value(name)"),
+        what=f"firewall rule {name}",
+        owner=owner,
+        find=gcloud(order, *rules, "describe", name, "--format=value(name)"),
         create=gcloud(
             order,
-            *(*rules, "create", order.name, f"--network={order.settings.network}"),
-            *("--direction=INGRESS", f"--allow={allowed}"),
-            *(f"--source-tags={order.name}", f"--target-tags={order.name}"),
+            *(*rules, "create", name, f"--network={order.settings.network}"),
+            *("--direction=INGRESS", *options, f"--target-tags={tag}"),
+            # Rules have no labels.
+            f"--description={labels(order, owner)}",
         ),
-        delete=gcloud(order, *rules, "delete", order.name),
+        delete=gcloud(order, *rules, "delete", name),
     )
 
 
@@ -237,6 +297,7 @@ def secret(order: Order, stem: str, certificates: str) -> Resource:
         delete=gcloud(order, "secrets", "delete", name),
         content=digest(Path(certificates), stem),
         update=(gcloud(order, "secrets", "versions", "add", name, data),),
+        carried=True,
         grant=(gcloud(order, *bind),) if account else (),
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from diloco_jax.launch.calls import CommandError
+from diloco_jax.launch.certificates import Unrenewed
 from diloco_jax.launch.resources import Deployment
 from diloco_jax.launch.submit import Submitter
 
@@ -20,6 +21,9 @@ EVERY_S = 60.0
 """Pause between two rounds."""
 LOUD_ROUNDS = 10
 """Rounds in a row in which a call fails before each as many again are told aloud."""
+WARNED_DAYS = 14
+"""Days before the end of certificates that cannot be renewed from which that is told
+aloud, once a day."""
 
 Answer = TypeVar("Answer")
 
@@ -28,19 +32,22 @@ class LaunchWatch:
     """The rounds of `--action watch`.
 
     renew: renders the deployment anew, since a slice that is made anew begins above
-    all incarnations before it. show: prints a line. raise_alert: sends an alert to
-    people; it must not block.
+    all incarnations before it. certify: see `certificates.keep_renewed`. show: prints
+    a line. raise_alert: sends an alert to people; it must not block.
     """
 
     def __init__(
         self,
         submitter: Submitter,
         renew: Callable[[], Deployment],
+        certify: Callable[[], Unrenewed | None],
         show: Callable[[str], None],
         raise_alert: Callable[[str], None],
     ) -> None:
         self._submitter, self._renew, self._show = submitter, renew, show
-        self._raise_alert = raise_alert
+        self._certify, self._raise_alert = certify, raise_alert
+        self._certificates_told = 0
+        """Day, since 1970, on which certificates that cannot be renewed were told."""
         self._failed: dict[str, tuple[int, float]] = {}
         """By what was tried: rounds in which it failed, and since when."""
 
@@ -66,10 +73,38 @@ class LaunchWatch:
         )
 
     def _revive(self) -> None:
+        if not self._submitter.dry_run:
+            self._renew_certificates()
         self._try("the launch's files", self._render, None)
+        for resource in self._submitter.carried():
+            carry = functools.partial(self._submitter.carry, resource)
+            self._try(resource.what, carry, None)
         for resource in self._submitter.reviving():
             revive = functools.partial(self._submitter.revive, resource)
             self._try(resource.what, revive, None)
+
+    def _renew_certificates(self) -> None:
+        """Renew those that end soon; say once a day why that fails."""
+        failed, today = self._certify(), int(time.time() // 86400)
+        if failed is None or today == self._certificates_told:
+            return
+        self._certificates_told = today
+        days, why = failed.days, " ".join(failed.why.split())
+        remedy = (
+            "once they have ended no process is let in again: watch where the folder "
+            "of the launch's certificates is, with its ca.key, or renew them there "
+            "(`--action create`)"
+        )
+        if days is None or days > WARNED_DAYS:
+            left = "" if days is None else f", which end in {days} days,"
+            self._show(f"note: certificates{left} are not renewed: {why}; {remedy}")
+            return
+        told = (
+            f"ALARM: THE LAUNCH'S CERTIFICATES END IN {days} DAYS, and cannot be "
+            f"renewed: {why}; {remedy}"
+        )
+        self._show(told)
+        self._raise_alert(told)
 
     def _render(self) -> None:
         self._submitter.deployment = self._renew()

@@ -81,6 +81,13 @@ class Cloud:
         things[kind][name]["state"] = state
         (self._folder / "things.json").write_text(json.dumps(things))
 
+    def set_slice(self, name: str, state: str) -> None:
+        """As if the machines of a queued resource that is ACTIVE were in this state and
+        health; empty: as if they were not there."""
+        things = self.things
+        things["queued resource"][name] |= {"state": "ACTIVE", "slice": state}
+        (self._folder / "things.json").write_text(json.dumps(things))
+
     def lose(self, kind: str, *names: str) -> None:
         """As if these had been deleted, all of the kind if none is named."""
         things = self.things
@@ -110,6 +117,10 @@ class Cloud:
         """Lets every command line that begins so fail."""
         failures = {command: (code, text)} if command else {}
         (self._folder / "failures.json").write_text(json.dumps(failures))
+
+    def answer(self, command: str, text: str) -> None:
+        """Lets every command line that begins so print that, and do nothing."""
+        (self._folder / "failures.json").write_text(json.dumps({command: (None, text)}))
 
 
 @pytest.fixture

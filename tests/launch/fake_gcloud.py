@@ -3,7 +3,7 @@
 Flags are those of the published reference: others, missing ones and ones that exclude
 each other are refused as the real command refuses them. What is made is kept in a
 folder, FAKE_CLOUD: `things.json` by kind and name, `calls.jsonl` every command line,
-`failures.json` what shall fail and how, by command.
+`failures.json` what shall fail and how, by command, or (code null) what it shall print.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ COMMANDS = {
     ),
     f"{TPUS} list": Spec("queued resource", "list", LISTED),
     "compute tpus tpu-vm list": Spec("TPU VM", "list", LISTED),
+    "compute tpus tpu-vm describe": Spec("TPU VM", "describe", **ZONED),
     "compute instances list": Spec("instance", "list", LISTED),
     "compute disks list": Spec("disk", "list", LISTED),
     "secrets list": Spec("secret", "list", LISTED),
@@ -117,9 +118,11 @@ COMMANDS = {
         "--action --allow --rules --direction --network --priority --source-ranges "
         "--source-tags --target-tags --description",
         groups=("--allow --action",),
+        pairs=(("--action", "--rules"), ("--rules", "--action")),
     ),
     "compute firewall-rules describe": Spec("firewall rule", "describe"),
     "compute firewall-rules delete": Spec("firewall rule", "delete"),
+    "compute firewall-rules list": Spec("firewall rule", "list", LISTED),
     "secrets create": Spec(
         "secret",
         "create",
@@ -213,6 +216,8 @@ COMMANDS = {
     "storage rsync": Spec("bucket", "copy", switches="--recursive"),
     "compute scp": Spec("instance", "copy", "--zone", "--recurse --tunnel-through-iap"),
 }
+TAGS = ("--tags", "--source-tags", "--target-tags")
+TAG = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 FRESH = {
     "queued resource": "WAITING_FOR_RESOURCES",
     "instance": "RUNNING",
@@ -239,8 +244,8 @@ def main(arguments: list[str]) -> int:
     named = f"{name} {names[0]}" if names else name
     if found := failures.get(name) or failures.get(named):
         code, text = found
-        print(text, file=sys.stderr)
-        return code
+        print(text, file=sys.stdout if code is None else sys.stderr)
+        return code or 0
     return act(folder / "things.json", name, spec, names, flags)
 
 
@@ -296,12 +301,17 @@ def act(
     if spec.verb == "list":
         print(json.dumps(listed(things, spec.kind, flags)))
         return 0
-    kind, name = things.setdefault(spec.kind, {}), names[0]
+    name = names[0]
+    kind = slices(things) if spec.kind == "TPU VM" else things.setdefault(spec.kind, {})
     there = ("describe", "delete", "ssh", "version", "label")
     if spec.verb in there and name not in kind:
         print(f"ERROR: ({command}) NOT_FOUND: {name} was not found", file=sys.stderr)
         return 1
     if spec.verb == "create":
+        tags = [t for flag in TAGS for t in flags.get(flag, "").split(",")]
+        if wrong := [tag for tag in tags if tag and not TAG.fullmatch(tag)]:
+            print(f"ERROR: ({command}) Invalid value: {wrong}", file=sys.stderr)
+            return 1
         if name in kind:
             print(f"ERROR: ({command}) ALREADY_EXISTS: {name}", file=sys.stderr)
             return 1
@@ -332,9 +342,24 @@ def act(
     return 0
 
 
+def slices(things: dict) -> dict:
+    """Return the machines of the requests that have, or had, what they asked for."""
+    return {
+        name: {"state": made.get("slice", "READY\tHEALTHY")}
+        for name, made in things.get("queued resource", {}).items()
+        if made["state"] == "ACTIVE" and made.get("slice") != ""
+    }
+
+
 def listed(things: dict, kind: str, flags: dict[str, str]) -> list[dict]:
     """List what has the label that is asked for, in the words of the real lists."""
-    label = flags.get("--filter", "").removeprefix("labels.").removesuffix(":*")
+    asked = flags.get("--filter", "")
+    if asked.startswith("description~^"):
+        begin = asked.removeprefix("description~^")
+        every = things.get(kind, {}).items()
+        told = [(name, made.get("--description", "")) for name, made in every]
+        return [{"name": n, "description": d} for n, d in told if d.startswith(begin)]
+    label = asked.removeprefix("labels.").removesuffix(":*")
     of = "queued resource" if kind == "TPU VM" else kind
     found = []
     for name, made in things.get(of, {}).items():

@@ -37,7 +37,14 @@ def test_what_was_left_over_is_found_without_a_record_and_priced(
     )
     assert any("disk two-coordinator" in line for line in lines)
     assert sum("secret two-" in line for line in lines) == 4
-    assert lines[-1] == "9 found: 41.00 per hour"
+    rules = [line for line in lines if "firewall rule" in line]
+    assert rules == [
+        "two coordinator: firewall rule two-coordinator-open",
+        "two shared: firewall rule two-closed",
+        "two v5p: firewall rule two-v5p-open",
+        "two v6e-b: firewall rule two-v6e-b-open",
+    ]
+    assert lines[-1] == "13 found: 41.00 per hour"
 
 
 def test_a_node_of_gke_is_priced_by_its_machine():

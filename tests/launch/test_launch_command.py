@@ -80,7 +80,7 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
-    assert "run these 9 commands? [y/N]" in capsys.readouterr().err
+    assert "run these 12 commands? [y/N]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
@@ -97,7 +97,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     )
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    assert out.count("--project=other-project") == 9
+    assert out.count("--project=other-project") == 12
     assert "--reserved" in out
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 

@@ -29,7 +29,10 @@ def test_create_makes_everything_once(cloud, launch, capsys):
     assert launch("tpu_vm") == 0
     things = cloud.things
     assert {kind: sorted(made) for kind, made in things.items()} == {
-        "firewall rule": ["two"],
+        "firewall rule": [
+            "two-closed",
+            *(f"two-{name}-open" for name in ("coordinator", "v5p", "v6e-b")),
+        ],
         "secret": [
             "two-coordinator-begin",
             *(f"two-{name}-certificates" for name in ("coordinator", "v5p", "v6e-b")),
