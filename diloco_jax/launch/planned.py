@@ -1,7 +1,8 @@
 """Ask the plan before anything is paid for: would the coordinator's machine do?
 
 Steps are not known without a compiler, so only what does not depend on them is asked:
-memory, and places at the bulk port. `diloco plan` knows the rest.
+memory, places at the bulk port, and the least bytes of the disk. Snapshots alone never
+ask for more than the disk's rate, as they pause. `diloco plan` knows the rest.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.terms import Terms
 
-OF_NO_STEP = frozenset({"memory", "merge buffer", "places"})
+OF_NO_STEP = frozenset({"memory", "merge buffer", "places", "disk bytes"})
 """Checks of the plan that do not depend on the islands' speed."""
 SLOW_STEP_S = 3600.0
 """Step so long that no other check refuses."""
 
 
 def require_planned(config: Config) -> None:
-    """Raise ConfigError if the coordinator's machine is too small for the run."""
+    """Raise ConfigError if the coordinator's machine or its disk is too small for the
+    run."""
     import jax
 
     # The laptop's devices play no part.
@@ -33,6 +35,7 @@ def require_planned(config: Config) -> None:
         hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
         step_seconds=dict.fromkeys(config.islands, SLOW_STEP_S),
         link_gbit_per_s=Assumptions().link_gbit_per_s,
+        steps_known=False,
     )
     wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
     if wrong:

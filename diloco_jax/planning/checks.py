@@ -267,7 +267,12 @@ def _machines(
 
 def _disk_bytes(terms: Terms, needs: Needs) -> Check:
     has, plan = terms.config.launch.coordinator_disk_gb, needs.coordinator
-    disk = plan.fullest_disk
+    if terms.steps_known:
+        disk = plan.fullest_disk
+        needed, held = disk.bytes, disk.expected
+    else:
+        disk = plan.fullest_disk_at_least
+        needed, held = disk.least, disk.least - disk.deltas - disk.spared
     enough = terms.config.placement.merge_buffer_bytes + plan.disk.deltas
 
     def changes() -> Iterator[dict[str, Any]]:
@@ -279,11 +284,11 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
 
     return Check(
         "disk bytes",
-        disk.bytes,
+        needed,
         MOST_DISK * has * GB,
-        f"the coordinator is expected to hold {disk.expected / GB:.0f} GB on its disk"
-        f"{plan.for_machine}, must have room for {disk.reserve / GB:.0f} more, and has "
-        f"a disk of {has} GB, of which {MOST_DISK:.0%} may be used",
+        f"the coordinator is expected to hold {held / GB:.0f} GB on its disk"
+        f"{plan.for_machine}, must have room for {(needed - held) / GB:.0f} more, and "
+        f"has a disk of {has} GB, of which {MOST_DISK:.0%} may be used",
         changes,
     )
 

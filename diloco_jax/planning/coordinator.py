@@ -132,6 +132,11 @@ class CoordinatorPlan:
         return max(self.disks or (self.disk,), key=lambda disk: disk.bytes)
 
     @property
+    def fullest_disk_at_least(self) -> DiskPlan:
+        """The same by what does not depend on steps."""
+        return max(self.disks or (self.disk,), key=lambda disk: disk.least)
+
+    @property
     def busiest_disk(self) -> DiskPlan:
         """The disk to which most is written per second."""
         return max(self.disks or (self.disk,), key=lambda disk: disk.bytes_per_s)

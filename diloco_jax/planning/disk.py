@@ -69,6 +69,9 @@ class DiskPlan:
     """Sum of the three fields above."""
     bytes: int
     """Bytes that must have room: `expected` and `reserve`."""
+    least: int
+    """The part of it that does not depend on the length of a step: a fragment's
+    snapshots follow its publishes at once, and no reports are written."""
     log_bytes_per_s: float
     snapshot_bytes_per_s: float
     export_bytes_per_s: float
@@ -125,18 +128,21 @@ def plan_disk(
     rounds = max(round_s / cycle_seconds, 1.0)
     log = math.ceil((kept - 0.5) * rounds * publish)
     seconds = cycles * cycle_seconds
-    lines = _line_bytes(cycles * fragments, islands, seconds, sources)
+    lines = of_merges = _merge_lines(cycles * fragments, islands)
+    lines += _report_lines(seconds, islands, sources)
     snapshots = kept * state + largest
     every, theta = placement.export_every, 4 * params
     # Cycles are kept by the lead.
     cycles_kept = 1 if owner == "worker" else placement.exports_kept + 1
     exports = cycles_kept * theta if every else 0
     if owner == "worker":
-        lines = 0
+        lines = of_merges = 0
     elif owner == "lead":
         log, publish, deltas, snapshots = 0, 0, 0, state
-    expected = log + lines + exports + (0 if in_bucket else snapshots)
+    here = exports + (0 if in_bucket else snapshots)
+    expected = log + lines + here
     late_log = math.ceil((0.5 * rounds + 1) * publish)
+    least_log = math.ceil((kept + 1) * publish)  # As above, with a round a cycle.
     # A delta is put on the disk only where this stays free.
     spared = max(SPARED_BYTES, rooms.SPARED_BYTES_EACH * params if deltas else 0)
     reserve = late_log + deltas + spared
@@ -151,6 +157,7 @@ def plan_disk(
         spared=spared,
         reserve=reserve,
         bytes=expected + reserve,
+        least=least_log + of_merges + here + deltas + spared,
         log_bytes_per_s=publish / cycle_seconds,
         snapshot_bytes_per_s=0.0 if owner == "lead" else state / round_s,
         export_bytes_per_s=theta / (every * cycle_seconds) if every else 0.0,
@@ -159,9 +166,12 @@ def plan_disk(
     )
 
 
-def _line_bytes(merges: float, islands: int, seconds: float, sources: int) -> int:
-    """Return the bytes of all lines and points of a run."""
-    of_merges = merges * (LINES_PER_MERGE + islands * LINES_PER_DELTA)
+def _merge_lines(merges: float, islands: int) -> int:
+    """Return the bytes of all lines and points of a run's merges."""
+    return math.ceil(merges * (LINES_PER_MERGE + islands * LINES_PER_DELTA))
+
+
+def _report_lines(seconds: float, islands: int, sources: int) -> int:
+    """Return the bytes of all lines and points of a run's reports."""
     each = LINES_PER_REPORT + sources * LINES_PER_SOURCE
-    of_reports = seconds / REPORTS_EVERY_S * islands * each
-    return math.ceil(of_merges + of_reports)
+    return math.ceil(seconds / REPORTS_EVERY_S * islands * each)

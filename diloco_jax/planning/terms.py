@@ -27,6 +27,9 @@ class Terms:
     step_seconds: Mapping[str, float]
     link_gbit_per_s: float
     rates: MachineRates = CONSTANTS
+    steps_known: bool = True
+    """False: `step_seconds` are made up, and a disk is judged by the bytes that do not
+    depend on them."""
 
     @property
     def disk(self) -> DiskRates:

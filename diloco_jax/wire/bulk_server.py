@@ -154,5 +154,4 @@ def _receive(
     stored, wanted = 0, len(view) == start.length
     while left := start.length - stored:
         room = view[stored:] if wanted else view[:left]
-        stored += connection.receive_chunk(room, start.offset + stored)
-        guard.touch()
+        stored += connection.receive_chunk(room, start.offset + stored, guard)

@@ -9,7 +9,7 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 from diloco_jax.wire import encoding, errors
-from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire.connection import PROGRESS_BYTES, BulkConnection
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError
 from diloco_jax.wire.threads import Guard, IdleWatch
@@ -34,7 +34,7 @@ class CallGroup:
     def call(self) -> Iterator[tuple[BulkConnection, Guard]]:
         """Take a connection for the length of the block, which makes one call on it.
 
-        The block touches the guard at every chunk. Without a chunk for `idle_s`, or
+        The block touches the guard as bytes move. Without any for `idle_s`, or
         once the group is cancelled, the connection is cut and the block raises
         ConnectionLost.
         """
@@ -49,7 +49,8 @@ class CallGroup:
         except ConnectionLost as error:
             if guard.expired:
                 raise ConnectionLost(
-                    f"{self._peer}: not a chunk moved for {self._idle_s:g} s"
+                    f"{self._peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
+                    f"{self._idle_s:g} s"
                 ) from error
             if self._cancelled.is_set():
                 raise ConnectionLost(

@@ -22,6 +22,12 @@ from diloco_jax.wire.threads import Guard
 
 Decoded = TypeVar("Decoded")
 _DRAIN_BYTES = 256 << 10
+PROGRESS_BYTES = 64 << 10
+"""Bytes after which a transfer counts as moving. Stripes of one link share its rate, so
+a chunk each would take longer than the budget on a slow one."""
+UNSENT_BYTES = 128 << 10
+"""Bytes that the kernel takes beyond those that are under way. More of them would count
+as moved when they are not, and the last ones leave while the answer is awaited."""
 
 
 class BulkConnection:
@@ -84,11 +90,12 @@ class BulkConnection:
             if self.spoken():
                 return False
             self._send(header)
-            self._send(part)
-            guard.touch()
+            for block in _blocks(part):
+                self._send(block)
+                guard.touch()
         return True
 
-    def receive_chunk(self, place: memoryview, offset: int) -> int:
+    def receive_chunk(self, place: memoryview, offset: int, guard: Guard) -> int:
         """Receive one checked chunk to the beginning of a place; return its length.
 
         offset: that of the chunk in the payload. Bytes of a damaged chunk are in the
@@ -99,7 +106,9 @@ class BulkConnection:
             self._head, offset=offset, room=len(place), peer=self.peer
         )
         part = place[:length]
-        self._receive(part)
+        for block in _blocks(part):
+            self._receive(block)
+            guard.touch()
         frames.check(part, checksum, offset=offset, peer=self.peer)
         return length
 
@@ -164,11 +173,21 @@ class BulkConnection:
             raise ConnectionLost(f"{self.peer}: {error.strerror or error}") from error
 
 
+def _blocks(part: memoryview) -> Iterator[memoryview]:
+    """Cut a part where progress is noted."""
+    for start in range(0, len(part), PROGRESS_BYTES):
+        yield part[start : start + PROGRESS_BYTES]
+
+
 def prepare(connection: socket.socket, deadlines: Deadlines) -> None:
     """Set a TCP socket up: small frames leave at once, and a peer that is gone is
     noticed within the time budget."""
     half_budget_s = max(1, int(deadlines.budget_s / 2))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES
+        )
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, name):

@@ -203,9 +203,8 @@ class Transfers:
             position = 0
             while position < start.total:
                 room = place[: start.total - position]
-                length = connection.receive_chunk(room, position)
+                length = connection.receive_chunk(room, position, guard)
                 position += length
-                guard.touch()
                 yield place[:length]
             connection.between = True
 
@@ -353,9 +352,10 @@ class _Fetch:
                 self._check_same(start, stripe)
                 while stripe.position < stripe.end:
                     stripe.position += connection.receive_chunk(
-                        self.payload[stripe.position : stripe.end], stripe.position
+                        self.payload[stripe.position : stripe.end],
+                        stripe.position,
+                        guard,
                     )
-                    guard.touch()
                 connection.between = True
             finally:
                 stripe.wire_bytes += connection.received_bytes - before

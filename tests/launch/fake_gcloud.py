@@ -213,6 +213,12 @@ COMMANDS = {
         groups=("--member", "--role"),
     ),
     "auth configure-docker": Spec("registry", "login"),
+    "storage buckets add-iam-policy-binding": Spec(
+        "bucket",
+        "bind",
+        "--member --role --condition",
+        groups=("--member", "--role"),
+    ),
     "storage rsync": Spec("bucket", "copy", switches="--recursive"),
     "compute scp": Spec("instance", "copy", "--zone", "--recurse --tunnel-through-iap"),
 }

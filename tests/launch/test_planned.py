@@ -41,6 +41,22 @@ def test_a_machine_that_is_too_small_is_refused_and_named(
     assert cloud.calls == []
 
 
+def test_a_disk_that_is_too_small_is_refused_and_named(
+    config: Config, cloud: Any
+) -> None:
+    small = mixed(config, coordinator_disk_gb=200)
+    with pytest.raises(ConfigError, match=r"disk of 200 GB.*disk_gb = \d+.*--unplan"):
+        run(small, "configs/two.py", LaunchOptions(on="tpu_vm", yes=True))
+    assert cloud.calls == []
+
+
+def test_a_disk_is_not_judged_by_a_step_that_nobody_knows(config: Config) -> None:
+    """Reports of a long run would fill it, if steps were as slow as those here."""
+    enough = mixed(config, coordinator_disk_gb=500)
+    training = dataclasses.replace(enough.run, total_tokens=10**13)
+    require_planned(dataclasses.replace(enough, run=training))
+
+
 def test_islands_may_be_many(config: Config) -> None:
     (island, *_) = config.islands.values()
     crowd = {f"i{number}": island for number in range(MANY)}

@@ -9,7 +9,7 @@ import fake_gcloud
 import fake_kubectl
 import pytest
 
-from diloco_jax import cli
+from diloco_jax import checkpoint, cli
 from diloco_jax.launch import sky
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,37 @@ def test_every_gcloud_line_is_in_the_reference(line):
     fake_gcloud.parse(line[1:])
 
 
+def under(bucket, prefix):
+    """The condition on objects of a prefix."""
+    name = f'"projects/_/buckets/{bucket}/objects/{prefix}/"'
+    title = prefix.replace("/", "-")
+    return f"expression=resource.name.startsWith({name}),title={title}"
+
+
+def test_an_island_reads_the_buckets_of_the_run_and_writes_no_snapshot():
+    """One account may write what islands keep, and no role is in the project."""
+    found = {}
+    for line in of("gcloud"):
+        name, _, names, flags = fake_gcloud.parse(line[1:])
+        if name == "storage buckets add-iam-policy-binding":
+            who = flags["--member"].removeprefix("serviceAccount:").partition("@")[0]
+            granted = names[0], flags["--role"].removeprefix("roles/storage.")
+            found.setdefault(who, {})[granted] = flags["--condition"]
+        elif name == "projects add-iam-policy-binding":
+            assert "storage" not in flags["--role"]
+    text, kept = "gs://my-bucket", "gs://my-checkpoints"
+    both = {(text, "objectViewer"): "None", (kept, "legacyBucketReader"): "None"}
+    island, own = "two-slices/islands", "two-slices"
+    assert island == f"{own}/{checkpoint.ISLANDS}"
+    assert found == {
+        "diloco": {**both, (kept, "objectUser"): under("my-checkpoints", island)},
+        "diloco-coordinator": {
+            **both,
+            (kept, "objectUser"): under("my-checkpoints", own),
+        },
+    }
+
+
 def test_no_account_of_the_page_deletes_what_is_not_its_own():
     permissions, bound = {}, {}
     for line in of("gcloud"):
@@ -64,7 +95,6 @@ def test_no_account_of_the_page_deletes_what_is_not_its_own():
                 bound.setdefault(who, {})[permission] = flags["--condition"]
     reads = {
         "roles/artifactregistry.reader": "None",
-        "roles/storage.objectViewer": "None",
         "roles/logging.logWriter": "None",
     }
     slices = ("tpu.nodes.delete", "tpu.queuedResources.delete")

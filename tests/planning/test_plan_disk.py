@@ -96,6 +96,31 @@ def size_of(folder):
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
+@pytest.mark.parametrize("owner", ["coordinator", "lead", "worker"])
+@pytest.mark.parametrize("cycle_s", [0.01, 1.0, 60.0, 1e7])
+def test_the_least_that_a_disk_has_is_the_same_for_every_step(owner, cycle_s):
+    def plan_of(cycle_s, cycles):
+        return disk.plan_disk(
+            Placement(snapshots_kept=3, snapshot_every_s=60.0),
+            params=1000,
+            fragments=4,
+            islands=2,
+            state=12_000,
+            largest=3000,
+            publish=500,
+            deltas=70,
+            cycles=cycles,
+            cycle_seconds=cycle_s,
+            bytes_per_s=1e6,
+            owner=owner,
+        )
+
+    one = plan_of(cycle_s, 5.0)
+    assert one.least == plan_of(60.0, 5.0).least <= one.bytes
+    # With a round of snapshots a cycle, and no time for reports, it is everything.
+    assert plan_of(1e7, 0.0).least == plan_of(1e7, 0.0).bytes
+
+
 @pytest.mark.parametrize(
     ("kept", "round_s", "cycle_s", "within"),
     [

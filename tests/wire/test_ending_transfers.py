@@ -62,7 +62,7 @@ def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatc
     hangs = threading.Event()
     monkeypatch.setattr(handlers, "upload_end", lambda *_: hangs.wait(WAIT_S))
     client = connect(address, deadlines=deadlines(idle_s=0.5))
-    with pytest.raises(ConnectionLost, match=r"not a chunk moved for 0\.5 s"):
+    with pytest.raises(ConnectionLost, match=r"not 64 KiB moved for 0\.5 s"):
         client.transfers.upload(upload_start(10), bytes(10))
     hangs.set()
 

@@ -56,7 +56,27 @@ def test_a_hello_that_cannot_be_is_not_understood(field: str, value: Any) -> Non
         decode(hello(), **{field: value})
 
 
-@pytest.mark.parametrize("field", messages.Measures.__struct_fields__)
+LISTS: dict[str, tuple[list[Any], list[Any]]] = {
+    "losses_by_source": (
+        [1.5] * messages.MAX_SOURCES,
+        [1.5] * (messages.MAX_SOURCES + 1),
+    ),
+    "short": (["disk", "memory"], ["disk", "memory", "disk"]),
+}
+"""Fields of measures that are lists: as long as they may be, and one longer."""
+SCALARS = [field for field in messages.Measures.__struct_fields__ if field not in LISTS]
+
+
+@pytest.mark.parametrize("field", LISTS)
+def test_lists_of_measures_are_bounded_by_their_length(field: str) -> None:
+    longest, too_long = LISTS[field]
+    decode(report(1), measures={field: longest})
+    refused = rf"length <= {len(longest)} - at `\$\.measures\.{field}`"
+    with pytest.raises(RemoteProtocolError, match=refused):
+        decode(report(1), measures={field: too_long})
+
+
+@pytest.mark.parametrize("field", SCALARS)
 def test_measures_are_bounded_and_only_losses_may_be_nan(field: str) -> None:
     whole = isinstance(getattr(messages.Measures(), field), int)
     for value in (-1, 2**63) if whole else (-1.0, NAN, INF, 1e300):
