@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 import pytest
 from runtime_support import PATIENCE_S, coordinator, make_config
 
-from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
-from diloco_jax.coordinator import main
+from diloco_jax.coordinator import going_on, main
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
@@ -48,7 +47,7 @@ def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config,
 
 
 AT_A_START: dict[str, tuple[Any, str]] = {
-    "the lock": (workdirs, "held"),
+    "the lock": (going_on, "held_by_one"),
     "the newest snapshot": (StateSnapshots, "newest"),
     "the tape": (Tape, "__init__"),
     "the log": (RecordLog, "__init__"),
@@ -71,7 +70,7 @@ def test_an_error_of_the_disk_is_judged_wherever_it_comes_from(
         raise error
 
     if what == "the end":
-        monkeypatch.setattr(main.Coordinator, "run", lambda coordinator: EXIT_DONE)
+        monkeypatch.setattr(main.Coordinator, "run", lambda *_: EXIT_DONE)
         where: tuple[Any, str] = (Roster, "save")
     else:
         where = {**AT_A_START, **AS_IT_LEADS}[what]
