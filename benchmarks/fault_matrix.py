@@ -364,7 +364,8 @@ def rows(cells: dict[str, Any]) -> Iterator[dict[str, str]]:
         def seconds(field: str, cell: dict[str, Any] = cell) -> str:
             return "-" if cell[field] is None else f"{cell[field]:.1f}"
 
-        earlier = [told.partition(" beyond ")[0] for told in cell.get("earlier", ())]
+        told = cell.get("earlier", ())
+        earlier = [t.partition(" beyond ")[0].removesuffix(" of its own") for t in told]
         yield {
             "case": case,
             "phase": phase,
