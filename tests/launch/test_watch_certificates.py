@@ -37,7 +37,7 @@ def launched(launch, cloud, monkeypatch):
 
 
 def days_left(folder, stem):
-    """Of the certificate that the machine's archive has."""
+    """Days until the certificate in the machine's archive ends."""
     with tarfile.open(folder / f"{stem}.tar") as tar:
         text = tar.extractfile(f"{stem}.pem").read()
     end = x509.load_pem_x509_certificate(text).not_valid_after_utc

@@ -1,4 +1,4 @@
-"""What processes whose start fails say, and whether to start them again."""
+"""A process whose start fails says why, and whether to start it again."""
 
 from __future__ import annotations
 

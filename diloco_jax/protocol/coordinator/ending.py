@@ -125,7 +125,7 @@ def flush(
         phase = FRAGMENT.move(fragment.phase, "flush")
         return with_fragment(state, replace(fragment, phase=phase)), []
     if unsettled and all(_keeps_nobody(islands[n], accounts[n]) for n in unsettled):
-        return state, []  # They have not answered their refusals yet.
+        return state, []  # Their answers to refusals are to come.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
     if now >= state.deadline - (1.0 - OPEN_BY) * config.flush_s:
         # What hangs must not keep the others' last steps out.
