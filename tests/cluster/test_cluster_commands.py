@@ -1,6 +1,7 @@
 """Command lines and environment of a run's processes."""
 
 from diloco_jax.cluster import commands
+from diloco_jax.wire import addresses
 
 
 def test_islands_compute_on_the_cpu_unless_told_otherwise(monkeypatch):
@@ -9,3 +10,12 @@ def test_islands_compute_on_the_cpu_unless_told_otherwise(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     assert commands.island_environment()["JAX_PLATFORMS"] == "tpu"
     assert commands.coordinator_environment()["JAX_PLATFORMS"] == "cpu"
+
+
+def test_ports_that_are_asked_for_together_differ(monkeypatch):
+    """Each has the one beside it, too: workers of one machine need both."""
+    first = commands.free_port()
+    offered = [first, first + 1, first - 1, *addresses.PORTS]
+    monkeypatch.setattr(addresses.secrets, "choice", lambda _: offered.pop(0))
+    second = commands.free_port()
+    assert not {first, first + 1} & {second, second + 1}
