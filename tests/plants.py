@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from msgspec.structs import replace
+from plants_of_disk import DISK_PLANTS
 from plants_of_standby import STANDBY_PLANTS
 
 from diloco_jax.data.stream import LeasedPositions
@@ -23,6 +24,7 @@ from diloco_jax.protocol.coordinator import (
     claims,
     cycles,
     decide,
+    ending,
     fragments,
     leases,
     ledger,
@@ -38,14 +40,11 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import with_fragment
-from diloco_jax.protocol.holding import MergePrepared
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged, Removed
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 
 
 class Plant(NamedTuple):
@@ -63,10 +62,6 @@ def _believes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _at_once(*arguments: Any) -> bool:
     return True
-
-
-def _always(has_space: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda disk: True
 
 
 def _forgets_the_last_merge(recover: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +91,14 @@ def _asks_for_nothing(back: Callable[..., Any]) -> Callable[..., Any]:
 
 def _holds_all_the_time(unheld: Callable[..., Any]) -> Callable[..., Any]:
     return lambda fragment: replace(unheld(fragment), away=False)
+
+
+def _awaits_nobody(more_may_come: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, fragment, now: False
+
+
+def _ends_as_it_wakes(awake: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, state, now: state
 
 
 def _loses_nothing(lose: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,34 +279,6 @@ def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]
     return broken
 
 
-def _says_prepared(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(coordinator: Any, merge: Any, prepared: Any) -> Any:
-        if not coordinator.dead:
-            coordinator._written(merge, prepared)
-            coordinator.hear(
-                MergePrepared(
-                    fragment=merge.fragment, version=merge.version, prepared=prepared
-                )
-            )
-
-    return broken
-
-
-def _forgets_all(forget: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(disk: Any, fragment: int, through: Any) -> Any:
-        forget(disk, fragment, disk.saved(fragment)[-1])
-
-    return broken
-
-
-def _counts_what_was_prepared(restore: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(disk: Any, committed: Any) -> Any:
-        found = enumerate(committed)
-        return restore(disk, [max([*disk.published(f), v]) for f, v in found])
-
-    return broken
-
-
 PLANTS = {
     "recovery_forgets_a_merge": Plant(
         "versions", recovery, "recover", _forgets_the_last_merge
@@ -371,21 +346,14 @@ PLANTS = {
         "data", leases, "free_departed", _keeps_it_for_good
     ),
     "the_log_is_written_last": Plant("durable", decide, "step", _writes_last),
-    "a_full_disk_counts_as_written": Plant(
-        "prepared", VirtualCoordinator, "_prepare", _says_prepared
+    "the_end_awaits_nobody": Plant(
+        "last_steps", ending, "_more_may_come", _awaits_nobody
     ),
-    "publishes_go_with_the_newest_snapshot": Plant(
-        "chains", Disk, "forget", _forgets_all
-    ),
-    "a_record_without_space_counts_as_written": Plant(
-        "data", Disk, "has_space", _always
-    ),
-    "a_prepared_merge_is_restored": Plant(
-        "restored", Disk, "restore", _counts_what_was_prepared
-    ),
+    "the_end_is_slept_through": Plant("last_steps", ending, "awake", _ends_as_it_wakes),
     "takes_are_asked_for_once": Plant(
         "liveness", reconciling, "without_take", _asks_once
     ),
+    **{name: Plant(*fields) for name, fields in DISK_PLANTS.items()},
     **{name: Plant(*fields) for name, fields in STANDBY_PLANTS.items()},
     "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }

@@ -88,7 +88,7 @@ Step = tuple[State, list[Effect]]
 
 def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     """Apply one event at time `now` (monotonic seconds)."""
-    before = state
+    before = state = ending.awake(config, state, now)
     match event:
         case Hello():
             state, effects = members.hello(config, state, event, now)

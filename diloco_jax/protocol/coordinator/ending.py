@@ -36,12 +36,16 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     live_islands,
     with_fragment,
+    with_island,
 )
 from diloco_jax.protocol.messages import Finished, Stop
 from diloco_jax.protocol.reasons import EndReason
 
 Step = tuple[State, list[Effect]]
 
+LATE = 0.1
+"""Share of a lease by which its end may be noticed late. If it is more, the coordinator
+was stopped itself."""
 OPEN_BY = 0.5
 """Share of the flush's time in which all fragments are opened for all islands though no
 delta comes."""
@@ -63,6 +67,23 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
         if island.status != "gone"
     ]
     return state, effects
+
+
+def awake(config: PolicyConfig, state: State, now: float) -> State:
+    """Return the state that listens anew to everybody, if the coordinator itself was
+    stopped for so long that leases ran out, or its clock jumped: what has come
+    meanwhile is heard first, and costs nobody the last steps."""
+    if state.phase not in ("stopping", "flushing"):
+        return state
+    ends = (i.lease_until for i in state.islands.values() if i.status == "live")
+    ended = min(ends, default=now)
+    if now - ended <= LATE * config.lease_s:
+        return state
+    until = now + config.lease_s
+    for island in state.islands.values():
+        if island.status != "gone" and ended <= island.lease_until < until:
+            state = with_island(state, replace(island, lease_until=until))
+    return replace(state, deadline=max(state.deadline, until))
 
 
 def awaited(state: State) -> tuple[str, ...]:
@@ -120,7 +141,7 @@ def flush(
     if hurry:
         unsettled = tuple(n for n in unsettled if _is_here(accounts[n]))
     if not unsettled and not fragment.left_behind:
-        if not hurry and _may_return(state, fragment, now):
+        if not hurry and _more_may_come(state, fragment, now):
             return state, []
         phase = FRAGMENT.move(fragment.phase, "flush")
         return with_fragment(state, replace(fragment, phase=phase)), []
@@ -167,15 +188,18 @@ def _pause_s(config: PolicyConfig, islands: int) -> float:
     return OPEN_BY * config.flush_s / rounds
 
 
-def _may_return(state: State, fragment: Fragment, now: float) -> bool:
-    """Tell whether an island with open steps in the fragment has lost its connection
-    within its lease: a blink of a link is to cost nobody its last steps."""
-    return any(
-        island.status == "absent"
-        and now < island.lease_until
-        and fragment.accounts[name].start < island.steps
-        for name, island in state.islands.items()
-    )
+def _more_may_come(state: State, fragment: Fragment, now: float) -> bool:
+    """Tell whether the last steps of an island are to come: it has not stopped yet, or
+    has lost its connection, or its coordinator, within its lease. A blink of a link is
+    to cost nobody its last steps."""
+    for name, island in state.islands.items():
+        if island.status == "live" and island.phase == "training":
+            return True
+        if island.status == "absent" and now < island.lease_until:
+            stopped = island.phase == "stopped"
+            if not stopped or fragment.accounts[name].start < island.steps:
+                return True
+    return False
 
 
 def _keeps_nobody(island: Island, account: Account) -> bool:

@@ -54,6 +54,10 @@ class Invariant:
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """Observe a step of the protocol; nothing of it is visible yet."""
 
+    def ends(self, before: State, after: State, now: float) -> None:
+        """Observe the step of the protocol that ends the run, at a time of its clock;
+        nothing of it is visible yet."""
+
     def persisted(self, record: Durable) -> None:
         """Observe that a record is on the disk."""
 

@@ -254,8 +254,7 @@ class FaultyCoordinator(VirtualCoordinator):
     ) -> None:
         """Take in an anchor that has arrived at a worker; write it to disk. A worker
         that has not heard yet who was asked is busy: the island comes again, as long as
-        the anchor is `wanted`.
-        """
+        the anchor is `wanted`."""
         fragment, awaited = asked.fragment, self._awaited.get(asked.fragment)
         if self.dead or fragment in self.dead_fragments:
             return
@@ -293,11 +292,13 @@ class FaultyCoordinator(VirtualCoordinator):
         self.lost_fragments.discard(commit.fragment)
 
     def decide(self, event: Event, now: float) -> list[AnyEffect]:
+        before, monitor = self.state, self.monitor
         effects = super().decide(event, now)
-        monitor = self.monitor
         if isinstance(event, WorkerBack) and event.lost:
             monitor.lost(event.lost)
         monitor.decided(self.state, effects)
+        if self.state.phase == "done" != before.phase:
+            monitor.ends(before, self.state, now)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:

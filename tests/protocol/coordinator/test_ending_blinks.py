@@ -1,5 +1,6 @@
 """The flush, while links blink or hang: nobody's last steps are lost by it."""
 
+import pytest
 from ending_support import pending, stop, stopping, whose
 from kit import Driver, asked, notes, of, only, persisted
 
@@ -109,3 +110,64 @@ def test_an_outage_is_no_transfer() -> None:
     d.now += 1
     d.arrive("a", 0)
     assert d.fragment(0).transfer_seconds == 0.0
+
+
+def test_who_has_not_stopped_yet_has_last_steps_to_come() -> None:
+    """A delta of before the stop has all of b's steps, and is merged while b makes
+    more."""
+    d = Driver(fragment_sizes=(4,), steps_per_cycle=4, total_tokens=80)
+    d.join("a", "b")
+    d.report("a", 4)
+    d.report("b", 4)
+    assert d.state.phase == "stopping"
+    d.take("a", 0, 4)
+    d.take("b", 0, 4, arrive=False)
+    stop(d, "a")
+    d.now = d.state.deadline - 1
+    d.report("a", 4)
+    d.report("b", 4)
+    d.wait(1)
+    assert d.state.phase == "flushing"
+    d.arrive("b", 0)
+    assert whose(only(d.computed(0), Merge)) == [("b", 0, 4)]
+    assert not persisted(d.computed(0), "finished")
+    assert asked(d.report("b", 6, phase="stopped")) == {0: ["b"]}
+    assert whose(only(d.take("b", 0, 6), Merge)) == [("b", 4, 6)]
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("b").lost == {}
+
+
+@pytest.mark.parametrize("stopped", ["a", "ab"])
+def test_a_coordinator_that_was_stopped_itself_listens_first(stopped: str) -> None:
+    """As it wakes, its timer may fire before it hears what has come meanwhile."""
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, *stopped)
+    effects = d.wait(5 * d.config.lease_s)
+    assert not persisted(effects, "finished")
+    assert notes(effects, "absent") == []
+    assert d.state.deadline == d.now + d.config.lease_s
+    stop(d, "b")
+    d.take("b", 0, 10)
+    d.take("a", 0, 10)
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("a").lost == d.totals("b").lost == {}
+
+
+def test_silence_that_is_noticed_in_time_is_the_islands() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    d.now = d.state.islands["b"].lease_until - 1
+    stop(d, "a")
+    assert [e["island"] for e in notes(d.wait(2), "absent")] == ["b"]
+
+
+def test_after_a_crash_the_end_awaits_islands_of_which_no_merge_tells() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    d.crash()
+    effects = d.hello("a", steps=10, phase="stopped")
+    assert asked(effects) == {0: ["a"]}
+    d.take("a", 0, 10)
+    assert not persisted(d.computed(0), "finished")
+    d.hello("b", steps=10, phase="stopped")
+    d.take("b", 0, 10)
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("a").lost == d.totals("b").lost == {}
