@@ -194,7 +194,7 @@ class KeptCycles:
     def _begun(self, number: int) -> _Cycle:
         """Return the cycle that is being written; a new one replaces the last."""
         if number > self._cycle.number:
-            # Workers may be at the next one already, and are not at an older one.
+            # Workers may be at the next one already.
             self._remove_torn(path_of(self._folder, number, TEMPORARY))
             self._cycle = _Cycle(number=number)
         return self._cycle
@@ -226,6 +226,8 @@ class KeptCycles:
         sealed.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
+        # One worker may have been at an older one as another began this one.
+        self._remove_torn(scratch)
 
 
 def telling(tell: Callable[[FromHolder], None]) -> Done:

@@ -3,6 +3,7 @@
 import errno
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -128,6 +129,29 @@ def test_a_cycle_that_lost_a_worker_goes_with_the_next_one(cycles, workers, tmp_
     assert [path.name for path in (tmp_path / run_files.KEPT).iterdir()] == [
         "cycle-000003"
     ]
+
+
+def test_what_a_slow_worker_still_wrote_of_an_older_cycle_goes(
+    cycles, workers, tmp_path
+):
+    """Another worker was at the next cycle already."""
+    made, told = workers
+    older = tmp_path / run_files.KEPT / "cycle-000001.tmp"
+    older.mkdir(parents=True)
+    effect = KeepFragment(
+        cycle=3, fragment=1, version=Version(1, 1), merges=1, tokens=8
+    )
+    made[1].keep(effect, theta(1, 3), told)
+    deadline = time.monotonic() + 60
+    while older.exists():  # The lead has not begun cycle 3 yet.
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    written_by_workers(cycles, 2, told, made[:1])
+    written_by_workers(cycles, 3, told, made[:1])
+    told.wait()
+    assert told.said == [(3, "")]
+    kept_cycles = [path.name for path in (tmp_path / run_files.KEPT).iterdir()]
+    assert kept_cycles == ["cycle-000003"]
 
 
 def test_a_worker_that_cannot_write_gives_the_cycle_up(

@@ -205,6 +205,7 @@ class Books:
             account.late = -1
             self._record("reopened", step, fragment=fragment, tick=tick)
             return "reopened"
+        account.late = -1  # The next version is adopted without it.
         self._record("dropped", step, fragment=fragment, tick=tick)
         return "dropped"
 

@@ -54,8 +54,8 @@ class Invariant:
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """Observe a step of the protocol; nothing of it is visible yet."""
 
-    def ends(self, before: State, after: State, now: float) -> None:
-        """Observe the step of the protocol that ends the run, at a time of its clock;
+    def ending(self, before: State, after: State, now: float) -> None:
+        """Observe a step of the protocol, at a time of its clock, once the run stops;
         nothing of it is visible yet."""
 
     def persisted(self, record: Durable) -> None:

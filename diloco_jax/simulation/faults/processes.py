@@ -297,8 +297,8 @@ class FaultyCoordinator(VirtualCoordinator):
         if isinstance(event, WorkerBack) and event.lost:
             monitor.lost(event.lost)
         monitor.decided(self.state, effects)
-        if self.state.phase == "done" != before.phase:
-            monitor.ends(before, self.state, now)
+        if before.phase in ("stopping", "flushing"):
+            monitor.ending(before, self.state, now)
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:

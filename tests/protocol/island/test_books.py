@@ -102,6 +102,19 @@ def test_a_kept_delta_that_is_stale_leaves_with_the_next_version():
     assert books.take(0, 2, 9).start == 4
 
 
+def test_a_stale_delta_leaves_with_a_version_that_was_to_be_kept_beside_it():
+    """At the end of a run no later one came: the island took nothing any more."""
+    books = books_of([V[0]], "keep")
+    books.settle(0, 1, "pending", "", 3, V[1])
+    books.take(0, 1, 4)
+    books.adopt(0, V[1], 5)
+    books.settle(0, 1, "pending", "", 6, V[2])
+    assert books.settle(0, 1, "refused", "stale", 6, V[2]) == "dropped"
+    assert books.adopt(0, V[2], 7) == "adopted"
+    assert not books.must_wait(0)
+    assert books.take(0, 2, 8).start == 4
+
+
 def test_a_kept_delta_without_steps_keeps_nobody_waiting():
     books = books_of([V[0]], "keep")
     books.settle(0, 1, "pending", "", 0, V[1])
