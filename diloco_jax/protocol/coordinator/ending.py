@@ -70,9 +70,9 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
 
 
 def awake(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state that listens anew to everybody, if the coordinator itself was
-    stopped for so long that leases ran out, or its clock jumped: what has come
-    meanwhile is heard first, and costs nobody the last steps."""
+    """Return the state with leases that begin anew, if the coordinator itself was
+    stopped for so long that they ran out, or its clock jumped. It first hears what has
+    come meanwhile, so that nobody loses the last steps."""
     if state.phase not in ("stopping", "flushing"):
         return state
     ends = (i.lease_until for i in state.islands.values() if i.status == "live")

@@ -41,7 +41,7 @@ def relayed(lead, outer, inner, deadlines) -> bool | None:
 
 
 def waiting(end: socket.socket) -> bytes:
-    """What nobody has read yet; another thread may read it meanwhile."""
+    """Peek at the bytes that wait, though another thread may read them meanwhile."""
     with end.dup() as own:
         own.settimeout(0.0)
         try:
