@@ -100,13 +100,31 @@ def relay(address: str) -> Iterator[str]:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
+                ends.append(near)
                 far = socket.create_connection(parse_address(address))
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=carry, args=ends, daemon=True).start()
+                ends.append(far)
+                for way in ((near, far), (far, near)):
+                    carrying = threading.Thread(target=carry, args=way)
+                    threads.append(carrying)
+                    carrying.start()
 
+    ends: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        accepting = threading.Thread(target=accept)
+        threads = [accepting]
+        accepting.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            accepting.join()
+            for end in ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+            for end in ends:
+                end.close()
 
 
 def test_a_wrong_address_is_said_once_with_both_and_the_remedy(nobody, caplog):

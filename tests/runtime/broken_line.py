@@ -32,6 +32,7 @@ class Line:
     def __exit__(self, *error: object) -> None:
         self.cut()
         for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)  # So that nobody waits in it.
             listener.close()
 
     def cut(self) -> None:
