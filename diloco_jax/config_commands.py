@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from diloco_jax import run_files
+from diloco_jax.collector import uncollected
 from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import absolute
@@ -119,10 +120,11 @@ def coordinator_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax.
     fit_threads()
-    from diloco_jax.config.resolving import resolve
-    from diloco_jax.coordinator import going_on
-    from diloco_jax.coordinator.main import run
-    from diloco_jax.observability.logs import setup_logging
+    with uncollected():
+        from diloco_jax.config.resolving import resolve
+        from diloco_jax.coordinator import going_on
+        from diloco_jax.coordinator.main import run
+        from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
     options.check_run(config.placement)
@@ -154,8 +156,9 @@ def worker_command(arguments: Sequence[str]) -> int:
 
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
-    from diloco_jax.coordinator.workers.outpost.command import run
-    from diloco_jax.observability.logs import setup_logging
+    with uncollected():
+        from diloco_jax.coordinator.workers.outpost.command import run
+        from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
     code: int = run(config, options.index, workdir, bind)
@@ -182,11 +185,12 @@ def island_command(arguments: Sequence[str]) -> int:
 
         make_workdir(workdir)
         incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
-    from diloco_jax.config.resolving import resolve
-    from diloco_jax.island.hosts.meeting import WorldAddress
-    from diloco_jax.island.main import run
-    from diloco_jax.island.of_run import with_model_of_run
-    from diloco_jax.observability.logs import setup_logging
+    with uncollected():
+        from diloco_jax.config.resolving import resolve
+        from diloco_jax.island.hosts.meeting import WorldAddress
+        from diloco_jax.island.main import run
+        from diloco_jax.island.of_run import with_model_of_run
+        from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
     config = with_model_of_run(config, options.name, options.coordinator)

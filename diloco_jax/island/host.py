@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from diloco_jax import checkpoint, compilation, run_files
+from diloco_jax.collector import uncollected
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.loading import load_data
@@ -88,6 +89,7 @@ class Host(Parts[Loop]):
             dtype = self.island.compute_dtype
             self._watched = WatchedModel(exchange, self._zeros, dtype)
 
+    @uncollected()
     def compile(self) -> None:
         """Compile everything, then run it once.
 
