@@ -1,7 +1,7 @@
 """Break the product on purpose, to show that every invariant of `faults/` can fail.
 
-Each plant replaces one function by one that does less, or more, than it should, while a
-schedule is played.
+Each plant replaces one function by one that does less, or more, than it should, or a
+share by another, while a schedule is played.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Plant(NamedTuple):
     invariant: str
     owner: Any
     name: str
-    broken: Callable[[Callable[..., Any]], Callable[..., Any]]
+    broken: Callable[[Any], Any]
 
 
 def _believes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -350,6 +350,9 @@ PLANTS = {
         "last_steps", ending, "_more_may_come", _awaits_nobody
     ),
     "the_end_is_slept_through": Plant("last_steps", ending, "awake", _ends_as_it_wakes),
+    "the_end_waits_for_what_hangs": Plant(
+        "last_steps", ending, "OPEN_BY", lambda share: 1.0
+    ),
     "takes_are_asked_for_once": Plant(
         "liveness", reconciling, "without_take", _asks_once
     ),

@@ -28,6 +28,7 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
+from diloco_jax.island.device.later import Later
 from diloco_jax.island.device.mesh import require_accelerator
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.device.watched import WatchedModel
@@ -50,6 +51,8 @@ from diloco_jax.wire.bulk import Identity
 
 class Host(Parts[Loop]):
     """The parts of a host that trains by the product's own loop."""
+
+    _later: Later | None = None
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, workdir: Path
@@ -96,10 +99,12 @@ class Host(Parts[Loop]):
         No host runs a program before all hosts have compiled theirs: one may find in
         its cache what takes another minutes. On TPUs everything is compiled before
         anything runs. So an error of the compiler, which raises ConfigError, differs
-        from a failure of the machine, which another attempt may cure.
+        from a failure of the machine, which another attempt may cure. Elsewhere a host
+        without others compiles what is seldom needed while it trains.
         """
         began, trainer = time.monotonic(), self._trainer
-        if self._hosts is not None or jax.default_backend() == "tpu":
+        ahead = self._hosts is not None or jax.default_backend() == "tpu"
+        if ahead:
             compile_ahead(
                 trainer,
                 self._exchange,
@@ -108,7 +113,8 @@ class Host(Parts[Loop]):
                 self._watched,
             )
             self._meet_compiled()
-        params, self._zeros = self._exchange.warm(self._zeros), {}
+        params = self._exchange.warm(self._zeros, seldom=ahead)
+        self._zeros = {}
         batch = self._validation[0]
         if self.config.placement.evaluate_every_steps:
             float(trainer.eval_step(params, batch)[0])
@@ -119,6 +125,9 @@ class Host(Parts[Loop]):
         training = {name: batch[name] for name in trainer.fields}
         _, metrics = trainer.step(state, trainer.put_batch(training), 0.0)
         float(metrics["loss"])
+        if not ahead:
+            like = trainer.abstract_state().params
+            self._later = Later(self._exchange.lower_all(like))
         # A compiler leaves as much freed memory as a small island needs otherwise.
         give_back()
         self.compile_seconds = time.monotonic() - began
@@ -192,6 +201,8 @@ class Host(Parts[Loop]):
     def close(self) -> None:
         """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
+        if self._later is not None:
+            self._later.close()
         super().close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
         self.checkpoints.close(patience_s)

@@ -59,7 +59,8 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     class RunsError(Exception):
         pass
 
-    def warm(zeros):
+    def warm(zeros, *, seldom):
+        assert seldom == ahead
         raise RunsError
 
     here = SimpleNamespace(

@@ -44,6 +44,15 @@ def place(params):
     return jax.device_put(params, param_shardings(mesh, AXES, params), may_alias=False)
 
 
+def abstract(params):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        params,
+    )
+
+
 def full_payload(params, fragment):
     pieces = PLAN.fragments[fragment]
     return b"".join(get_piece(params, piece).tobytes() for piece in pieces)
@@ -241,14 +250,20 @@ def test_bases_survive_the_donation_of_the_parameters():
     assert all(bool(jnp.isfinite(a).all()) for a in exchange.anchors().values())
 
 
-def test_nothing_compiles_after_the_warm_up(caplog):
+@pytest.mark.parametrize("seldom", [True, False])
+def test_nothing_compiles_after_the_warm_up(caplog, seldom):
+    """Or after it and what is compiled later."""
     anchor, local = map(random_params, range(2))
     sync = SyncConfig(fragments=3, blend_alpha=0.25)
     params = place(local)
     exchange = Exchange(PLAN, sync, params)
-    params = exchange.warm(params)
+    jax.clear_caches()
+    params = exchange.warm(params, seldom=seldom)
     for piece in PLAN.pieces:
         same(get_piece(params, piece), get_piece(local, piece))
+    if not seldom:
+        for program in exchange.lower_all(abstract(params)):
+            program.compile()
     with jax.log_compiles(), caplog.at_level("WARNING"):
         exchange.start(
             {f: exchange.put_anchor(f, full_payload(anchor, f)) for f in range(3)}

@@ -162,9 +162,9 @@ def compile_last(mark: Path, index: int) -> None:
         waits.touch()
         meet(self, what, *args)
 
-    def warms(self, params):
+    def warms(self, params, **how):
         assert compiled.exists(), "host 0 does not wait until host 1 has compiled"
-        return warm(self, params)
+        return warm(self, params, **how)
 
     if index == 0:
         Hosts.meet, Exchange.warm = meets, warms

@@ -303,10 +303,11 @@ class Exchange:
         pieces = itertools.chain.from_iterable(self.trees()["anchors"])
         return {p.name: a for p, a in zip(self._plan.pieces, pieces, strict=True)}
 
-    def warm(self, params: Lent) -> Lent:
+    def warm(self, params: Lent, *, seldom: bool = True) -> Lent:
         """Compile everything on `params`, which is donated and comes back unchanged.
 
-        It leaves no anchors behind: call `start` afterwards.
+        It leaves no anchors behind: call `start` afterwards. seldom: if False, what an
+        island runs only after it was away, or was late, is left to be compiled.
         """
         codec = get_codec(self._sync.codec_down)
         for held in self.one_of_each(params):
@@ -315,17 +316,18 @@ class Exchange:
             shape = codec.encoded_shape(layout.shape)
             published = layout.together(zeros(shape, np.uint8, kind.encoded))
             _, _, local = in_turn(kind.take(leaf, index, anchor, held.residual))
-            in_turn(kind.advance(anchor, published))
-            in_turn(kind.whole(anchor))
             landing, landed = kind.spread.landing, kind.spread.landed_shape
             kind.gathered(layout.together(zeros(landed(shape), np.uint8, landing)))
             bits = zeros(landed(bits_shape(layout.shape)), np.uint32, landing)
             in_turn(kind.gather_anchor(layout.together(bits)))
-            kind.move(anchor, anchor, anchor)
             leaf, _ = in_turn(
                 kind.arrive(leaf, index, anchor, anchor, published, self._alpha)
             )
-            leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
+            if seldom:
+                in_turn(kind.advance(anchor, published))
+                in_turn(kind.whole(anchor))
+                kind.move(anchor, anchor, anchor)
+                leaf = kind.adopt(leaf, index, anchor, anchor, self._alpha)
             leaf = kind.put(leaf, index, local)
             jax.block_until_ready(leaf)  # type: ignore[no-untyped-call]
             written: Leaves = {}
@@ -333,16 +335,15 @@ class Exchange:
             params = with_leaves(params, written)
         return params
 
-    def lower_all(self, params: Params | Listed) -> list[jax.stages.Lowered]:
-        """Lower what `warm` executes, without arrays, to be compiled; `params` stay."""
-        lowered: list[jax.stages.Lowered] = []
+    def lower_all(self, params: Params | Listed) -> Iterator[jax.stages.Lowered]:
+        """Lower what `warm` executes, one after the other, without arrays, to be
+        compiled; `params` stay, and may be abstract."""
         for held in self.one_of_each(params):
             leaf, piece = held.first(params), held.pieces[0]
             assert isinstance(leaf.sharding, NamedSharding)
             like = abstract(leaf.shape, leaf.dtype, leaf.sharding)
-            lowered += held.kind.lower(self._sync, piece, like).values()
-            lowered += held.kind.lower_whole(piece).values()
-        return lowered
+            yield from held.kind.lower(self._sync, piece, like).values()
+            yield from held.kind.lower_whole(piece).values()
 
     def held(self, fragment: int) -> Sequence[Held]:
         """Return what is held of the fragment; the caller changes nothing in it."""

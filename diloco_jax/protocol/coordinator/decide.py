@@ -378,7 +378,8 @@ def _settle(
             state, found = ending.flush(config, state, fragment, live, now, hurry=hurry)
             effects += found
             fragment = state.fragments[fragment.index]
-        fragment, found = fragments.settle(config, fragment, fleet, now, hurry=hurry)
+        over = fragment.phase == "open" and ending.is_over(state, fragment, now)
+        fragment, found = fragments.settle(config, fragment, fleet, now, hurry=over)
         if fragment is not state.fragments[fragment.index]:
             state = with_fragment(state, fragment)
         effects += found

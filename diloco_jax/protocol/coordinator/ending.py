@@ -48,7 +48,8 @@ LATE = 0.1
 was stopped itself."""
 OPEN_BY = 0.5
 """Share of the flush's time in which all fragments are opened for all islands though no
-delta comes."""
+delta comes. What has not come by then hangs: in the rest of the time, those are merged
+twice that are here and made steps after their takes."""
 
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
@@ -83,7 +84,8 @@ def awake(config: PolicyConfig, state: State, now: float) -> State:
     for island in state.islands.values():
         if island.status != "gone" and ended <= island.lease_until < until:
             state = with_island(state, replace(island, lease_until=until))
-    return replace(state, deadline=max(state.deadline, until))
+    hangs_at = max(state.hangs_at, until)
+    return replace(state, deadline=max(state.deadline, until), hangs_at=hangs_at)
 
 
 def awaited(state: State) -> tuple[str, ...]:
@@ -104,7 +106,8 @@ def wait(config: PolicyConfig, state: State, now: float) -> State:
     away = any(fragment.away for fragment in state.fragments)
     until = now + config.flush_s + (config.outage_budget_s if away else 0.0)
     pause_s = _pause_s(config, len(live_islands(state)))
-    return replace(state, deadline=until, opens_at=now + pause_s)
+    hangs_at = until - (1.0 - OPEN_BY) * config.flush_s
+    return replace(state, deadline=until, opens_at=now + pause_s, hangs_at=hangs_at)
 
 
 def soonest(state: State, now: float) -> float:
@@ -114,7 +117,8 @@ def soonest(state: State, now: float) -> float:
     times = [state.deadline]
     if state.phase == "flushing":
         absent = (i for i in state.islands.values() if i.status == "absent")
-        times += [state.opens_at, *(island.lease_until for island in absent)]
+        times += [state.opens_at, state.hangs_at]
+        times += [island.lease_until for island in absent]
     return min((time for time in times if now < time), default=math.inf)
 
 
@@ -148,7 +152,8 @@ def flush(
     if unsettled and all(_keeps_nobody(islands[n], accounts[n]) for n in unsettled):
         return state, []  # Their answers to refusals are to come.
     early = tuple(n for n in unsettled if _went_on(islands[n], accounts[n]))
-    if now >= state.deadline - (1.0 - OPEN_BY) * config.flush_s:
+    late = now >= state.hangs_at
+    if late:
         # What hangs must not keep the others' last steps out.
         early = tuple(n for n in early if _is_here(accounts[n]))
     final = hurry or len(early) < config.quorum
@@ -158,7 +163,7 @@ def flush(
     if now < state.opens_at and _busy(config, state, fragment) >= at_once and not hurry:
         return state, []
     state = replace(state, opens_at=now + _pause_s(config, len(live)))
-    asked = unsettled if final else early
+    asked = unsettled if final and not (late and early) else early
     state, effects = schedule.advance(config, state)
     fragment = replace(fragment, final=final)
     fleet = Fleet(config, state)
@@ -166,6 +171,26 @@ def flush(
         config, fragment, fleet, state.tick, asked, now
     )
     return with_fragment(state, fragment), effects + found
+
+
+def is_over(state: State, fragment: Fragment, now: float) -> bool:
+    """Tell whether an open fragment waits no longer: the flush's time has passed, or
+    what it waits for hangs, and some that are here have steps for another merge."""
+    if state.phase != "flushing" or now < state.hangs_at:
+        return False
+    return now >= state.deadline or any(
+        _has_more(state.islands[name], account)
+        for name, account in fragment.accounts.items()
+    )
+
+
+def _has_more(island: Island, account: Account) -> bool:
+    """Tell whether a live island has steps that no outstanding delta holds, and none
+    that hangs."""
+    if island.status != "live" or account.start >= island.steps:
+        return False
+    here = _is_here(account) and _went_on(island, account)
+    return account.take is None or here
 
 
 def _busy(config: PolicyConfig, state: State, fragment: Fragment) -> int:

@@ -112,8 +112,8 @@ def settle(
     *,
     hurry: bool = False,
 ) -> Step:
-    """Close an open fragment if it is time. `hurry`: the flush's deadline has
-    passed."""
+    """Close an open fragment if it is time. `hurry`: nothing more is waited for, as the
+    flush's `is_over` says."""
     if fragment.phase != "open":
         return fragment, []
     quorum = 1 if fragment.final else config.quorum

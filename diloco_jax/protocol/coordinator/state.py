@@ -300,6 +300,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which stopping or flushing ends in any case."""
     opens_at: float = 0.0
     """Time at which the flush opens one more fragment, whether there is room or not."""
+    hangs_at: float = 0.0
+    """Time at which what the flush waits for counts as hanging."""
     tick: int = 0
     ticks_reserved: int = 0
     """Ticks up to this one may have been asked for before a crash."""

@@ -49,6 +49,8 @@ LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
 BOASTER_SHARE = 0.1
 """Share of the schedules in which an island says for a while that it is faster."""
+HANG_SHARE = 0.1
+"""Share of the schedules in which an island's transfers hang about the end."""
 CROWDED_SHARE = 0.5
 """Share of the schedules in which memory has room for few fragments' deltas."""
 STANDBY_SHARE = 0.3
@@ -175,6 +177,9 @@ def draw(seed: int) -> Schedule:
     apart = random.Random(f"apart {seed}")
     if schedule.standby is not None and apart.random() < APART_SHARE:
         schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
+    hang = random.Random(f"hang {seed}")
+    if hang.random() < HANG_SHARE:
+        faults.append(_hang(hang, names, storm_s, calm_s))
     room = random.Random(f"room {seed}")
     if room.random() < CROWDED_SHARE:
         schedule = msgspec.structs.replace(schedule, room=room.choice([1, 1, 2]))
@@ -204,6 +209,18 @@ def _drawn(
     """Draw the time of a fault of this kind, and then its other values in order."""
     at_s = round(rng.uniform(0, latest_s), 2)
     return kind(at_s=at_s, **{name: value(rng) for name, value in draws.items()})
+
+
+def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> kinds.Delay:
+    """Draw a time near the end of the run in which nothing in bulk comes through for
+    longer than the flush waits for it."""
+    return kinds.Delay(
+        at_s=round(storm_s + rng.uniform(0.5, 1) * calm_s, 2),
+        island=rng.choice(names),
+        for_s=round(rng.uniform(0.3, 1) * calm_s, 2),
+        late_s=round(rng.uniform(1, 8) * LEASE_S, 1),
+        channel="bulk",
+    )
 
 
 def _as_power_cut(rng: random.Random, fault: AnyFault) -> AnyFault:

@@ -1,8 +1,11 @@
 """The flush, while links blink or hang: nobody's last steps are lost by it."""
 
+from typing import Any
+
 import pytest
 from ending_support import pending, stop, stopping, whose
 from kit import Driver, asked, notes, of, only, persisted
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import decide, quarantine
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
@@ -80,6 +83,55 @@ def test_what_hangs_keeps_nobody_elses_last_steps_out() -> None:
     assert persisted(d.wait(d.config.flush_s), "finished")
     assert d.totals("a").lost == d.totals("c").lost == {}
     assert d.totals("b").lost == {"finished": 30}
+
+
+def hanging(**changes: Any) -> Driver:
+    """a and b were asked before the stop, after 4 steps. The bytes of b, which is
+    needed for a quorum, do not come; all have stopped after 5."""
+    d = Driver(
+        fragment_sizes=(4,), steps_per_cycle=4, total_tokens=140, quorum=2, **changes
+    )
+    d.join("a", "b")
+    for name in "ab":
+        d.report(name, 4)
+    d.join("c")
+    d.take("a", 0, 4)
+    d.take("b", 0, 4, arrive=False)
+    for name, steps in (("a", 5), ("b", 5), ("c", 4)):
+        d.report(name, steps)
+    stop(d, "a", "b", "c")
+    assert (d.state.phase, d.fragment(0).phase) == ("flushing", "open")
+    return d
+
+
+def test_a_tick_of_before_the_stop_does_not_wait_for_what_hangs() -> None:
+    """Nor for the deadline: a's later step, and c, which was not asked, need a merge
+    after it."""
+    d = hanging()
+    hopes_s = OPEN_BY * d.config.flush_s
+    assert of(d.wait(hopes_s - 1), Merge) == []
+    opened_all = replace(d.state, opens_at=0.0)
+    assert decide.next_deadline(opened_all, d.now) == d.now + 1
+    effects = d.wait(1)
+    assert asked(effects) == {}, "c would send what this merge does not wait for"
+    first = only(effects, Merge)
+    assert (first.final, whose(first)) == (True, [("a", 0, 4)])
+    assert asked(d.computed(0)) == {0: ["a", "c"]}
+    d.take("a", 0, 5)
+    d.take("c", 0, 4)
+    last = only(d.wait(d.config.flush_s), Merge)
+    assert (last.final, whose(last)) == (True, [("a", 4, 5), ("c", 0, 4)])
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("a").lost == d.totals("c").lost == {}
+
+
+def test_what_hangs_is_waited_for_where_nobody_needs_another_merge() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, "a", "b")
+    d.take("a", 0, 10)
+    d.take("b", 0, 10, arrive=False)
+    assert of(d.wait(d.config.flush_s - 1), Merge) == []
+    assert whose(only(d.arrive("b", 0), Merge)) == [("a", 0, 10), ("b", 0, 10)]
 
 
 def test_one_that_is_quarantined_opens_nothing_while_its_delta_is_awaited() -> None:
