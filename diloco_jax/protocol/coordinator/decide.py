@@ -114,6 +114,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
             state, effects = committing.prepared(config, state, event, now)
+            if now < state.deadline:  # Later steps of who is in it are yet to come.
+                state = _waits_longer(config, state, now)
         case AnchorWaits():
             state, effects = lost_fragments.waits(config, state, event, now), []
             state = _waits_longer(config, state, now)

@@ -125,6 +125,19 @@ def test_a_tick_of_before_the_stop_does_not_wait_for_what_hangs() -> None:
     assert d.totals("a").lost == d.totals("c").lost == {}
 
 
+def test_a_merge_that_takes_long_leaves_time_for_the_next() -> None:
+    d = hanging()
+    only(d.wait(OPEN_BY * d.config.flush_s), Merge)
+    d.now = d.state.deadline - 1
+    assert asked(d.computed(0)) == {0: ["a", "c"]}
+    assert not persisted(d.wait(2), "finished")
+    d.take("a", 0, 5)
+    d.take("c", 0, 4)
+    d.wait(d.config.flush_s)
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("a").lost == d.totals("c").lost == {}
+
+
 def test_what_hangs_is_waited_for_where_nobody_needs_another_merge() -> None:
     d = stopping("a", "b", fragment_sizes=(4,))
     stop(d, "a", "b")
