@@ -48,8 +48,7 @@ def test_its_end_waits_for_one_program_at_most():
     assert programs[0].begins.wait(PATIENCE_S)
     closing = threading.Thread(target=later.close)
     closing.start()
-    while not later._closed.is_set():
-        pass
+    assert later._closed.wait(PATIENCE_S)
     may_end.set()
     closing.join(PATIENCE_S)
     assert programs[0].compiled.is_set()
