@@ -1,9 +1,9 @@
 """Python's garbage collector while a process starts.
 
 A start makes a third of a million objects that stay: modules, and traces of programs.
-The collector looks at all of them again whenever they have grown by a quarter, which is
-a fifth of the start of a small island; later they would be looked at in every full
-collection, amid a boundary.
+The collector looks at all of them again whenever they have grown by a quarter, which
+took about a sixth of the start of a small island; later they would be looked at in
+every full collection, amid a boundary.
 """
 
 from __future__ import annotations

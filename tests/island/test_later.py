@@ -1,4 +1,4 @@
-"""What an island compiles while it trains."""
+"""Compilation beside the train loop."""
 
 from __future__ import annotations
 

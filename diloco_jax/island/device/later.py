@@ -1,6 +1,6 @@
 """Programs that an island compiles while it trains already.
 
-Its first steps need a third of its programs, and wait for no others. What the loop
+Its first steps need half of its programs, and wait for no others. What the loop
 needs before it is compiled here, the loop compiles itself.
 """
 

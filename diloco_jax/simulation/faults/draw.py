@@ -212,8 +212,8 @@ def _drawn(
 
 
 def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> kinds.Delay:
-    """Draw a time near the end of the run in which nothing in bulk comes through for
-    longer than the flush waits for it."""
+    """Draw a time near the end of the run in which transfers come so late that the
+    flush may be over."""
     return kinds.Delay(
         at_s=round(storm_s + rng.uniform(0.5, 1) * calm_s, 2),
         island=rng.choice(names),
