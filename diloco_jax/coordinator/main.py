@@ -130,8 +130,9 @@ class Coordinator:
         self._interrupted = False
         self.seat = Unseated()
 
-    def start(self) -> None:
-        """Make or load the state, or gather it from islands, and serve."""
+    def start(self, serves: Callable[[], None] = lambda: None) -> None:
+        """Make or load the state, or gather it from islands, and serve. serves: called
+        when this can be asked to end, before the run's address is told."""
         config, workdir = self.config, self._workdir
         self.seat = taken(config, workdir, self._facts, self.gathers, self._open)
         gathered = None if self._facts.run_id else self._gather()
@@ -162,6 +163,7 @@ class Coordinator:
             self._open.callback(self._server.stop, 0.0)  # Before its files.
         else:
             self._serve(service)
+        serves()
         self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
         dialled = own_address.dialled(config.placement, run_id, self._tls, self._bound)
@@ -170,9 +172,6 @@ class Coordinator:
     def run(self, touch: Callable[[], None] = lambda: None) -> int:
         """Decide until the run is over or the process is asked to end. touch: see
         `TurnWatch`."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._asked_to_end)
         self.lead.touch = self._disk.touch = touch
         self.lead.run()
         return EXIT_DONE if self.lead.finished or self._interrupted else EXIT_FAILED
@@ -389,6 +388,12 @@ class Coordinator:
         if self._interrupted or not self.lead.finished:
             return self._deadlines.stop_s
         return self.config.placement.outage_budget_s
+
+    def heed_signals(self) -> None:
+        """Let SIGTERM and Ctrl-C ask this process to end, in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._asked_to_end)
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
         # Nothing else here: a handler may find any lock held, even a log stream's.

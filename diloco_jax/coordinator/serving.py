@@ -17,7 +17,7 @@ def serve(coordinator: Coordinator) -> int:
     disk is judged by it. Only a hang ends the process itself.
     """
     try:
-        coordinator.start()
+        coordinator.start(coordinator.heed_signals)
         with TurnWatch(coordinator.config.placement) as watch:
             watch.start()
             code = coordinator.run(watch.touch)

@@ -202,7 +202,7 @@ class Host(Parts[Loop]):
         """Free sockets and threads; wait a while for a checkpoint."""
         self.data.close()
         if self._later is not None:
-            self._later.close()
+            self._later.close(self.deadlines.stop_s / 5)
         super().close()
         patience_s = max(self.deadlines.stop_s / 2, self.config.placement.notice_s)
         self.checkpoints.close(patience_s)

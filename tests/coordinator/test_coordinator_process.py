@@ -1,6 +1,8 @@
 """The process of a coordinator, the same on any machine."""
 
 import dataclasses
+import os
+import signal
 
 import jax
 import pytest
@@ -89,6 +91,29 @@ def test_an_address_file_is_for_this_machine(config, tmp_path):
     address = (tmp_path / "run" / run_files.ADDRESS).read_text()
     coordinator.close()
     assert address == coordinator.address.replace("0.0.0.0", "127.0.0.1")
+
+
+def test_asked_to_end_as_soon_as_its_address_is_told(config, monkeypatch, tmp_path):
+    """It ends as at any later time; the address of one that is gone misleads the next
+    start's islands."""
+    told = tmp_path / "run" / run_files.ADDRESS
+
+    class Asks(main.Coordinator):
+        def _tell_address(self):
+            super()._tell_address()
+            assert told.exists()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def dies(number, frame):
+        raise Killed
+
+    handlers = {s: signal.signal(s, dies) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert main.serve(Asks(config, tmp_path / "run", init=True)) == EXIT_DONE
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert not told.exists()
 
 
 def test_the_run_that_a_person_names_is_gathered(config, tmp_path, monkeypatch):

@@ -45,7 +45,10 @@ class OnlySeat:
         assert not init
         self.config, self._workdir = config, workdir
 
-    def start(self) -> None:
+    def heed_signals(self) -> None:
+        pass
+
+    def start(self, serves: Callable[[], None]) -> None:
         with contextlib.ExitStack() as opened:
             facts = RunFacts(run_id="r", begun_unix=0.0)
             taken(self.config, self._workdir, facts, "", opened)

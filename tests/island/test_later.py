@@ -38,7 +38,7 @@ def test_all_are_compiled_beside_the_caller():
     assert not programs[1].compiled.is_set()
     may_end.set()
     assert programs[1].compiled.wait(PATIENCE_S)
-    later.close()
+    later.close(PATIENCE_S)
 
 
 def test_its_end_waits_for_one_program_at_most():
@@ -46,7 +46,7 @@ def test_its_end_waits_for_one_program_at_most():
     programs = [Program(may_end), Program()]
     later = Later(programs)
     assert programs[0].begins.wait(PATIENCE_S)
-    closing = threading.Thread(target=later.close)
+    closing = threading.Thread(target=later.close, args=(PATIENCE_S,))
     closing.start()
     assert later._closed.wait(PATIENCE_S)
     may_end.set()
@@ -55,10 +55,22 @@ def test_its_end_waits_for_one_program_at_most():
     assert not programs[1].begins.is_set()
 
 
+def test_its_end_waits_no_longer_than_it_is_told():
+    may_end = threading.Event()
+    programs = [Program(may_end), Program()]
+    later = Later(programs)
+    assert programs[0].begins.wait(PATIENCE_S)
+    later.close(0.0)
+    assert not programs[0].compiled.is_set()
+    may_end.set()
+    later.close(PATIENCE_S)
+    assert not programs[1].begins.is_set()
+
+
 def test_what_does_not_compile_is_said_and_ends_nothing(caplog):
     later = Later([Refused()])
     later._thread.join(PATIENCE_S)
-    later.close()
+    later.close(PATIENCE_S)
     (said,) = caplog.records
     assert said.levelname == "WARNING"
     assert "does not compile: too large" in said.getMessage()

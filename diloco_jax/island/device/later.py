@@ -30,10 +30,10 @@ class Later:
         )
         self._thread.start()
 
-    def close(self) -> None:
-        """End it, after the program at which it is."""
+    def close(self, timeout_s: float) -> None:
+        """End it, after the program at which it is; wait for that no longer."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _compile(self) -> None:
         try:
