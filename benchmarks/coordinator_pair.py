@@ -13,8 +13,8 @@ from support import DILOCO
 
 from diloco_jax import run_files
 from diloco_jax.cluster import commands
+from diloco_jax.cluster.children import start_child
 from diloco_jax.cluster.commands import free_port
-from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.mandates.folder import FolderStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -178,13 +179,6 @@ def island_command(arguments: Sequence[str]) -> int:
     # Before anything imports jax, or starts a thread.
     one_arena()
     prepare_island(config.island(options.name))
-    incarnation = options.incarnation
-    if not incarnation:
-        from diloco_jax.cluster.attempts import next_attempt
-        from diloco_jax.workdir import make_workdir
-
-        make_workdir(workdir)
-        incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
     with uncollected():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.island.hosts.meeting import WorldAddress
@@ -192,6 +186,15 @@ def island_command(arguments: Sequence[str]) -> int:
         from diloco_jax.island.of_run import with_model_of_run
         from diloco_jax.observability.logs import setup_logging
 
+    if options.spare and not sys.stdin.buffer.readline():
+        return 0
+    incarnation = options.incarnation
+    if not incarnation:
+        from diloco_jax.cluster.attempts import next_attempt
+        from diloco_jax.workdir import make_workdir
+
+        make_workdir(workdir)
+        incarnation = next_attempt(workdir / run_files.ATTEMPTS, options.name)
     setup_logging()
     config = with_model_of_run(config, options.name, options.coordinator)
     code: int = run(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from diloco_jax import run_files
 from diloco_jax.cluster import commands
-from diloco_jax.cluster.processes import kill_group, start_child
+from diloco_jax.cluster.children import kill_group, start_child
 
 END_S = 5.0
 

@@ -148,8 +148,9 @@ class Cluster:
                     next_attempt(attempts, name),
                 )
 
+            spares = self.config.placement.spares and island.hosts == 1
             self.islands[name] = self._managed(
-                name, command, commands.island_environment()
+                name, command, commands.island_environment(), spares=spares
             )
             self.islands[name].start()
 
@@ -293,6 +294,7 @@ class Cluster:
         environment: Mapping[str, str],
         *,
         refusable: bool = True,
+        spares: bool = False,
     ) -> ManagedProcess:
         return ManagedProcess(
             name,
@@ -303,6 +305,7 @@ class Cluster:
             restart_delay_s=self.config.placement.restart_delay_s,
             stop_s=self._deadlines.stop_s,
             refusable=refusable,
+            spares=spares,
         )
 
 

@@ -1,28 +1,26 @@
-"""Child processes that are restarted when they crash and never outlive the launcher.
+"""Child processes that are restarted when they crash.
 
 The unit is one process, or the hosts of one island, which start and end together: when
 one host fails, the others are killed and all start again.
 
-A child leads a process group and a session of its own, so that Ctrl-C reaches the
-launcher alone. On Linux the kernel kills it when the launcher dies, however that
-happens. Its standard output and error are appended to one log.
+Standard output and error of a child are appended to one log.
 
 The codes that end a child for good are in `exit_codes`; any other exit is a crash.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
+from diloco_jax.cluster.children import kill_group, start_child
+from diloco_jax.cluster.spare import Spare
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
 from diloco_jax.restarts import crashes_in_a_row
 
@@ -31,10 +29,11 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 
 POLL_S = 0.05
+SPARE_AFTER_S = 10.0
+"""Seconds after a start before its spare is started, which would slow it."""
 TAIL_BYTES = 8192
 ERROR = "error: "
 """Beginning of the message with which `cli.main` ends a command."""
-GUARD = Path(__file__).with_name("guard.py")
 
 
 class ManagedProcess:
@@ -46,6 +45,8 @@ class ManagedProcess:
     within this launcher); called just before each start. Start from the main thread
     only: the kernel ties a child's life to the thread that started it.
     refusable: a refusal by the peer ends it for good; else it is a crash.
+    spares: keep one more process ready for the next attempt; for one command, which
+    takes `--spare`.
     log: log of the first child; the n-th other child writes to NAME.n.log beside it.
     """
 
@@ -60,6 +61,7 @@ class ManagedProcess:
         restart_delay_s: float,
         stop_s: float,
         refusable: bool = True,
+        spares: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
@@ -77,6 +79,9 @@ class ManagedProcess:
         self._restart_delay_s = restart_delay_s
         self._stop_s = stop_s
         self._refusable = refusable
+        self._spares = spares
+        self._spare: Spare | None = None
+        self._spare_at = float("inf")
         self._clock = clock
         self._processes: list[subprocess.Popen[bytes]] = []
         self._crashes, self._started_at = 0, 0.0
@@ -92,6 +97,18 @@ class ManagedProcess:
     def start(self) -> None:
         """Start the children."""
         self.starts, self._started_at = self.starts + 1, self._clock()
+        ready = self._spare.tell() if self._spare is not None else None
+        if ready is not None:
+            self._processes, self._spare = [ready], None
+        else:
+            self._start_anew()
+        self.state, self.reason = "running", ""
+        if self._spares:
+            self._spare_at = self._started_at + SPARE_AFTER_S
+        logger.info("%s started as process %s", self.name, self.pids)
+
+    def _start_anew(self) -> None:
+        self._end_spare()
         commands = self._commands(self.starts)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for number, command in enumerate(commands):
@@ -99,8 +116,20 @@ class ManagedProcess:
             with self.log.with_suffix(suffix).open("ab") as log:
                 child = start_child(command, self._environment, log, log)
             self._processes.append(child)
-        self.state, self.reason = "running", ""
-        logger.info("%s started as process %s", self.name, self.pids)
+
+    def _start_spare(self) -> None:
+        self._spare_at = float("inf")
+        (command,) = self._commands(self.starts + 1)
+        try:
+            self._spare = Spare(command, self._environment, self.log)
+        except OSError as error:
+            logger.warning("%s has no spare process: %s", self.name, error)
+
+    def _end_spare(self) -> None:
+        self._spare_at = float("inf")
+        if self._spare is not None:
+            self._spare.end(self._stop_s)
+            self._spare = None
 
     def poll(self) -> State:
         """Reap, restart or kill the children where that is due; return the state."""
@@ -115,6 +144,8 @@ class ManagedProcess:
                     "%s did not end within %g s; killed", self.name, self._patience_s
                 )
                 self._kill_groups()
+            elif self._clock() >= self._spare_at:
+                self._start_spare()
         return self.state
 
     def _restart(self) -> None:
@@ -133,6 +164,7 @@ class ManagedProcess:
     def stop(self, more_s: float = 0.0) -> None:
         """Ask the children to end (SIGTERM); `poll` kills them after `stop_s` plus
         `more_s`."""
+        self._end_spare()
         if self._processes and (code := self._exit_code()) is not None:
             self._ended(code)
         if not self._processes:
@@ -182,6 +214,8 @@ class ManagedProcess:
             self.state, self.reason = "stopped", ended
         else:
             self._crashed(ended)
+        if self.state != "restarting":
+            self._end_spare()
         logger.info("%s %s (%s)", self.name, self.state, self.reason or ended)
 
     def _crashed(self, ended: str) -> None:
@@ -210,35 +244,6 @@ def wait_all(
                 process.kill()
             return
         wait(POLL_S)
-
-
-def start_child(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    stdout: BinaryIO | int,
-    stderr: BinaryIO | int,
-    pass_fds: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
-    """Start a command that dies with this process, in a group of its own.
-
-    pass_fds: open files that the child inherits under their numbers.
-    """
-    guard = [sys.executable, "-IS", str(GUARD), str(os.getpid())]
-    return subprocess.Popen(
-        [*guard, *command] if sys.platform == "linux" else command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        env={**os.environ, **environment},
-        start_new_session=True,
-        pass_fds=pass_fds,
-    )
-
-
-def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to a child and to all processes in its group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def log_tail(path: Path, lines: int) -> list[str]:

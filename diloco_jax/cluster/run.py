@@ -19,9 +19,10 @@ from diloco_jax import paths, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import beside, commands, pair
 from diloco_jax.cluster.beginning import Beginning
+from diloco_jax.cluster.children import kill_group, start_child
 from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
 from diloco_jax.cluster.private import are_own, private_files, with_keys
-from diloco_jax.cluster.processes import kill_group, log_tail, start_child
+from diloco_jax.cluster.processes import log_tail
 from diloco_jax.cluster.resume import (
     ReplacedFiles,
     finished,

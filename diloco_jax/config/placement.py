@@ -290,6 +290,13 @@ class Placement:
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."
     )
+    spares: bool = setting(
+        False,
+        group=PROCESSES,
+        help="Whether diloco run keeps one more process for each island of one host, "
+        "which has imported everything and waits: the start after a crash is shorter "
+        "by the imports. It has about 0.2 GB of memory, and touches no device before.",
+    )
     faults: tuple[str, ...] = setting(
         (),
         group=PROCESSES,

@@ -14,10 +14,10 @@ import pytest
 
 from diloco_jax.cluster import attempts, processes
 from diloco_jax.cluster.attempts import next_attempt
+from diloco_jax.cluster.children import start_child
 from diloco_jax.cluster.processes import (
     ManagedProcess,
     log_tail,
-    start_child,
     wait_all,
 )
 from diloco_jax.config import ConfigError

@@ -18,7 +18,7 @@ from training_support import lasting
 
 from diloco_jax import run_files
 from diloco_jax.cluster import pair
-from diloco_jax.cluster.processes import start_child
+from diloco_jax.cluster.children import start_child
 from diloco_jax.config import Config
 from diloco_jax.exit_codes import EXIT_FAILED
 

@@ -1,0 +1,61 @@
+"""A spare process of an island joins the run when the island is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+from runtime_support import make_config, placed, with_run
+
+from diloco_jax import LocalCluster
+from diloco_jax.config import IslandConfig
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 120.0
+
+
+def spares(workdir: Path) -> list[int]:
+    """The process ids of the run's spares."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"--spare" in words and bytes(workdir) in words and b"island" in words:
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_spare_joins_when_its_island_is_killed(text):
+    config = with_run(make_config(text, quorum=1), total_tokens=10**9)
+    islands = {
+        "a": IslandConfig(batch_size=2, step_seconds=0.2),
+        "pair": IslandConfig(hosts=2, mesh_fsdp=2, batch_size=2, step_seconds=0.2),
+    }
+    config = placed(dataclasses.replace(config, islands=islands), spares=True)
+    with LocalCluster(config) as cluster:
+
+        def trains(status, incarnation):
+            island = status["islands"].get("a", {})
+            return island.get("incarnation") == incarnation and island["steps"] > 0
+
+        cluster.until(lambda status: trains(status, 1), TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (waiting := spares(cluster.workdir)):
+            assert time.monotonic() < deadline, "no spare"
+            time.sleep(0.1)
+        assert len(waiting) == 1, "an island of several hosts has none"
+        cluster.islands["a"].kill()
+        cluster.until(lambda status: trains(status, 2), TIMEOUT_S)
+        assert cluster.islands["a"].pids == waiting
+        while not (next_one := spares(cluster.workdir)):
+            assert time.monotonic() < deadline, "no other spare"
+            time.sleep(0.1)
+        assert next_one != waiting
+    while spares(cluster.workdir):
+        assert time.monotonic() < deadline, "spares outlive the run"
+        time.sleep(0.1)
