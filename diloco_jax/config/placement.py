@@ -295,7 +295,8 @@ class Placement:
         group=PROCESSES,
         help="Whether diloco run keeps one more process for each island of one host, "
         "which has imported everything and waits: the start after a crash is shorter "
-        "by the imports. It has about 0.2 GB of memory, and touches no device before.",
+        "by the imports. It has 0.1 GB of memory of its own, and touches no device "
+        "before.",
     )
     faults: tuple[str, ...] = setting(
         (),
