@@ -43,7 +43,7 @@ def main(
     note_adoptions(Path(workdir) / f"{name}.{index}.adopted")
     note_traffic(Path(workdir) / f"{name}.{index}.traffic")
     if how in ("scripted", "cut"):
-        script(config)
+        script(config, Path(workdir), name)
         if how == "cut":
             from diloco_jax.island.device import mesh
 
@@ -172,8 +172,9 @@ def compile_last(mark: Path, index: int) -> None:
         host.compile_ahead = compiles
 
 
-def script(config) -> None:
-    """The oracle's script decides, as in `runtime_support.run_scripted`."""
+def script(config, folder: Path, name: str) -> None:
+    """The oracle's script decides, as in `runtime_support.run_scripted`. No island
+    trains before all are there: which rows one is lent depends on who asks first."""
     from scripted import ScriptedDecisions
 
     from diloco_jax.island.main import LeadingHost
@@ -191,6 +192,11 @@ def script(config) -> None:
                 patience_s=PATIENCE_S,
             ),
         )
+        (folder / f"{name}.started").touch()
+        deadline = time.monotonic() + PATIENCE_S
+        while not all((folder / f"{n}.started").exists() for n in config.islands):
+            assert time.monotonic() < deadline, "not all islands start"
+            time.sleep(0.01)
 
     LeadingHost.start = scripted
 
