@@ -173,7 +173,7 @@ def main(
         if how == "own"
         else JoinedHost(config, NAME, address, like, None)
     )
-    script(config)
+    script(config, Path(workdir).parent, NAME)
     leads = hosts.index == 0
     island = LeadingHost(host, 1, hosts) if leads else Follower(host, hosts)
     island.start()
