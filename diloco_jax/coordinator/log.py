@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"dlc2"
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+"""Shared: `json.dumps` makes one for each record that it writes without spaces."""
 FOLLOWS = "follows"
 """Kind of the first record of a segment that has one before it."""
 
@@ -154,7 +156,7 @@ def _require_whole(path: Path, nbytes: int) -> None:
 
 def frame(record: Mapping[str, Any]) -> bytes:
     """Return one record as the log stores it."""
-    body = json.dumps(record, separators=(",", ":")).encode()
+    body = _ENCODER.encode(record).encode()
     return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 

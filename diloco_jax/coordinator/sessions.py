@@ -91,9 +91,10 @@ class Sessions:
             return self._serving.get(stream.hello.session) is stream
 
     def end_all(self, message: str) -> None:
-        """End all streams for this reason; islands come again, or go elsewhere."""
+        """End all streams for this reason, in the order in which they came; islands
+        come again, or go elsewhere."""
         with self._lock:
-            names = {*self._waiting, *self._serving}
+            names = dict.fromkeys((*self._serving, *self._waiting))
         for name in names:
             self.postpone(name, message)
 

@@ -38,9 +38,15 @@ class Absences(msgspec.Struct, frozen=True, kw_only=True):
     none_told: bool = False
 
 
+NOBODY = Absences()
+"""Nobody is absent: every state in which that is so holds this one."""
+
+
 def soonest(state: State, now: float) -> float:
     """Return the next time at which `advance` has something to tell, or infinity."""
     known = state.absences
+    if known is NOBODY:
+        return math.inf
     times = [at for name, at in known.due.items() if name not in known.told]
     times += [at for at in (known.back_due, known.none_due) if at is not None]
     return min((at for at in times if at > now), default=math.inf)
@@ -52,9 +58,9 @@ def advance(
     """Tell people of absences that have lasted, and of islands that are back."""
     known, islands = state.absences, state.islands
     if state.phase != "running":
-        return replace(state, absences=_NOBODY) if known != _NOBODY else state, []
+        return replace(state, absences=NOBODY) if known is not NOBODY else state, []
     live = [name for name, island in islands.items() if island.status == "live"]
-    if known == _NOBODY and len(live) == len(islands):
+    if known is NOBODY and len(live) == len(islands):
         return state, []
     absent = [name for name, island in islands.items() if island.status == "absent"]
     lasts_s = config.lease_s
@@ -95,6 +101,7 @@ def advance(
         )
         effects.append(Alert(text=text))
     known, returns = _returned(config, known, live, left, now)
+    known = NOBODY if known == NOBODY else known
     return replace(state, absences=known), effects + returns
 
 
@@ -126,6 +133,3 @@ def _names(islands: Iterable[str]) -> str:
 
 def _are(islands: Iterable[str]) -> str:
     return "are" if len(list(islands)) > 1 else "is"
-
-
-_NOBODY = Absences()

@@ -288,15 +288,16 @@ def check(state: State, fragments: Iterable[Fragment] | None = None) -> list[str
 
 def _wrong(state: State, fragment: Fragment) -> list[str]:
     wrong, lost_in_all = [], 0
+    waiting: dict[str, int] = {}
+    for c in fragment.left_behind:
+        waiting[c.island] = waiting.get(c.island, 0) + c.tokens
+    for c in fragment.merging:
+        account = fragment.accounts[c.island]
+        if not _is_of(c, account, c.island) or account.start >= c.end:
+            waiting[c.island] = waiting.get(c.island, 0) + c.tokens
     for name, account in fragment.accounts.items():
         island = state.islands[name]
-        merging = sum(
-            c.tokens
-            for c in fragment.merging
-            if c.island == name
-            and (not _is_of(c, account, name) or account.start >= c.end)
-        )
-        merging += sum(c.tokens for c in fragment.left_behind if c.island == name)
+        merging = waiting.get(name, 0)
         settled = island.tokens_before + account.start * account.tokens_per_step
         lost = sum(account.lost_tokens.values())
         lost_in_all += lost

@@ -19,7 +19,7 @@ from diloco_jax.protocol.coordinator import (
     quarantine,
     schedule,
 )
-from diloco_jax.protocol.coordinator.absences import Absences
+from diloco_jax.protocol.coordinator.absences import NOBODY
 from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
@@ -101,7 +101,7 @@ def recover(
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
     state = cycles.forgotten(replace(state, reunion_until=now, lost=()))
-    state = replace(state, absences=Absences())
+    state = replace(state, absences=NOBODY)
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.absences import Absences
+from diloco_jax.protocol.coordinator.absences import NOBODY, Absences
 from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE, Departed, Lease
 from diloco_jax.protocol.coordinator.wall_time import WallTime
 from diloco_jax.protocol.holding import DeltaArrived
@@ -335,7 +335,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """Positions to grant again. They are granted first, so there are no more than what
     ended incarnations had left."""
     departed: tuple[Departed, ...] = ()
-    absences: Absences = Absences()
+    absences: Absences = NOBODY
     """Islands that are absent, as far as people are told of them."""
     in_merges: dict[str, tuple[Span, ...]] = msgspec.field(default_factory=dict)
     """Steps of each island's incarnation that are in some fragment's merge. They are

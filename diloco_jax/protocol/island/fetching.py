@@ -94,6 +94,12 @@ class Fetching:
         """True once every fragment was received."""
         return len(self._accepted) == len(self._wanted)
 
+    @property
+    def lags(self) -> bool:
+        """True if a newer version is wanted than the island has, or any; its fetch may
+        be under way."""
+        return bool(self._behind)
+
     def want(self, fragment: int, version: Version, ticket: bytes = b"") -> None:
         """Note a published version, and the ticket for it; versions older than a known
         one are ignored."""

@@ -8,10 +8,12 @@ they check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax.coordinator.engine import AnyEffect
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
@@ -69,8 +71,9 @@ Calls = Sequence[Callable[..., None]]
 OBSERVATIONS = tuple(
     name
     for name, value in vars(Invariant).items()
-    if callable(value) and not name.startswith("_") and name != "hold"
+    if callable(value) and not name.startswith("_") and name not in ("hold", "stepped")
 )
+"""A monitor is told of these. What is `stepped` follows from what is `decided`."""
 
 
 class Names(Invariant):
@@ -102,47 +105,69 @@ class Monitor(Invariant):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self.names = Names(config)
-        self._invariants = [self.names, *(kind(config) for kind in INVARIANTS)]
-        self._deciding: dict[frozenset[type], Calls] = {}
+        watchers = [self.names, *(kind(config) for kind in INVARIANTS)]
+        self._watchers = {type(watcher): watcher for watcher in watchers}
+        self._stepped = self._watching("stepped")
+        self._deciding: dict[frozenset[type], tuple[Calls, bool]] = {}
+        """Those that look at a step with these kinds of effects, and if it writes."""
         self._carrying: dict[type, Calls] = {}
-        """Those that look at effects of these types."""
+        """Those that look at effects of this kind."""
         for name in OBSERVATIONS:
             if name not in ("decided", "carrying_out"):
                 setattr(self, name, _all(self._watching(name)))
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        kinds = frozenset(map(type, effects))
-        calls = self._deciding.get(kinds)
-        if calls is None:
-            calls = self._deciding[kinds] = self._watching("decided", kinds)
+        kinds = frozenset(map(_kind, effects))
+        found = self._deciding.get(kinds)
+        if found is None:
+            writes = any(type(effect) is Persist for effect in effects)
+            found = self._deciding[kinds] = self._watching("decided", kinds), writes
+        calls, writes = found
+        for stepped in self._stepped:
+            stepped(state, writes=writes)
         for call in calls:
             call(state, effects)
 
     def carrying_out(self, effect: AnyEffect) -> None:
-        kind = type(effect)
+        kind = _kind(effect)
         calls = self._carrying.get(kind)
         if calls is None:
-            calls = self._watching("carrying_out", {kind})
+            calls = self._watching("carrying_out", frozenset({kind}))
             self._carrying[kind] = calls
         for call in calls:
             call(effect)
 
-    def _watching(self, name: str, kinds: Set[type] | None = None) -> Calls:
-        """Return the methods that are not empty, of invariants that look at one of
-        these types of effects."""
-        return [
-            getattr(invariant, name)
-            for invariant in self._invariants
-            if getattr(type(invariant), name) is not getattr(Invariant, name)
-            and (
-                kinds is None
-                or invariant.effects is None
-                or not kinds.isdisjoint(invariant.effects)
-            )
-        ]
+    def _watching(self, name: str, kinds: frozenset[type] | None = None) -> Calls:
+        return [getattr(self._watchers[who], name) for who in _watching(name, kinds)]
+
+
+@functools.cache
+def _watching(name: str, kinds: frozenset[type] | None) -> list[type[Invariant]]:
+    """Return the invariants whose method is not empty, and that look at one of these
+    kinds of effects."""
+    watchers: list[type[Invariant]] = [Names, *INVARIANTS]
+    return [
+        who
+        for who in watchers
+        if getattr(who, name) is not getattr(Invariant, name)
+        and (kinds is None or not kinds.isdisjoint(who.effects))
+    ]
+
+
+def _kind(effect: AnyEffect) -> type:
+    """Return the type of the message or the record in an effect, or of the effect."""
+    # Ordered by how often they come.
+    if isinstance(effect, Tell):
+        return type(effect.message)
+    if isinstance(effect, Note | Persist):
+        return type(effect.record)
+    return type(effect)
 
 
 def _all(calls: Calls) -> Callable[..., None]:
+    if len(calls) == 1:
+        return calls[0]
+
     def observe(*observation: Any, **facts: Any) -> None:
         for call in calls:
             call(*observation, **facts)

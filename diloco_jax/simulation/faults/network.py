@@ -10,6 +10,8 @@ from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.line import Line, LineSpeed
 
 Way = Literal["up", "down"]
+UP = frozenset[Way]({"up"})
+DOWN = frozenset[Way]({"down"})
 
 RESEND_S = 0.3
 """Seconds from a transfer that its checksum refused to the next attempt."""
@@ -58,25 +60,25 @@ class FaultyLine(Line):
             land()
 
     def send_up(self, arrive: Callable[[], None]) -> None:
-        self._send("up", arrive)
+        self._send("up", UP, arrive)
 
     def send_down(self, arrive: Callable[[], None]) -> None:
-        self._send("down", arrive)
+        self._send("down", DOWN, arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer({"up"}, arrive, repeats=True)
+        self._transfer(UP, arrive, repeats=True)
 
     def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer({"up", "down"}, arrive, repeats=False)
+        self._transfer(UP | DOWN, arrive, repeats=False)
 
-    def _send(self, way: Way, arrive: Callable[[], None]) -> None:
+    def _send(self, way: Way, ways: frozenset[Way], arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.latency_s + network.control_late_s
         at = self._in_order[way] = max(at, self._in_order[way])
-        self._carry(at, {way}, arrive, repeats=True)
+        self._carry(at, ways, arrive, repeats=True)
 
     def _transfer(
-        self, ways: set[Way], arrive: Callable[[], None], *, repeats: bool
+        self, ways: frozenset[Way], arrive: Callable[[], None], *, repeats: bool
     ) -> None:
         network = self._network
         at = self._clock.now + network.transfer_s + network.bulk_late_s
@@ -91,16 +93,23 @@ class FaultyLine(Line):
         self._clock.at(at + RESEND_S, again)
 
     def _carry(
-        self, at: float, ways: set[Way], arrive: Callable[[], None], *, repeats: bool
+        self,
+        at: float,
+        ways: frozenset[Way],
+        arrive: Callable[[], None],
+        *,
+        repeats: bool,
     ) -> None:
+        network = self._network
+
         def land() -> None:
-            if not self.open and not (self._lingers and ways == {"up"}):
+            if not self.open and not (self._lingers and ways == UP):
                 return
-            if ways & self._network.held:
+            if network.held and ways & network.held:
                 self._waiting.append(land)
             else:
                 arrive()
 
         self._clock.at(at, land)
-        if repeats and self._network.repeat_after_s:
-            self._clock.at(at + self._network.repeat_after_s, land)
+        if repeats and network.repeat_after_s:
+            self._clock.at(at + network.repeat_after_s, land)

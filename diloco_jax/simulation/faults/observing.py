@@ -36,9 +36,9 @@ class Invariant:
     """Observer of a run. Records are those of the log; steps count from 0."""
 
     name: ClassVar[str]
-    effects: ClassVar[tuple[type, ...] | None] = None
-    """Types of the effects at which it looks: `carrying_out` is called for no others,
-    and `decided` for no step without one of them. None: for all of them.
+    effects: ClassVar[tuple[type, ...]] = ()
+    """Types of the effects at which it looks, or of the messages and records in them:
+    `carrying_out` is called for no others, and `decided` for no step without one.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -52,7 +52,12 @@ class Invariant:
             raise ViolationError(self.name, " ".join([what, *map(str, values)]))
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """Observe a step of the protocol; nothing of it is visible yet."""
+        """Observe a step of the protocol and its effects; nothing of it is visible
+        yet."""
+
+    def stepped(self, state: State, *, writes: bool) -> None:
+        """Observe the state after any step. writes: the log does not have all of it
+        yet, since records are among the effects."""
 
     def ending(self, before: State, after: State, now: float) -> None:
         """Observe a step of the protocol, at a time of its clock, once the run stops;

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Persist, Tell
+from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
@@ -49,6 +48,7 @@ class LedgerExact(Invariant):
     """
 
     name = "ledger"
+    effects = (Progress,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -63,14 +63,13 @@ class LedgerExact(Invariant):
                 self.hold(tokens >= self._progress, "progress goes back:", effect)
                 self._progress = tokens
 
-    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+    def stepped(self, state: State, *, writes: bool) -> None:
         if state.fragments is self._seen:
             return
         seen, self._seen = self._seen, state.fragments
         # Incarnations come and go by records, and all fragments' books with them.
-        everything = any(isinstance(effect, Persist) for effect in effects)
         pairs = zip(state.fragments, seen, strict=True)
-        changed = [f for f, before in pairs if everything or f is not before]
+        changed = [f for f, before in pairs if writes or f is not before]
         wrong = ledger.check(state, changed)
         self.hold(not wrong, "the books:", *wrong)
 
@@ -87,14 +86,18 @@ class LedgerExact(Invariant):
 
     def recovered(self, state: State) -> None:
         self._progress = 0  # Steps that were reported but not merged come again.
-        self.decided(state, ())
+        self.stepped(state, writes=False)
         for fragment in state.fragments:
             for name, account in fragment.accounts.items():
                 merged = self._merged[fragment.index, name]
                 self.hold(
                     account.merged_tokens == merged,
-                    f"fragment {fragment.index}, island {name}: the log has {merged} "
-                    f"merged tokens, the recovered books {account.merged_tokens}",
+                    "merged tokens in the log, and in the recovered books, of "
+                    "fragment and island:",
+                    merged,
+                    account.merged_tokens,
+                    fragment.index,
+                    name,
                 )
 
     def opened(self, opened: Opened) -> None:
@@ -115,8 +118,12 @@ class LedgerExact(Invariant):
                 settled += account.carried_tokens
                 self.hold(
                     settled == computed,
-                    f"fragment {fragment.index}, island {name}: {settled} tokens are "
-                    f"merged, lost or carried at the end, of {computed} computed",
+                    "tokens that are merged, lost or carried at the end, and that "
+                    "are computed, of fragment and island:",
+                    settled,
+                    computed,
+                    fragment.index,
+                    name,
                 )
 
 
@@ -134,7 +141,7 @@ class DataOnce(Invariant):
     """
 
     name = "data"
-    effects = (Tell,)
+    effects = (Granted,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -279,7 +286,16 @@ class DurableFirst(Invariant):
     """
 
     name = "durable"
-    effects = (Commit, Tell)
+    effects = (
+        Commit,
+        Welcome,
+        Granted,
+        TakeRequest,
+        Published,
+        TakeVerdict,
+        Stop,
+        Finished,
+    )
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)

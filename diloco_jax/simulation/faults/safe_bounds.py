@@ -4,11 +4,11 @@ island. No honest delta is refused for its length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.events import Note, Persist
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.events import Note
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import RESTARTS
 from diloco_jax.protocol.reasons import OUT_OF_BOUNDS
@@ -40,7 +40,7 @@ class BoundsKept(Invariant):
     """
 
     name = "bounds"
-    effects = (Note, Merge)
+    effects = (DeltaRefused, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -74,7 +74,7 @@ class BoundsKept(Invariant):
             if len(others) < FEWEST or any(o.norm > o.steps for o in others):
                 continue
             most = self.config.delta_bound * max(c.steps, *(o.norm for o in others))
-            self.hold(c.norm <= most, f"longer than {most:g} beside {others}:", c)
+            self.hold(c.norm <= most, "longer than, beside:", most, others, c)
 
     def _counts(self, other: Contribution, than: Contribution) -> bool:
         """Tell whether it is of another island, which did not leave it behind. A
@@ -88,7 +88,7 @@ class HonestPass(Invariant):
     rates, whatever the island's part in the run was so far."""
 
     name = "honest"
-    effects = (Note,)
+    effects = (DeltaRefused,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -117,30 +117,38 @@ class QuarantineKept(Invariant):
     """
 
     name = "quarantine"
+    effects = (Merge,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._apart: set[str] = set()
+        self._seen: Mapping[str, Island] = {}
+        """Islands that were compared with the log as it is."""
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Quarantined):
-            self._apart.add(record.island)
+            self._apart, self._seen = self._apart | {record.island}, {}
         elif isinstance(record, Released):
-            self._apart.discard(record.island)
+            self._apart, self._seen = self._apart - {record.island}, {}
+
+    def stepped(self, state: State, *, writes: bool) -> None:
+        if writes or state.islands is self._seen:
+            return
+        self._seen = state.islands
+        self._equal(state, "decided")
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        begun = any(isinstance(e, Persist) for e in effects)
-        shown = {name for name, island in state.islands.items() if island.quarantined}
-        same = begun or shown == self._apart
-        self.hold(same, "decided", shown, "log:", self._apart)
         for effect in effects:
             if isinstance(effect, Merge):
                 within = self._apart & {c.island for c in effect.contributions}
-                self.hold(not within, f"of {within}:", effect)
+                self.hold(not within, "deltas of:", within, effect)
 
     def recovered(self, state: State) -> None:
+        self._equal(state, "recovered")
+
+    def _equal(self, state: State, when: str) -> None:
         shown = {name for name, island in state.islands.items() if island.quarantined}
-        self.hold(shown == self._apart, f"recovered {shown}, log: {self._apart}")
+        self.hold(shown == self._apart, when, shown, "log:", self._apart)
 
     def opened(self, opened: Opened) -> None:
-        self._apart = set()
+        self._apart, self._seen = set(), {}

@@ -36,8 +36,9 @@ class PreparedFirst(Invariant):
             found = self._prepared.get((record.fragment, record.version))
             self.hold(
                 found == record.digest,
-                f"fragment {record.fragment}, {record.version}: committed with "
-                f"{record.digest}, on the disk is {found}",
+                "committed with another digest than is on the disk:",
+                record,
+                found,
             )
 
 
@@ -75,8 +76,11 @@ class ChainsKept(_Committed):
             version = version.next()
             self.hold(
                 version in published,
-                f"fragment {fragment}: snapshots {saved}, committed is {committed}, "
-                f"but no publish {version}",
+                "a publish is missing, of fragment; snapshots, and committed:",
+                version,
+                fragment,
+                saved,
+                committed,
             )
 
 
@@ -91,6 +95,8 @@ class RestoredExactly(_Committed):
         committed = self._versions[fragment]
         self.hold(
             anchor.version == committed,
-            f"fragment {fragment} comes up at {anchor.version}, committed is "
-            f"{committed}",
+            "a fragment comes up at, committed is:",
+            fragment,
+            anchor.version,
+            committed,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.events import Persist
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.records import Admitted, Durable, Joined, Removed
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Invariant
@@ -24,27 +22,31 @@ class DoorKept(Invariant):
         super().__init__(config)
         self._of_config = frozenset(config.admitted or ())
         self._admitted: set[str] = set()
+        self._seen: Mapping[str, Island] = {}
+        """Islands that were looked at since the log has let in whom it has."""
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Admitted):
-            self._admitted.add(record.island)
+            self._admitted, self._seen = self._admitted | {record.island}, {}
         elif isinstance(record, Removed):
-            self._admitted.discard(record.island)
+            self._admitted, self._seen = self._admitted - {record.island}, {}
         elif isinstance(record, Joined):
             self._check(record.island, "joined")
 
-    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        if not any(isinstance(effect, Persist) for effect in effects):
-            self._equal(state, "decided")
-            for name, island in state.islands.items():
-                if island.status != "gone":
-                    self._check(name, island.status)
+    def stepped(self, state: State, *, writes: bool) -> None:
+        if writes or state.islands is self._seen:
+            return
+        self._equal(state, "decided")
+        seen, self._seen = self._seen, state.islands
+        for name, island in state.islands.items():
+            if island is not seen.get(name) and island.status != "gone":
+                self._check(name, island.status)
 
     def recovered(self, state: State) -> None:
         self._equal(state, "recovered")
 
     def opened(self, opened: Opened) -> None:
-        self._admitted = set()
+        self._admitted, self._seen = set(), {}
 
     def _equal(self, state: State, when: str) -> None:
         same = set(state.admitted) == self._admitted

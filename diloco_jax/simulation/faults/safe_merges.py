@@ -41,7 +41,7 @@ class MergedOnce(Invariant):
             if isinstance(effect, Merge):
                 for c in effect.contributions:
                     through = self._through[c.island, c.incarnation, effect.fragment]
-                    self.hold(c.start >= through, f"merged through {through}:", c)
+                    self.hold(c.start >= through, "merged through:", through, c)
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Merged):
@@ -81,7 +81,11 @@ class KeptOnce(Invariant):
             merged = self._merged.get(take)
             self.hold(
                 merged is None or merged > anchor.version,
-                f"{who} adopts {anchor.version} beside {take}, which is in {merged}",
+                "an island adopts beside a take, which is in:",
+                who,
+                anchor.version,
+                take,
+                merged,
             )
 
 
@@ -108,7 +112,11 @@ class DeltasExact(Invariant):
 
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         self.hold(
-            (take.start, take.end, take.base) == delta[:3], f"{who}:", take, delta
+            (take.start, take.end, take.base) == delta[:3],
+            "in the books, and taken:",
+            who,
+            take,
+            delta,
         )
         self._takes[(*who, take.fragment, take.tick)] = delta[:3]
 
@@ -121,7 +129,7 @@ class DeltasExact(Invariant):
         for c in record.contributions:
             who = (c.island, c.incarnation)
             taken = self._takes.get((*who, record.fragment, c.tick))
-            self.hold((c.start, c.end, c.base) == taken, f"taken as {taken}:", c)
+            self.hold((c.start, c.end, c.base) == taken, "taken as:", taken, c)
             self.hold(c.steps > 0, "a delta without steps:", c)
             tokens = c.steps * self._tokens_per_step[who]
             self.hold(c.tokens == tokens, "tokens of", c)
@@ -136,6 +144,7 @@ class QuorumHeld(Invariant):
     """
 
     name = "quorum"
+    effects = (TakeRequest, Left, Skipped, Stopping, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -196,13 +205,19 @@ class QuorumHeld(Invariant):
         answers = sum(c.island in asked for c in deltas)
         self.hold(
             stopping if merge.final else len(deltas) >= quorum,
-            f"{len(deltas)} deltas, quorum is {quorum}:",
+            "deltas of a merge, and the quorum:",
+            len(deltas),
+            quorum,
             merge,
         )
         late = tick in self._late or self._asked_first.get(tick, 0) < quorum
         self.hold(
             merge.final or late or answers >= quorum,
-            f"{answers} of those that tick {tick} asked, {asked}; quorum is {quorum}:",
+            "deltas of those that a tick asked, the quorum is:",
+            answers,
+            tick,
+            asked,
+            quorum,
             merge,
         )
 
@@ -211,7 +226,7 @@ class RecordedFirst(Invariant):
     """No delta is merged before the island's records up to its take are on the tape."""
 
     name = "recorded"
-    effects = (Note, Merge)
+    effects = (Fact, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -250,7 +265,7 @@ class FencedOut(Invariant):
     """
 
     name = "fenced"
-    effects = (Persist, Merge)
+    effects = (Left, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -311,7 +326,8 @@ class FencedOut(Invariant):
                 or (
                     c.incarnation == self._current[c.island] and who not in self._ended
                 ),
-                f"incarnation {self._current[c.island]} of {c.island} is current:",
+                "current is another incarnation:",
+                self._current[c.island],
                 c,
             )
 
@@ -324,7 +340,7 @@ class HeldOnly(Invariant):
     """
 
     name = "held"
-    effects = (Note, Merge)
+    effects = (Tick, Merge)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -380,7 +396,8 @@ class StaleOut(Invariant):
                 self.hold(
                     c.base.term == effect.version.term
                     and 0 <= into - c.base.number <= self.config.max_staleness,
-                    f"merged into {effect.version}, max_staleness is "
-                    f"{self.config.max_staleness}:",
+                    "merged into, and max_staleness is:",
+                    effect.version,
+                    self.config.max_staleness,
                     c,
                 )

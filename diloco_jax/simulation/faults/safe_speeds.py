@@ -4,11 +4,11 @@ tells the truth about its steps is put out for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.messages import Refused
 from diloco_jax.simulation.faults.observing import Invariant
 
@@ -21,18 +21,27 @@ class SpeedsKept(Invariant):
     """
 
     name = "speeds"
+    effects = (Refused,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._least_s = config.least_seconds
+        self._seen: Mapping[str, Island] = {}
+
+    def stepped(self, state: State, *, writes: bool) -> None:
+        if state.islands is self._seen:
+            return
+        seen, self._seen = self._seen, state.islands
+        for name, island in state.islands.items():
+            if island is not seen.get(name):
+                self._check(name, island)
+
+    def _check(self, name: str, island: Island) -> None:
+        least_s = self._least_s.get(name, 0.0) * island.sequences_per_step
+        believed = not 0 < island.step_seconds < least_s
+        self.hold(believed, "too fast:", name, island.step_seconds, "s, is", least_s)
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        for name, island in state.islands.items():
-            least_s = self._least_s.get(name, 0.0) * island.sequences_per_step
-            believed = not 0 < island.step_seconds < least_s
-            self.hold(
-                believed, "too fast:", name, island.step_seconds, "s, is", least_s
-            )
         for effect in effects:
             if isinstance(effect, Tell) and isinstance(effect.message, Refused):
                 refused = effect.message

@@ -40,7 +40,8 @@ class GatheredExactly(Invariant):
     ) -> None:
         self._adopted[fragment, anchor.version] = anchor.value
         value = self._begun.get((fragment, anchor.version), anchor.value)
-        self.hold(value == anchor.value, f"{who}: fragment {fragment} is not", anchor)
+        same = value == anchor.value
+        self.hold(same, "adopted, of fragment, but is not:", who, fragment, anchor)
 
     def persisted(self, record: Durable) -> None:
         match record:

@@ -59,8 +59,10 @@ class VersionsGrow(Invariant):
         for fragment, last in zip(state.fragments, self._versions, strict=True):
             self.hold(
                 fragment.version == last,
-                f"fragment {fragment.index}: recovered {fragment.version}, durable is "
-                f"{last}",
+                "recovered, and durable, of fragment:",
+                fragment.version,
+                last,
+                fragment.index,
             )
 
 
@@ -85,7 +87,11 @@ class AdoptedStays(Invariant):
         before = self._by_island.get((who, fragment))
         self.hold(
             before is None or anchor.version > before,
-            f"{who} adopts {anchor.version} of fragment {fragment} after {before}",
+            "an island adopts, of fragment, after:",
+            who,
+            anchor.version,
+            fragment,
+            before,
         )
         self._by_island[who, fragment] = anchor.version
         self._newest[fragment] = max(self._newest[fragment], anchor.version)
@@ -94,8 +100,10 @@ class AdoptedStays(Invariant):
         for fragment, newest in zip(state.fragments, self._newest, strict=True):
             self.hold(
                 fragment.version >= newest,
-                f"fragment {fragment.index}: a coordinator comes up at "
-                f"{fragment.version}, an island has adopted {newest}",
+                "a coordinator comes up at, an island has adopted, of fragment:",
+                fragment.version,
+                newest,
+                fragment.index,
             )
 
 
@@ -128,8 +136,10 @@ class AnchorsEqual(Invariant):
         value = self._values.setdefault((fragment, anchor.version), anchor.value)
         self.hold(
             value == anchor.value,
-            f"fragment {fragment}, {anchor.version}: value {anchor.value.hex()} and "
-            f"{value.hex()}",
+            "two values of one version, of fragment:",
+            anchor,
+            value,
+            fragment,
         )
 
     def adopted(
@@ -146,7 +156,7 @@ class TicksOnce(Invariant):
     """
 
     name = "ticks"
-    effects = (Tell,)
+    effects = (TakeRequest,)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -192,8 +202,10 @@ class CyclesWhole(Invariant):
             fragment, tick = record.fragment, record.tick
             self.hold(
                 tick > self._kept_to[fragment],
-                f"fragment {fragment} is merged at tick {tick}, and was kept for tick "
-                f"{self._kept_to[fragment]}",
+                "a fragment is merged at a tick, and was kept for:",
+                fragment,
+                tick,
+                self._kept_to[fragment],
             )
             self._versions[fragment], self._ticks[fragment] = record.version, tick
         elif isinstance(record, TermBegun):
@@ -218,8 +230,10 @@ class CyclesWhole(Invariant):
                     version, tick = versions[fragment], ticks[fragment]
                     self.hold(
                         effect.version == version and tick <= self._turn(effect),
-                        f"fragment {fragment} is kept for cycle {effect.cycle} at "
-                        f"{effect.version}, but it is at {version}, merged at {tick}",
+                        "it is not at what is kept, but at, merged at tick:",
+                        effect,
+                        version,
+                        tick,
                     )
 
     def carrying_out(self, effect: AnyEffect) -> None:

@@ -36,7 +36,9 @@ class Clock:
     def at(self, time: float, call: Callable[[], None]) -> Due:
         """Schedule a call at `time`, which must not have passed."""
         assert time >= self.now, f"{time} has passed: it is {self.now}"
-        return self._put(Due(time, call), last=False)
+        due = Due(time, call)
+        heapq.heappush(self._queue, (time, False, next(self._count), due))
+        return due
 
     def after(self, seconds: float, call: Callable[[], None]) -> Due:
         """Schedule a call in `seconds` seconds."""
@@ -44,7 +46,9 @@ class Clock:
 
     def last(self, call: Callable[[], None]) -> Due:
         """Schedule a call for now, after everything else that is or becomes due now."""
-        return self._put(Due(self.now, call), last=True)
+        due = Due(self.now, call)
+        heapq.heappush(self._queue, (self.now, True, next(self._count), due))
+        return due
 
     def run(
         self, until: float = float("inf"), done: Callable[[], bool] | None = None
@@ -61,7 +65,3 @@ class Clock:
                 return
         if until != float("inf"):
             self.now = max(self.now, until)
-
-    def _put(self, due: Due, *, last: bool) -> Due:
-        heapq.heappush(self._queue, (due.at, last, next(self._count), due))
-        return due

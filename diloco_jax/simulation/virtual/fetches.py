@@ -73,7 +73,12 @@ class VirtualFetches:
     def fetch(self) -> None:
         """Begin the fetches that may be under way."""
         fetching = self._fetching
-        if fetching is None or self._source is None or self._waiting is not None:
+        if (
+            fetching is None
+            or not fetching.lags
+            or self._source is None
+            or self._waiting is not None
+        ):
             return
         service, line = self._source
         if not (service.serves and line.open) or fetching.joined != self._running:

@@ -3,6 +3,7 @@
 import pytest
 from plants import PLANTS, planted
 
+from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.invariants import INVARIANTS
 from diloco_jax.simulation.faults.play import UNBROKEN, play_seed
@@ -29,3 +30,10 @@ def test_a_planted_fault_is_found_by_its_invariant(name: str) -> None:
 def test_there_is_a_plant_for_every_invariant() -> None:
     names = {invariant.name for invariant in INVARIANTS} | {liveness.NAME, UNBROKEN}
     assert {plant.invariant for plant in PLANTS.values()} == names
+
+
+def test_no_invariant_looks_at_effects_that_hold_something_else() -> None:
+    """It would see none of them: they are known by what they hold."""
+    looked_at = {kind for invariant in INVARIANTS for kind in invariant.effects}
+    assert looked_at
+    assert looked_at.isdisjoint({Tell, Note, Persist})
