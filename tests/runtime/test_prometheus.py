@@ -16,6 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,10 @@ class Prometheus:
             url = f"http://{self._at}/api/v1/query?{ask}"
             with urllib.request.urlopen(url, timeout=10) as answer:
                 found: list[Any] = json.load(answer)["data"]["result"]
-        except urllib.error.HTTPError:
-            raise  # The query is none.
+        except urllib.error.HTTPError as refused:
+            if refused.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise  # The query is none.
+            return []
         except OSError:
             self._require_alive()
             return []

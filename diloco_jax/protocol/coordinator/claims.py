@@ -20,6 +20,7 @@ from diloco_jax.protocol.coordinator.wall_time import (
     LATE_S,
     SHORTEST_STEP_S,
     WallTime,
+    is_enough,
 )
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import Outstanding, Record
@@ -50,18 +51,16 @@ def heard(
     shortest_s = shortest_step_s(config, island.name, island.sequences_per_step)
     more = max(0, said.steps - island.steps)
     before = island.wall_time
-    wall_time = before.passed(now, _most_unused_s(config, shortest_s))
-    if not wall_time.is_enough_for(more, shortest_s):
+    unused_s = before.unused_at(now, _most_unused_s(config, shortest_s))
+    if not is_enough(unused_s, more, shortest_s):
         return island, (
-            f"it has made {more} steps more in {wall_time.unused_s:.3g} s, but no step "
+            f"it has made {more} steps more in {unused_s:.3g} s, but no step "
             f"takes less than {shortest_s / FASTER:.3g} s by the coordinator's config "
             f"(islands.{island.name}: topology, mesh_*, batch_size, step_seconds); if "
             f"that is wrong, correct it there"
         )
-    wall_time = wall_time.used(more, shortest_s)
-    if island.counted:
-        waited_s = now - before.heard_at
-        wall_time = wall_time.measured(waited_s, more, config.lease_s)
+    memory_s = config.lease_s if island.counted else 0.0
+    wall_time = before.heard(now, unused_s, more, shortest_s, memory_s)
     step_s = _no_shorter(said.step_seconds, shortest_s) or island.step_seconds
     steps = island.steps + more
     island = replace(island, steps=steps, step_seconds=step_s, wall_time=wall_time)

@@ -51,31 +51,40 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         unused_s = min(self.unused_s + now - self.heard_at + under_way_s, most_s)
         return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
 
-    def passed(self, now: float, most_s: float) -> WallTime:
-        """Return the wall time at the next message. most_s: that is kept unused, unless
-        there is more already (`claims.unheard`)."""
-        unused_s = min(self.unused_s + now - self.heard_at, max(self.unused_s, most_s))
-        return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
+    def unused_at(self, now: float, most_s: float) -> float:
+        """Return the unused wall time at the next message, before its claims. most_s:
+        that is kept unused, unless there is more already (`claims.unheard`)."""
+        return min(self.unused_s + now - self.heard_at, max(self.unused_s, most_s))
 
     def slept(self, seconds: float) -> WallTime:
         """Return the wall time after seconds that the coordinator's clock lacks."""
         return msgspec.structs.replace(self, heard_at=self.heard_at - seconds)
 
-    def is_enough_for(self, steps: int, shortest_s: float) -> bool:
-        """Tell whether so many steps may have been made in the unused time."""
-        return steps * shortest_s <= FASTER * self.unused_s
-
-    def used(self, steps: int, shortest_s: float) -> WallTime:
-        """Return what is left after so many claimed steps."""
-        unused_s = self.unused_s - steps * shortest_s / FASTER
-        return msgspec.structs.replace(self, unused_s=unused_s)
-
-    def measured(self, training_s: float, steps: int, memory_s: float) -> WallTime:
-        """Return the wall time after more of it in training, with so many steps.
-        memory_s: age at which time counts for less than half."""
-        kept = memory_s / (memory_s + training_s)
+    def heard(
+        self,
+        now: float,
+        unused_s: float,
+        steps: int,
+        shortest_s: float,
+        memory_s: float,
+    ) -> WallTime:
+        """Return the wall time after a message with so many claimed steps, for which
+        the unused time is enough. memory_s: age at which time in training counts for
+        less than half; 0: the time that has passed was none in training."""
+        training_s, made = self.training_s, self.steps
+        if memory_s:
+            passed_s = now - self.heard_at
+            kept = memory_s / (memory_s + passed_s)
+            training_s, made = training_s * kept + passed_s, made * kept + steps
         return msgspec.structs.replace(
             self,
-            training_s=self.training_s * kept + training_s,
-            steps=self.steps * kept + steps,
+            heard_at=now,
+            unused_s=unused_s - steps * shortest_s / FASTER,
+            training_s=training_s,
+            steps=made,
         )
+
+
+def is_enough(unused_s: float, steps: int, shortest_s: float) -> bool:
+    """Tell whether so many steps may have been made in the unused time."""
+    return steps * shortest_s <= FASTER * unused_s

@@ -275,6 +275,8 @@ class Boundary:
     def _take(self, step: int) -> None:
         """Make the takes that are due: after their delay in steps, or at once if no
         steps follow, but not before the adoption that they wait for."""
+        if not self._takes:
+            return
         last = not self.may_step(step)
         for fragment, due in list(self._takes.items()):
             if (due.step > step and not last) or self.books.must_wait(fragment):

@@ -9,12 +9,12 @@ they check.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
     safe_books,
@@ -108,6 +108,8 @@ class Monitor(Invariant):
         watchers = [self.names, *(kind(config) for kind in INVARIANTS)]
         self._watchers = {type(watcher): watcher for watcher in watchers}
         self._stepped = self._watching("stepped")
+        self._islands: Mapping[str, Island] = {}
+        """Islands after the last step."""
         self._deciding: dict[frozenset[type], tuple[Calls, bool]] = {}
         """Those that look at a step with these kinds of effects, and if it writes."""
         self._carrying: dict[type, Calls] = {}
@@ -123,8 +125,13 @@ class Monitor(Invariant):
             writes = any(type(effect) is Persist for effect in effects)
             found = self._deciding[kinds] = self._watching("decided", kinds), writes
         calls, writes = found
+        changed: list[Island] = []
+        if state.islands is not self._islands:
+            seen, self._islands = self._islands, state.islands
+            pairs = state.islands.items()
+            changed = [island for name, island in pairs if island is not seen.get(name)]
         for stepped in self._stepped:
-            stepped(state, writes=writes)
+            stepped(state, changed, writes=writes)
         for call in calls:
             call(state, effects)
 

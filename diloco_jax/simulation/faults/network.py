@@ -10,8 +10,9 @@ from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.line import Line, LineSpeed
 
 Way = Literal["up", "down"]
-UP = frozenset[Way]({"up"})
-DOWN = frozenset[Way]({"down"})
+Ways = frozenset[Way]
+UP, DOWN = Ways({"up"}), Ways({"down"})
+BOTH = UP | DOWN
 
 RESEND_S = 0.3
 """Seconds from a transfer that its checksum refused to the next attempt."""
@@ -47,7 +48,7 @@ class FaultyLine(Line):
         self._network = network
         self._lingers = False
         self._waiting: list[Callable[[], None]] = []
-        self._in_order: dict[Way, float] = {"up": 0.0, "down": 0.0}
+        self._in_order: dict[Ways, float] = {UP: 0.0, DOWN: 0.0}
 
     def linger(self) -> None:
         """Let the messages that the island has sent arrive even after `cut`."""
@@ -60,25 +61,25 @@ class FaultyLine(Line):
             land()
 
     def send_up(self, arrive: Callable[[], None]) -> None:
-        self._send("up", UP, arrive)
+        self._send(UP, arrive)
 
     def send_down(self, arrive: Callable[[], None]) -> None:
-        self._send("down", DOWN, arrive)
+        self._send(DOWN, arrive)
 
     def upload(self, nbytes: int, arrive: Callable[[], None]) -> None:
         self._transfer(UP, arrive, repeats=True)
 
     def download(self, nbytes: int, arrive: Callable[[], None]) -> None:
-        self._transfer(UP | DOWN, arrive, repeats=False)
+        self._transfer(BOTH, arrive, repeats=False)
 
-    def _send(self, way: Way, ways: frozenset[Way], arrive: Callable[[], None]) -> None:
+    def _send(self, way: Ways, arrive: Callable[[], None]) -> None:
         network = self._network
         at = self._clock.now + network.latency_s + network.control_late_s
         at = self._in_order[way] = max(at, self._in_order[way])
-        self._carry(at, ways, arrive, repeats=True)
+        self._carry(at, way, arrive, repeats=True)
 
     def _transfer(
-        self, ways: frozenset[Way], arrive: Callable[[], None], *, repeats: bool
+        self, ways: Ways, arrive: Callable[[], None], *, repeats: bool
     ) -> None:
         network = self._network
         at = self._clock.now + network.transfer_s + network.bulk_late_s
@@ -93,12 +94,7 @@ class FaultyLine(Line):
         self._clock.at(at + RESEND_S, again)
 
     def _carry(
-        self,
-        at: float,
-        ways: frozenset[Way],
-        arrive: Callable[[], None],
-        *,
-        repeats: bool,
+        self, at: float, ways: Ways, arrive: Callable[[], None], *, repeats: bool
     ) -> None:
         network = self._network
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Version
@@ -55,9 +55,9 @@ class Invariant:
         """Observe a step of the protocol and its effects; nothing of it is visible
         yet."""
 
-    def stepped(self, state: State, *, writes: bool) -> None:
-        """Observe the state after any step. writes: the log does not have all of it
-        yet, since records are among the effects."""
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
+        """Observe the state after any step, and the islands that it changed. writes:
+        the log does not have all of it yet, since records are among the effects."""
 
     def ending(self, before: State, after: State, now: float) -> None:
         """Observe a step of the protocol, at a time of its clock, once the run stops;

@@ -127,8 +127,11 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        report = event if isinstance(event, FromAWorker) else None
-        if report is not None and report.fragment in self.parted:
+        if (
+            self.parted
+            and isinstance(event, FromAWorker)
+            and event.fragment in self.parted
+        ):
             self._from_worker.append(event)
         elif self._effects:
             self._wait(event)
@@ -302,14 +305,16 @@ class FaultyCoordinator(VirtualCoordinator):
         return effects
 
     def carry_out(self, effect: AnyEffect) -> None:
-        self._world.worker_crashes.strike_if_due(self)
-        if not self._world.survives(self):
+        world = self._world
+        if world.worker_crashes.armed is not None:
+            world.worker_crashes.strike_if_due(self)
+        if world.armed_crash is not None and not world.survives(self):
             return
         self.monitor.carrying_out(effect)
         try:
             super().carry_out(effect)
         except DiskError:
-            self._world.disk_failed(self)
+            world.disk_failed(self)
         if (
             isinstance(effect, Commit)
             and self.has(effect.fragment)

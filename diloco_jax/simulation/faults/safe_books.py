@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,7 +11,12 @@ from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import (
+    Fragment,
+    Island,
+    PolicyConfig,
+    State,
+)
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
     Finished,
@@ -63,14 +69,14 @@ class LedgerExact(Invariant):
                 self.hold(tokens >= self._progress, "progress goes back:", effect)
                 self._progress = tokens
 
-    def stepped(self, state: State, *, writes: bool) -> None:
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
         if state.fragments is self._seen:
             return
         seen, self._seen = self._seen, state.fragments
         # Incarnations come and go by records, and all fragments' books with them.
         pairs = zip(state.fragments, seen, strict=True)
-        changed = [f for f, before in pairs if writes or f is not before]
-        wrong = ledger.check(state, changed)
+        moved = [f for f, before in pairs if writes or f is not before]
+        wrong = ledger.check(state, moved)
         self.hold(not wrong, "the books:", *wrong)
 
     def persisted(self, record: Durable) -> None:
@@ -86,7 +92,7 @@ class LedgerExact(Invariant):
 
     def recovered(self, state: State) -> None:
         self._progress = 0  # Steps that were reported but not merged come again.
-        self.stepped(state, writes=False)
+        self.stepped(state, (), writes=False)
         for fragment in state.fragments:
             for name, account in fragment.accounts.items():
                 merged = self._merged[fragment.index, name]

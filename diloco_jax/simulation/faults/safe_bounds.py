@@ -4,7 +4,7 @@ island. No honest delta is refused for its length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Note
@@ -122,20 +122,24 @@ class QuarantineKept(Invariant):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._apart: set[str] = set()
-        self._seen: Mapping[str, Island] = {}
-        """Islands that were compared with the log as it is."""
+        self._anew = True
+        """Whether all islands are to be looked at, since the log has changed."""
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Quarantined):
-            self._apart, self._seen = self._apart | {record.island}, {}
+            self._apart.add(record.island)
         elif isinstance(record, Released):
-            self._apart, self._seen = self._apart - {record.island}, {}
+            self._apart.discard(record.island)
 
-    def stepped(self, state: State, *, writes: bool) -> None:
-        if writes or state.islands is self._seen:
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
+        anew, self._anew = self._anew, writes
+        if writes:
             return
-        self._seen = state.islands
-        self._equal(state, "decided")
+        if anew:
+            self._equal(state, "decided")
+        for island in changed:
+            same = island.quarantined == (island.name in self._apart)
+            self.hold(same, "decided:", island, "log:", self._apart)
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         for effect in effects:
@@ -151,4 +155,4 @@ class QuarantineKept(Invariant):
         self.hold(shown == self._apart, when, shown, "log:", self._apart)
 
     def opened(self, opened: Opened) -> None:
-        self._apart, self._seen = set(), {}
+        self._apart, self._anew = set(), True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
 from diloco_jax.protocol.records import Admitted, Durable, Joined, Removed
@@ -22,34 +22,34 @@ class DoorKept(Invariant):
         super().__init__(config)
         self._of_config = frozenset(config.admitted or ())
         self._admitted: set[str] = set()
-        self._seen: Mapping[str, Island] = {}
-        """Islands that were looked at since the log has let in whom it has."""
+        self._anew = True
+        """Whether all islands are to be looked at, since the log has changed."""
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Admitted):
-            self._admitted, self._seen = self._admitted | {record.island}, {}
+            self._admitted.add(record.island)
         elif isinstance(record, Removed):
-            self._admitted, self._seen = self._admitted - {record.island}, {}
+            self._admitted.discard(record.island)
         elif isinstance(record, Joined):
             self._check(record.island, "joined")
 
-    def stepped(self, state: State, *, writes: bool) -> None:
-        if writes or state.islands is self._seen:
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
+        anew, self._anew = self._anew, writes
+        if writes:
             return
         self._equal(state, "decided")
-        seen, self._seen = self._seen, state.islands
-        for name, island in state.islands.items():
-            if island is not seen.get(name) and island.status != "gone":
-                self._check(name, island.status)
+        for island in state.islands.values() if anew else changed:
+            if island.status != "gone":
+                self._check(island.name, island.status)
 
     def recovered(self, state: State) -> None:
         self._equal(state, "recovered")
 
     def opened(self, opened: Opened) -> None:
-        self._admitted, self._seen = set(), {}
+        self._admitted, self._anew = set(), True
 
     def _equal(self, state: State, when: str) -> None:
-        same = set(state.admitted) == self._admitted
+        same = self._admitted == set(state.admitted)
         self.hold(same, when, state.admitted, "log:", self._admitted)
 
     def _check(self, name: str, what: str) -> None:

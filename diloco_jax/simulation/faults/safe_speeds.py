@@ -4,7 +4,7 @@ tells the truth about its steps is put out for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Tell
@@ -26,20 +26,13 @@ class SpeedsKept(Invariant):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
         self._least_s = config.least_seconds
-        self._seen: Mapping[str, Island] = {}
 
-    def stepped(self, state: State, *, writes: bool) -> None:
-        if state.islands is self._seen:
-            return
-        seen, self._seen = self._seen, state.islands
-        for name, island in state.islands.items():
-            if island is not seen.get(name):
-                self._check(name, island)
-
-    def _check(self, name: str, island: Island) -> None:
-        least_s = self._least_s.get(name, 0.0) * island.sequences_per_step
-        believed = not 0 < island.step_seconds < least_s
-        self.hold(believed, "too fast:", name, island.step_seconds, "s, is", least_s)
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
+        for island in changed:
+            name, step_s = island.name, island.step_seconds
+            least_s = self._least_s.get(name, 0.0) * island.sequences_per_step
+            believed = not 0 < step_s < least_s
+            self.hold(believed, "too fast:", name, step_s, "s, is", least_s)
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         for effect in effects:

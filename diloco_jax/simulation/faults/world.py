@@ -71,7 +71,7 @@ class FaultyWorld(Links):
         self._not_over = len(schedule.faults)
         self._has_healed = False
         self._calls = 0
-        self._crash: tuple[DrawnFault, Restart] | None = None
+        self.armed_crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
         self.worker_crashes = self._crashes_of_workers()
         self.operator = Operator(self)
@@ -260,19 +260,19 @@ class FaultyWorld(Links):
 
     def crash_after(self, fault: DrawnFault, restart: Restart, effects: int) -> bool:
         """Arm a crash after `effects` more effects."""
-        if self._crash is not None:
+        if self.armed_crash is not None:
             return False
-        self._crash, self._effects_left = (fault, restart), effects
+        self.armed_crash, self._effects_left = (fault, restart), effects
         return True
 
     def survives(self, coordinator: FaultyCoordinator) -> bool:
         """Tell whether a coordinator lives to carry out its next effect."""
-        if self._crash is None:
+        if self.armed_crash is None:
             return True
         self._effects_left -= 1
         if self._effects_left >= 0:
             return True
-        (fault, restart), self._crash = self._crash, None
+        (fault, restart), self.armed_crash = self.armed_crash, None
         self.crash_coordinator(coordinator, restart)
         self.begun(fault, max(restart.down_s, restart.noticed_s))
         return False
