@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from diloco_jax import machine, merge_route
-from diloco_jax.config import Config, ConfigError, Placement, RunConfig
+from diloco_jax.config import Config, ConfigError, InnerConfig, Placement, RunConfig
 from diloco_jax.coordinator.least_seconds import UNDESCRIBED, least_seconds
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import FragmentPlan
@@ -56,10 +57,7 @@ def policy_config(
         "admitted": admitted,
         "room_each": room_each,
         "least_seconds": least_seconds or {},
-        "rates": tuple(
-            learning_rate(run.inner, point / RATE_POINTS)
-            for point in range(RATE_POINTS + 1)
-        ),
+        "rates": _rates(run.inner),
     }
     named = {
         name: getattr(owner, name)
@@ -68,6 +66,13 @@ def policy_config(
         if name not in given and hasattr(owner, name)
     }
     return PolicyConfig(**given, **named)
+
+
+@functools.lru_cache(maxsize=8)  # A simulator asks for those of many runs.
+def _rates(inner: InnerConfig) -> tuple[float, ...]:
+    """Return the learning rates at the ends of a run's parts."""
+    points = range(RATE_POINTS + 1)
+    return tuple(learning_rate(inner, point / RATE_POINTS) for point in points)
 
 
 def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:

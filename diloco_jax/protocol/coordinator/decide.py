@@ -133,15 +133,15 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             effects = []
     state, expired = members.expire(state, now)
     state, turned = quarantine.turn_away(config, state)
-    effects += expired + turned
     state, moved = _advance(config, before, state, now)
     state, asks = lost_fragments.advance(config, state, now)
-    moved += asks
-    state, judged = quarantine.advance(config, state, effects + moved)
+    effects = [*effects, *expired, *turned, *moved, *asks]
+    state, judged = quarantine.advance(config, state, effects)
     state, keeps = cycles.advance(config, before, state)
     state, watches = watching.advance(config, before, state)
     state, told = absences.advance(config, state, now)
-    return state, effects + moved + judged + keeps + watches + told
+    effects += [*judged, *keeps, *watches, *told]
+    return state, effects
 
 
 def next_deadline(state: State, now: float) -> float | None:

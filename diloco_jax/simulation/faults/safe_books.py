@@ -224,16 +224,18 @@ class DataOnce(Invariant):
         """See Invariant. Until one has joined the term, it may be any process of the
         name.
         """
-        count = self._per_step[who]
+        count, drawn = self._per_step[who], positions.tolist()
+        begin, end = step * count, (step + 1) * count
         known = self._process(who)
+        if known in self._before and self._granted[known][begin:end] == drawn:
+            return
         processes = [known] if known in self._before else list(self._granted)
         granted = [
-            positions_of[process][step * count : (step + 1) * count]
+            positions_of[process][begin:end]
             for process in processes
             for positions_of in (self._granted, self._lost)
             if process[0] == who and process in positions_of
         ]
-        drawn = positions.tolist()
         what = "it trains a step on positions that are not those granted:"
         self.hold(drawn in granted, what, who, step, drawn, granted)
 
@@ -281,8 +283,9 @@ class DataOnce(Invariant):
         count = self._per_step[who]
         for position in self._granted[process][c.start * count : c.end * count]:
             merged = self._merged.setdefault(position, who)
-            what = "a position that was merged from two:"
-            self.hold(merged == who, what, position, who, merged)
+            if merged != who:
+                what = "a position that was merged from two:"
+                self.hold(False, what, position, who, merged)
 
 
 class DurableFirst(Invariant):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from diloco_jax.coordinator.standby.machine_thread import timing_of
 from diloco_jax.deadlines import Deadlines
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from diloco_jax.simulation.faults.standby_line import FollowLine
     from diloco_jax.simulation.faults.standby_world import StandbyWorld
     from diloco_jax.simulation.virtual.clock import Due
+
+TO_PRIMARY = frozenset(get_args(PrimaryEvent))
+TO_STANDBY = frozenset(get_args(StandbyEvent))
 
 Role = Literal["primary", "standby"]
 """Role in which a process is started."""
@@ -218,10 +221,13 @@ class Node:
         self._stepped = self.clock()
         life = self.life
         effects: list[PrimaryEffect] | list[StandbyEffect]
-        if isinstance(self.machine, Primary) and isinstance(event, PrimaryEvent):
-            self.machine, effects = primary.step(self.machine, event, self._stepped)
-        elif isinstance(self.machine, Standby) and isinstance(event, StandbyEvent):
-            self.machine, effects = following.step(self.machine, event, self._stepped)
+        machine, kind = self.machine, type(event)
+        if isinstance(machine, Primary) and kind in TO_PRIMARY:
+            to_primary = cast(PrimaryEvent, event)
+            self.machine, effects = primary.step(machine, to_primary, self._stepped)
+        elif isinstance(machine, Standby) and kind in TO_STANDBY:
+            to_standby = cast(StandbyEvent, event)
+            self.machine, effects = following.step(machine, to_standby, self._stepped)
         else:
             return
         for effect in effects:

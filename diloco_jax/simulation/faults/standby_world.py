@@ -58,7 +58,8 @@ class StandbyWorld(FaultyWorld):
             name: self._node(name, rate)
             for name, rate in zip(NODES, drawn.rates, strict=True)
         }
-        self.disk = self.nodes[NODES[0]].disk
+        self._both = tuple(self.nodes.values())
+        self.disk = self._both[0].disk
         self._load_s = drawn.load_s
         self._seen = -1
         """Number of the last record of which anyone may have seen something."""
@@ -76,7 +77,7 @@ class StandbyWorld(FaultyWorld):
         """Tell whether the run is over, and so are both processes."""
         if super()._is_over():
             cast(SeatedCoordinator, self.coordinator).node.finish()
-        first, second = self.nodes.values()
+        first, second = self._both
         return first.retired and second.retired
 
     # ---- processes ------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco_jax.protocol.coordinator.events import Event
@@ -57,7 +58,7 @@ class Connection:
 
     def send(self, message: FromCoordinator) -> None:
         """Send a message on its way to the island."""
-        self.line.send_down(lambda: self.island.received(message))
+        self.line.send_down(functools.partial(self.island.received, message))
 
     def close(self, refused: Refused | None = None) -> None:
         """Turn the island away if it is refused; otherwise it was replaced."""

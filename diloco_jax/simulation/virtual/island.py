@@ -8,6 +8,7 @@ differ: steps take the seconds that the spec gives, and connections are `Line`s.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,7 @@ class VirtualIsland:
         )
         said = hello(who, self._conversation.status())
         self.peer = peer = Connection(self, line, said)
-        line.send_up(lambda: coordinator.hello(said, peer))
+        line.send_up(functools.partial(coordinator.hello, said, peer))
 
     def disconnect(self) -> None:
         """Lose the connection and train on."""
@@ -186,10 +187,9 @@ class VirtualIsland:
         self._fetches.fetch()
         if self._conversation.may_leave:
             self.leave("preempted")
-        elif self._stepping or (
-            # As in a real loop, the next boundary looks at it.
-            self._next is not None and isinstance(message, Progress)
-        ):
+        elif isinstance(message, Progress) and self._next is not None:
+            pass  # As in a real loop, the next boundary looks at it.
+        elif self._stepping:
             self._reports.look()
         else:
             self._at_boundary()
@@ -228,7 +228,7 @@ class VirtualIsland:
         key = DeltaKey(self.name, self.incarnation, fragment, tick)
         encoded = self._outgoing[fragment, tick]
         nbytes = self.spec.bytes_up[fragment] if self.spec.bytes_up else 0
-        self.line.upload(nbytes, lambda: coordinator.arrived(key, encoded))
+        self.line.upload(nbytes, functools.partial(coordinator.arrived, key, encoded))
 
     # ---- its loop ---------------------------------------------------------------
 
@@ -306,4 +306,4 @@ class VirtualIsland:
         line, coordinator = self.line, self._coordinator
         if line is not None and coordinator is not None:
             said = Said(island=self.name, session=self.session, message=message)
-            line.send_up(lambda: coordinator.hear(said))
+            line.send_up(functools.partial(coordinator.hear, said))
