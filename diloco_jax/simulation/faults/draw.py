@@ -67,8 +67,9 @@ KEPT_BY_LOSING = 0.7
 def draw(seed: int) -> Schedule:
     """Draw a schedule from a seed.
 
-    It has at least 3 islands and 5 faults, and tokens for about 5 cycles or more. In
-    most schedules the faults stop early enough to see that the run then goes on.
+    It has at least 3 islands and 5 faults, and tokens for about 5 cycles or more with a
+    coordinator. In most schedules the faults stop early enough to see that the run then
+    goes on.
     """
     rng = random.Random(f"faults {seed}")
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
@@ -184,6 +185,8 @@ def draw(seed: int) -> Schedule:
     if room.random() < CROWDED_SHARE:
         schedule = msgspec.structs.replace(schedule, room=room.choice([1, 1, 2]))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
+    # While the coordinator is down, islands go on, and nothing is merged.
+    calm_s = max(calm_s, 3 * cycle_s + sum(map(_down_s, faults)))
     return msgspec.structs.replace(
         schedule,
         total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * kept),
@@ -201,6 +204,12 @@ def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
     if kind is kinds.DiskGone:
         drawn["gone_s"] = round(drawn["restart"].down_s + drawn["gone_s"], 2)
     return kind(at_s=at_s, **drawn)
+
+
+def _down_s(fault: AnyFault) -> float:
+    """Return the time for which a fault leaves the run without a coordinator, about."""
+    restart = getattr(fault, "restart", None)
+    return restart.down_s if isinstance(restart, Restart) else 0.0
 
 
 def _drawn(
