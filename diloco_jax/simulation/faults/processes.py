@@ -127,11 +127,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        if (
-            self.parted
-            and isinstance(event, FromAWorker)
-            and event.fragment in self.parted
-        ):
+        if isinstance(event, FromAWorker) and event.fragment in self.parted:
             self._from_worker.append(event)
         elif self._effects:
             self._wait(event)
@@ -306,8 +302,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def carry_out(self, effect: AnyEffect) -> None:
         world = self._world
-        if world.worker_crashes.armed is not None:
-            world.worker_crashes.strike_if_due(self)
+        world.worker_crashes.strike_if_due(self)
         if world.armed_crash is not None and not world.survives(self):
             return
         self.monitor.carrying_out(effect)

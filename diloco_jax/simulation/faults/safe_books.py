@@ -11,12 +11,7 @@ from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.state import (
-    Fragment,
-    Island,
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import Fragment, Island, PolicyConfig, State
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
     Finished,

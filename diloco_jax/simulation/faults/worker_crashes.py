@@ -62,7 +62,7 @@ class WorkerCrashes:
     def __init__(self, world: FaultyWorld, gathered_within_s: float) -> None:
         """gathered_within_s: from a worker's return to the anchors of what it lost."""
         self._world, self._gathered_within_s = world, gathered_within_s
-        self.armed: WorkerCrash | None = None
+        self._armed: WorkerCrash | None = None
         self._effects_left = 0
         self._outlived: FaultyCoordinator | None = None
         """The lead that died last, if its workers live."""
@@ -96,20 +96,20 @@ class WorkerCrashes:
 
     def arm(self, fault: WorkerCrash) -> bool:
         """Arm a crash after `fault.effects` more effects of the lead."""
-        if self.armed is not None or self._world.coordinator is None:
+        if self._armed is not None or self._world.coordinator is None:
             return False
-        self.armed, self._effects_left = fault, fault.effects
+        self._armed, self._effects_left = fault, fault.effects
         return True
 
     def strike_if_due(self, coordinator: FaultyCoordinator) -> None:
         """Count an effect of the lead; let the armed crash happen if it is due."""
-        world, fault = self._world, self.armed
+        world, fault = self._world, self._armed
         if fault is None or coordinator is not world.coordinator:
             return
         self._effects_left -= 1
         if self._effects_left >= 0:
             return
-        self.armed = None
+        self._armed = None
         fragments = self.fragments_of(fault.worker)
         lasts_s = fault.noticed_s + fault.down_s
         if not self._is_dead(coordinator, fault.worker):
