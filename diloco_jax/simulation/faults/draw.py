@@ -51,6 +51,8 @@ BOASTER_SHARE = 0.1
 """Share of the schedules in which an island says for a while that it is faster."""
 HANG_SHARE = 0.1
 """Share of the schedules in which an island's transfers hang about the end."""
+SLEPT_SHARE = 0.1
+"""Share of the schedules in which the coordinator's clock jumps as the run ends."""
 CROWDED_SHARE = 0.5
 """Share of the schedules in which memory has room for few fragments' deltas."""
 STANDBY_SHARE = 0.3
@@ -119,7 +121,8 @@ def draw(seed: int) -> Schedule:
     faults = [_draw_fault(rng, names, storm_s) for _ in range(FAULTS)]
     if calm_s == 3 * cycle_s:
         while rng.random() < 0.7:
-            faults.append(_draw_fault(rng, names, 1.2 * (storm_s + calm_s)))
+            over_s = storm_s + calm_s + sum(map(_down_s, faults))
+            faults.append(_draw_fault(rng, names, 1.2 * over_s))
     power = random.Random(f"power {seed}")
     faults = [_as_power_cut(power, fault) for fault in faults]
     full = random.Random(f"full {seed}")
@@ -178,15 +181,22 @@ def draw(seed: int) -> Schedule:
     apart = random.Random(f"apart {seed}")
     if schedule.standby is not None and apart.random() < APART_SHARE:
         schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
+    # While the coordinator is down, islands go on, and nothing is merged.
+    calm_s = max(calm_s, 3 * cycle_s + sum(map(_down_s, faults)))
     hang = random.Random(f"hang {seed}")
     if hang.random() < HANG_SHARE:
         faults.append(_hang(hang, names, storm_s, calm_s))
+    slept = random.Random(f"slept {seed}")
+    if slept.random() < SLEPT_SHARE:
+        at_s = round(storm_s + slept.uniform(0.5, 0.8) * calm_s, 2)
+        jump = kinds.ClockJump(
+            at_s=at_s, forward_s=round(slept.uniform(1, 10) * LEASE_S, 1), at_end=True
+        )
+        faults.append(jump)
     room = random.Random(f"room {seed}")
     if room.random() < CROWDED_SHARE:
         schedule = msgspec.structs.replace(schedule, room=room.choice([1, 1, 2]))
     kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
-    # While the coordinator is down, islands go on, and nothing is merged.
-    calm_s = max(calm_s, 3 * cycle_s + sum(map(_down_s, faults)))
     return msgspec.structs.replace(
         schedule,
         total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * kept),

@@ -276,15 +276,18 @@ class DiskLost(DrawnFault, frozen=True):
 
 
 class ClockJump(DrawnFault, frozen=True):
-    """The coordinator's clock jumps forward, as on a machine that slept."""
+    """The coordinator's clock jumps forward, as on a machine that slept. at_end: once
+    the run has its tokens."""
 
     forward_s: float
+    at_end: bool = False
 
     def strike(self, world: FaultyWorld) -> bool:
-        if world.coordinator is None:
+        lead = world.coordinator
+        if lead is None or (self.at_end and lead.state.phase == "running"):
             return False
-        world.coordinator.clock_offset += self.forward_s
-        world.coordinator.hear(Timer())
+        lead.clock_offset += self.forward_s
+        lead.hear(Timer())
         return world.begun(self, 0.0)
 
 

@@ -26,8 +26,12 @@ def is_in(d: Driver, name: str = "a") -> bool:
 
 
 def test_older_time_and_steps_count_for_less_alike() -> None:
-    known = WallTime(training_s=10.0, steps=5.0).measured(20.0, 4, memory_s=60.0)
+    before = WallTime(heard_at=7.0, training_s=10.0, steps=5.0)
+    known = before.heard(27.0, 9.0, 4, shortest_s=0.5, memory_s=60.0)
     assert (known.training_s, known.steps) == (10 * 0.75 + 20, 5 * 0.75 + 4)
+    assert (known.heard_at, known.unused_s) == (27.0, 9.0 - 4 * 0.5 / FASTER)
+    idle = before.heard(27.0, 9.0, 4, shortest_s=0.5, memory_s=0.0)
+    assert (idle.training_s, idle.steps) == (10.0, 5.0), "none of it in training"
 
 
 # ---- the end of the run -----------------------------------------------------------
