@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import support
 
@@ -101,17 +102,20 @@ def timed(work: Callable[[], Any]) -> dict[str, float]:
 @contextmanager
 def counted_events() -> Iterator[list[int]]:
     """Count the calls that all virtual clocks schedule."""
-    put, count = Clock._put, [0]
+    count = [0]
 
-    def counting(self: Clock, due: Due, *, last: bool) -> Due:
-        count[0] += 1
-        return put(self, due, last=last)
+    def counting(schedule: Callable[..., Due]) -> Callable[..., Due]:
+        def counted(*call: Any) -> Due:
+            count[0] += 1
+            return schedule(*call)
 
-    Clock._put = counting  # type: ignore[method-assign]
-    try:
+        return counted
+
+    with (
+        mock.patch.object(Clock, "at", counting(Clock.at)),
+        mock.patch.object(Clock, "last", counting(Clock.last)),
+    ):
         yield count
-    finally:
-        Clock._put = put  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -53,11 +53,13 @@ twice that are here and made steps after their takes."""
 
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
-    """Stop the run, which has its tokens: no island is to make more steps."""
+    """Stop the run, which has its tokens: no island is to make more steps. They are
+    awaited for so much longer than a lease that a coordinator which was stopped itself
+    sees that by their leases (`awake`) before the wait is over."""
     state = replace(
         state,
         phase=RUN.move(state.phase, "stop"),
-        deadline=now + config.lease_s,
+        deadline=now + (1 + 3 * LATE) * config.lease_s,
     )
     record = records.Stopping(tokens=state.progress_tokens)
     effects: list[Effect] = [Persist(record=record)]

@@ -64,7 +64,18 @@ def test_the_flush_does_not_wait_for_ever_for_islands_to_stop() -> None:
     d.now += 60
     d.report("a")
     d.report("b")
-    assert asked(d.wait(40)) == {0: ["a", "b"], 1: ["a", "b"]}
+    assert asked(d.wait(0.3 * d.config.lease_s + 40)) == {0: ["a", "b"], 1: ["a", "b"]}
+
+
+def test_who_slept_for_hardly_longer_than_a_lease_still_hears_the_last_steps() -> None:
+    d = stopping("a", "b")
+    d.wait(1.02 * d.config.lease_s)
+    assert d.state.phase == "stopping"
+    d.report("a", 11)
+    d.report("b", 11)
+    stop(d, "a", "b")
+    assert d.state.phase == "flushing"
+    assert [d.state.islands[name].steps for name in "ab"] == [11, 11]
 
 
 def test_the_flush_merges_everything_and_finishes() -> None:
