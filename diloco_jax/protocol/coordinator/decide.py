@@ -131,7 +131,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = claims.slept(state, seconds), []
         case Timer():
             effects = []
-    state, expired = members.expire(state, now)
+    state, expired = members.expire(state, now, ending.late_s(config, state))
     state, turned = quarantine.turn_away(config, state)
     state, moved = _advance(config, before, state, now)
     state, asks = lost_fragments.advance(config, state, now)

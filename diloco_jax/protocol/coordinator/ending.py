@@ -53,13 +53,11 @@ twice that are here and made steps after their takes."""
 
 
 def stop(config: PolicyConfig, state: State, now: float) -> Step:
-    """Stop the run, which has its tokens: no island is to make more steps. They are
-    awaited for so much longer than a lease that a coordinator which was stopped itself
-    sees that by their leases (`awake`) before the wait is over."""
+    """Stop the run, which has its tokens: no island is to make more steps."""
     state = replace(
         state,
         phase=RUN.move(state.phase, "stop"),
-        deadline=now + (1 + 3 * LATE) * config.lease_s,
+        deadline=now + config.lease_s,
     )
     record = records.Stopping(tokens=state.progress_tokens)
     effects: list[Effect] = [Persist(record=record)]
@@ -88,6 +86,14 @@ def awake(config: PolicyConfig, state: State, now: float) -> State:
             state = with_island(state, replace(island, lease_until=until))
     hangs_at = max(state.hangs_at, until)
     return replace(state, deadline=max(state.deadline, until), hangs_at=hangs_at)
+
+
+def late_s(config: PolicyConfig, state: State) -> float:
+    """Return the time for which a silent island is awaited beyond its lease: so late
+    may its end be noticed before the coordinator counts as stopped (`awake`), and what
+    the island said meanwhile comes no sooner."""
+    ends = state.phase in ("stopping", "flushing")
+    return LATE * config.lease_s if ends else 0.0
 
 
 def awaited(state: State) -> tuple[str, ...]:

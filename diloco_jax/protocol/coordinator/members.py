@@ -115,11 +115,13 @@ def goodbye(state: State, event: Said, said: Goodbye) -> Step:
     return state, effects
 
 
-def expire(state: State, now: float) -> Step:
-    """Mark the islands absent whose leases ran out."""
+def expire(state: State, now: float, late_s: float) -> Step:
+    """Mark the islands absent whose leases ran out. late_s: for so long they count as
+    silent within their leases, since messages may be noticed as late as that."""
     effects: list[Effect] = []
     for island in state.islands.values():
         if island.status == "live" and now >= island.lease_until:
+            island = replace(island, lease_until=island.lease_until + late_s)
             state, notes = _absent(state, island, "silent")
             effects += notes
     return state, effects

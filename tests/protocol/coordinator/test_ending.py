@@ -64,18 +64,31 @@ def test_the_flush_does_not_wait_for_ever_for_islands_to_stop() -> None:
     d.now += 60
     d.report("a")
     d.report("b")
-    assert asked(d.wait(0.3 * d.config.lease_s + 40)) == {0: ["a", "b"], 1: ["a", "b"]}
+    assert asked(d.wait(40)) == {0: ["a", "b"], 1: ["a", "b"]}
 
 
 def test_who_slept_for_hardly_longer_than_a_lease_still_hears_the_last_steps() -> None:
     d = stopping("a", "b")
-    d.wait(1.02 * d.config.lease_s)
-    assert d.state.phase == "stopping"
-    d.report("a", 11)
+    assert asked(d.wait(1.02 * d.config.lease_s)) == {}
+    assert d.state.phase == "flushing", "it is not over"
+    assert asked(d.report("a", 11)) == {0: ["a"], 1: ["a"]}
     d.report("b", 11)
     stop(d, "a", "b")
-    assert d.state.phase == "flushing"
-    assert [d.state.islands[name].steps for name in "ab"] == [11, 11]
+    for index in (0, 1):
+        assert whose(only(d.take("a", index, 11), Merge)) == [("a", 0, 11)]
+        assert asked(d.computed(index)) == {index: ["b"]}
+        assert whose(only(d.take("b", index, 11), Merge)) == [("b", 0, 11)]
+        d.computed(index)
+    assert d.state.phase == "done"
+    assert [d.totals(name).lost for name in "ab"] == [{}, {}]
+
+
+def test_who_is_silent_for_a_tenth_more_than_a_lease_is_not_awaited() -> None:
+    d = stopping("a", "b")
+    d.wait(1.02 * d.config.lease_s)
+    effects = d.wait(0.1 * d.config.lease_s)
+    assert kinds(effects)[-1] is Finished
+    assert d.state.phase == "done"
 
 
 def test_the_flush_merges_everything_and_finishes() -> None:

@@ -188,10 +188,9 @@ def test_who_has_not_stopped_yet_has_last_steps_to_come() -> None:
     d.take("a", 0, 4)
     d.take("b", 0, 4, arrive=False)
     stop(d, "a")
-    for at in (d.now + d.config.lease_s / 2, d.state.deadline - 1):
-        d.now = at
-        d.report("a", 4)
-        d.report("b", 4)
+    d.now = d.state.deadline - 1
+    d.report("a", 4)
+    d.report("b", 4)
     d.wait(1)
     assert d.state.phase == "flushing"
     d.arrive("b", 0)
