@@ -45,11 +45,14 @@ class Invariant:
         self.config = config
 
     def hold(self, holds: bool, what: str, *values: object) -> None:
-        """Raise ViolationError unless it holds. values: put behind `what`; they cost
-        nothing as long as it holds, unlike a formatted string.
+        """Raise ViolationError unless it holds. values: put into the braces of `what`,
+        others behind it; they cost nothing as long as it holds, unlike a formatted
+        string.
         """
         if not holds:
-            raise ViolationError(self.name, " ".join([what, *map(str, values)]))
+            placed = what.count("{}")
+            text = [what.format(*values[:placed]), *map(str, values[placed:])]
+            raise ViolationError(self.name, " ".join(text))
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
         """Observe a step of the protocol and its effects; nothing of it is visible

@@ -93,12 +93,12 @@ class LedgerExact(Invariant):
                 merged = self._merged[fragment.index, name]
                 self.hold(
                     account.merged_tokens == merged,
-                    "merged tokens in the log, and in the recovered books, of "
-                    "fragment and island:",
-                    merged,
-                    account.merged_tokens,
+                    "fragment {}, island {}: the log has {} merged tokens, the "
+                    "recovered books {}",
                     fragment.index,
                     name,
+                    merged,
+                    account.merged_tokens,
                 )
 
     def opened(self, opened: Opened) -> None:
@@ -111,7 +111,10 @@ class LedgerExact(Invariant):
             computed = island.computed_tokens
             self.hold(
                 computed <= steps * island.tokens_per_step,
-                f"island {name}: {computed} tokens computed, but it made {steps} steps",
+                "island {}: {} tokens computed, but it made {} steps",
+                name,
+                computed,
+                steps,
             )
             for fragment in state.fragments:
                 account = fragment.accounts[name]
@@ -119,12 +122,12 @@ class LedgerExact(Invariant):
                 settled += account.carried_tokens
                 self.hold(
                     settled == computed,
-                    "tokens that are merged, lost or carried at the end, and that "
-                    "are computed, of fragment and island:",
-                    settled,
-                    computed,
+                    "fragment {}, island {}: {} tokens are merged, lost or carried at "
+                    "the end, of {} computed",
                     fragment.index,
                     name,
+                    settled,
+                    computed,
                 )
 
 

@@ -74,7 +74,7 @@ class BoundsKept(Invariant):
             if len(others) < FEWEST or any(o.norm > o.steps for o in others):
                 continue
             most = self.config.delta_bound * max(c.steps, *(o.norm for o in others))
-            self.hold(c.norm <= most, "longer than, beside:", most, others, c)
+            self.hold(c.norm <= most, "longer than {} beside {}:", most, others, c)
 
     def _counts(self, other: Contribution, than: Contribution) -> bool:
         """Tell whether it is of another island, which did not leave it behind. A
@@ -145,7 +145,7 @@ class QuarantineKept(Invariant):
         for effect in effects:
             if isinstance(effect, Merge):
                 within = self._apart & {c.island for c in effect.contributions}
-                self.hold(not within, "deltas of:", within, effect)
+                self.hold(not within, "of {}:", within, effect)
 
     def recovered(self, state: State) -> None:
         self._equal(state, "recovered")

@@ -36,9 +36,9 @@ class PreparedFirst(Invariant):
             found = self._prepared.get((record.fragment, record.version))
             self.hold(
                 found == record.digest,
-                "committed with another digest than is on the disk:",
-                record,
+                "on the disk is {}, and committed:",
                 found,
+                record,
             )
 
 
@@ -76,11 +76,11 @@ class ChainsKept(_Committed):
             version = version.next()
             self.hold(
                 version in published,
-                "a publish is missing, of fragment; snapshots, and committed:",
-                version,
+                "fragment {}: snapshots {}, committed is {}, but no publish {}",
                 fragment,
                 saved,
                 committed,
+                version,
             )
 
 
@@ -95,7 +95,7 @@ class RestoredExactly(_Committed):
         committed = self._versions[fragment]
         self.hold(
             anchor.version == committed,
-            "a fragment comes up at, committed is:",
+            "fragment {} comes up at {}, committed is {}",
             fragment,
             anchor.version,
             committed,

@@ -41,7 +41,7 @@ class MergedOnce(Invariant):
             if isinstance(effect, Merge):
                 for c in effect.contributions:
                     through = self._through[c.island, c.incarnation, effect.fragment]
-                    self.hold(c.start >= through, "merged through:", through, c)
+                    self.hold(c.start >= through, "merged through {}:", through, c)
 
     def persisted(self, record: Durable) -> None:
         if isinstance(record, Merged):
@@ -81,7 +81,7 @@ class KeptOnce(Invariant):
             merged = self._merged.get(take)
             self.hold(
                 merged is None or merged > anchor.version,
-                "an island adopts beside a take, which is in:",
+                "{} adopts {} beside {}, which is in {}",
                 who,
                 anchor.version,
                 take,
@@ -113,7 +113,7 @@ class DeltasExact(Invariant):
     def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
         self.hold(
             (take.start, take.end, take.base) == delta[:3],
-            "in the books, and taken:",
+            "{}:",
             who,
             take,
             delta,
@@ -129,7 +129,7 @@ class DeltasExact(Invariant):
         for c in record.contributions:
             who = (c.island, c.incarnation)
             taken = self._takes.get((*who, record.fragment, c.tick))
-            self.hold((c.start, c.end, c.base) == taken, "taken as:", taken, c)
+            self.hold((c.start, c.end, c.base) == taken, "taken as {}:", taken, c)
             self.hold(c.steps > 0, "a delta without steps:", c)
             tokens = c.steps * self._tokens_per_step[who]
             self.hold(c.tokens == tokens, "tokens of", c)
@@ -205,7 +205,7 @@ class QuorumHeld(Invariant):
         answers = sum(c.island in asked for c in deltas)
         self.hold(
             stopping if merge.final else len(deltas) >= quorum,
-            "deltas of a merge, and the quorum:",
+            "{} deltas, quorum is {}:",
             len(deltas),
             quorum,
             merge,
@@ -213,7 +213,7 @@ class QuorumHeld(Invariant):
         late = tick in self._late or self._asked_first.get(tick, 0) < quorum
         self.hold(
             merge.final or late or answers >= quorum,
-            "deltas of those that a tick asked, the quorum is:",
+            "{} of those that tick {} asked, {}; quorum is {}:",
             answers,
             tick,
             asked,
@@ -239,13 +239,8 @@ class RecordedFirst(Invariant):
             who, record = (fact.island, fact.incarnation), fact.record
             through = self._through[who]
             follows = record.seq <= through + 1
-            self.hold(
-                follows,
-                "records are missing on the tape of this island, after:",
-                who,
-                through,
-                record,
-            )
+            what = "records are missing on the tape of this island, after:"
+            self.hold(follows, what, who, through, record)
             self._through[who] = max(through, record.seq)
             if record.kind == "took":
                 self._takes.add((*who, record.fragment, record.tick))
@@ -292,10 +287,8 @@ class FencedOut(Invariant):
         if isinstance(record, Joined):
             name, incarnation = record.island, record.incarnation
             current = self._current.get(name, -1)
-            self.hold(
-                incarnation > current,
-                f"incarnation {incarnation} of {name} joins after {current}",
-            )
+            what = "incarnation {} of {} joins after {}"
+            self.hold(incarnation > current, what, incarnation, name, current)
             self._current[name] = incarnation
             # In a new term, which does not know of that end.
             self._ended.discard((name, incarnation))
@@ -326,7 +319,7 @@ class FencedOut(Invariant):
                 or (
                     c.incarnation == self._current[c.island] and who not in self._ended
                 ),
-                "current is another incarnation:",
+                "incarnation {} is current:",
                 self._current[c.island],
                 c,
             )
@@ -396,7 +389,7 @@ class StaleOut(Invariant):
                 self.hold(
                     c.base.term == effect.version.term
                     and 0 <= into - c.base.number <= self.config.max_staleness,
-                    "merged into, and max_staleness is:",
+                    "merged into {}, max_staleness is {}:",
                     effect.version,
                     self.config.max_staleness,
                     c,

@@ -38,4 +38,4 @@ class SpeedsKept(Invariant):
         for effect in effects:
             if isinstance(effect, Tell) and isinstance(effect.message, Refused):
                 refused = effect.message
-                self.hold(refused.code != "claims", f"refused: {refused.message}")
+                self.hold(refused.code != "claims", "refused:", refused.message)

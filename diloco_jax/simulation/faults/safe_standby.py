@@ -43,7 +43,7 @@ class SeenStays(Invariant):
 
     def goes_on(self, node: str, last: int, seen: int) -> None:
         self.hold(
-            last >= seen, f"{node} goes on from its log, has {last}; seen: {seen}"
+            last >= seen, "{} goes on from its log, has {}; seen:", node, last, seen
         )
 
 
@@ -55,5 +55,7 @@ class OverStays(Invariant):
     def holds(self, node: str, before: Mandate) -> None:
         self.hold(
             node == before.holder or not before.over,
-            f"{node} takes over, and {before.holder} has said that the run is over",
+            "{} takes over, and {} has said that the run is over",
+            node,
+            before.holder,
         )

@@ -41,7 +41,7 @@ class GatheredExactly(Invariant):
         self._adopted[fragment, anchor.version] = anchor.value
         value = self._begun.get((fragment, anchor.version), anchor.value)
         same = value == anchor.value
-        self.hold(same, "adopted, of fragment, but is not:", who, fragment, anchor)
+        self.hold(same, "{}: fragment {} is not", who, fragment, anchor)
 
     def persisted(self, record: Durable) -> None:
         match record:
@@ -61,20 +61,23 @@ class GatheredExactly(Invariant):
         self.hold(
             record.version == Version(newest.term + 1, record.replaced.number)
             and record.replaced in list(merged)[-MERGES_KNOWN:],
-            f"after {newest}:",
+            "after {}:",
+            newest,
             record,
         )
         value = self._adopted.get((fragment, record.replaced))
         self.hold(
             value is not None and value.hex() == record.digest,
-            f"no island has adopted that; {value!r}:",
+            "no island has adopted that; {}:",
+            value,
             record,
         )
         lost: dict[str, int] = {}
         for version in [v for v in merged if v > record.replaced]:
             for name, tokens in merged.pop(version).items():
                 lost[name] = lost.get(name, 0) + tokens
-        self.hold(lost == record.lost_tokens, f"{lost} were merged after it:", record)
+        same = lost == record.lost_tokens
+        self.hold(same, "{} were merged after it:", lost, record)
         merged[record.version] = {}
         assert value is not None
         self._begun[fragment, record.version] = value

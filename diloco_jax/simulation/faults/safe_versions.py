@@ -35,7 +35,7 @@ class VersionsGrow(Invariant):
             fragment, version = record.fragment, record.version
             last = self._versions[fragment]
             self.hold(
-                version == last.next(), f"fragment {fragment}:", version, "after", last
+                version == last.next(), "fragment {}: {} after", fragment, version, last
             )
             self._versions[fragment] = version
         elif isinstance(record, TermBegun):
@@ -50,7 +50,10 @@ class VersionsGrow(Invariant):
                 all(version.term > offer.term for offer in opened.offers.values())
                 and version.number == anchor.version.number
                 and anchor.version >= max(offered, default=Version()),
-                f"fragment {index} begins at {version} from {anchor.version}; offered:",
+                "fragment {} begins at {} from {}; offered:",
+                index,
+                version,
+                anchor.version,
                 opened.offers,
             )
             self._versions[index] = version
@@ -59,10 +62,10 @@ class VersionsGrow(Invariant):
         for fragment, last in zip(state.fragments, self._versions, strict=True):
             self.hold(
                 fragment.version == last,
-                "recovered, and durable, of fragment:",
+                "fragment {}: recovered {}, durable is {}",
+                fragment.index,
                 fragment.version,
                 last,
-                fragment.index,
             )
 
 
@@ -87,7 +90,7 @@ class AdoptedStays(Invariant):
         before = self._by_island.get((who, fragment))
         self.hold(
             before is None or anchor.version > before,
-            "an island adopts, of fragment, after:",
+            "{} adopts {} of fragment {} after {}",
             who,
             anchor.version,
             fragment,
@@ -100,10 +103,10 @@ class AdoptedStays(Invariant):
         for fragment, newest in zip(state.fragments, self._newest, strict=True):
             self.hold(
                 fragment.version >= newest,
-                "a coordinator comes up at, an island has adopted, of fragment:",
+                "fragment {}: a coordinator comes up at {}, an island has adopted {}",
+                fragment.index,
                 fragment.version,
                 newest,
-                fragment.index,
             )
 
 
@@ -130,16 +133,17 @@ class AnchorsEqual(Invariant):
             self.published(fragment, replaced)
             self.published(fragment, opened.anchors[fragment])
             same = opened.anchors[fragment].value == replaced.value
-            self.hold(same, f"fragment {fragment} came as", replaced)
+            self.hold(same, "fragment {} came as", fragment, replaced)
 
     def published(self, fragment: int, anchor: Anchor) -> None:
         value = self._values.setdefault((fragment, anchor.version), anchor.value)
         self.hold(
             value == anchor.value,
-            "two values of one version, of fragment:",
-            anchor,
-            value,
+            "fragment {}, {}: value {} and {}",
             fragment,
+            anchor.version,
+            anchor.value,
+            value,
         )
 
     def adopted(
@@ -202,7 +206,7 @@ class CyclesWhole(Invariant):
             fragment, tick = record.fragment, record.tick
             self.hold(
                 tick > self._kept_to[fragment],
-                "a fragment is merged at a tick, and was kept for:",
+                "fragment {} is merged at tick {}, and was kept for tick {}",
                 fragment,
                 tick,
                 self._kept_to[fragment],
@@ -230,10 +234,10 @@ class CyclesWhole(Invariant):
                     version, tick = versions[fragment], ticks[fragment]
                     self.hold(
                         effect.version == version and tick <= self._turn(effect),
-                        "it is not at what is kept, but at, merged at tick:",
-                        effect,
+                        "it is at {}, merged at tick {}:",
                         version,
                         tick,
+                        effect,
                     )
 
     def carrying_out(self, effect: AnyEffect) -> None:

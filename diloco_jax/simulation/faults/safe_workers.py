@@ -21,7 +21,10 @@ class NewestObeyed(Invariant):
         newest = self._newest.get(worker, lead)
         self.hold(
             lead >= newest,
-            f"worker {worker} goes on with lead {lead} (mandates made anew, reign, "
-            f"start), and has obeyed {newest}",
+            "worker {} goes on with lead {} (mandates made anew, reign, start), and "
+            "has obeyed {}",
+            worker,
+            lead,
+            newest,
         )
         self._newest[worker] = lead

@@ -5,7 +5,9 @@ from plants import PLANTS, planted
 
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.simulation.faults import liveness
+from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.invariants import INVARIANTS
+from diloco_jax.simulation.faults.observing import Invariant, ViolationError
 from diloco_jax.simulation.faults.play import UNBROKEN, play_seed
 
 SEEDS = range(500)
@@ -30,6 +32,17 @@ def test_a_planted_fault_is_found_by_its_invariant(name: str) -> None:
 def test_there_is_a_plant_for_every_invariant() -> None:
     names = {invariant.name for invariant in INVARIANTS} | {liveness.NAME, UNBROKEN}
     assert {plant.invariant for plant in PLANTS.values()} == names
+
+
+def test_a_violation_says_what_was_seen() -> None:
+    class One(Invariant):
+        name = "one"
+
+    one = One(draw(0).configs()[1])
+    one.hold(True, "{} after {}:", 2, 1)
+    with pytest.raises(ViolationError) as raised:
+        one.hold(False, "{} after {}:", 2, {}, "{}", 3)
+    assert str(raised.value) == "one: 2 after {}: {} 3"
 
 
 def test_no_invariant_looks_at_effects_that_hold_something_else() -> None:
