@@ -145,11 +145,11 @@ class Monitor(Invariant):
             call(effect)
 
     def _watching(self, name: str, kinds: frozenset[type] | None = None) -> Calls:
-        return [getattr(self._watchers[who], name) for who in _watching(name, kinds)]
+        return [getattr(self._watchers[who], name) for who in _who_watches(name, kinds)]
 
 
 @functools.cache
-def _watching(name: str, kinds: frozenset[type] | None) -> list[type[Invariant]]:
+def _who_watches(name: str, kinds: frozenset[type] | None) -> list[type[Invariant]]:
     """Return the invariants whose method is not empty, and that look at one of these
     kinds of effects."""
     watchers: list[type[Invariant]] = [Names, *INVARIANTS]
