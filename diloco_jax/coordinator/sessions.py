@@ -91,8 +91,8 @@ class Sessions:
             return self._serving.get(stream.hello.session) is stream
 
     def end_all(self, message: str) -> None:
-        """End all streams for this reason, in the order in which they came; islands
-        come again, or go elsewhere."""
+        """End all streams for this reason, first those that are served, each in the
+        order in which they came; islands come again, or go elsewhere."""
         with self._lock:
             names = dict.fromkeys((*self._serving, *self._waiting))
         for name in names:

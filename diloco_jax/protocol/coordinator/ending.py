@@ -89,9 +89,9 @@ def awake(config: PolicyConfig, state: State, now: float) -> State:
 
 
 def late_s(config: PolicyConfig, state: State) -> float:
-    """Return the time for which a silent island is awaited beyond its lease: so late
-    may its end be noticed before the coordinator counts as stopped (`awake`), and what
-    the island said meanwhile comes no sooner."""
+    """Return the time for which a silent island is awaited beyond its lease. Up to
+    that, `awake` cannot tell that the coordinator itself was stopped, and what the
+    island said meanwhile is yet to be heard."""
     ends = state.phase in ("stopping", "flushing")
     return LATE * config.lease_s if ends else 0.0
 

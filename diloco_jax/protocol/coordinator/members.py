@@ -116,8 +116,8 @@ def goodbye(state: State, event: Said, said: Goodbye) -> Step:
 
 
 def expire(state: State, now: float, late_s: float) -> Step:
-    """Mark the islands absent whose leases ran out. late_s: for so long they count as
-    silent within their leases, since messages may be noticed as late as that."""
+    """Mark the islands absent whose leases ran out. late_s: time for which
+    they count as silent within their leases all the same (`ending.late_s`)."""
     effects: list[Effect] = []
     for island in state.islands.values():
         if island.status == "live" and now >= island.lease_until:
