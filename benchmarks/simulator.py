@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import support
 
 from diloco_jax.simulation.faults.play import check
 from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
-from diloco_jax.simulation.virtual.clock import Clock, Due
+from diloco_jax.simulation.virtual.clock import Clock
 
 CHIPS, ISLANDS = 2_400_000, 16
 DAY_MAX_S = 30.0
@@ -101,20 +102,18 @@ def timed(work: Callable[[], Any]) -> dict[str, float]:
 
 @contextmanager
 def counted_events() -> Iterator[list[int]]:
-    """Count the calls that all virtual clocks schedule."""
-    count = [0]
+    """Count the calls that are scheduled on all virtual clocks that run."""
+    count, run = [0], Clock.run
+    before = WeakKeyDictionary[Clock, int]()
 
-    def counting(schedule: Callable[..., Due]) -> Callable[..., Due]:
-        def counted(*call: Any) -> Due:
-            count[0] += 1
-            return schedule(*call)
+    def counted(clock: Clock, *until: Any, **done: Any) -> None:
+        try:
+            run(clock, *until, **done)
+        finally:
+            count[0] += clock.scheduled - before.get(clock, 0)
+            before[clock] = clock.scheduled
 
-        return counted
-
-    with (
-        mock.patch.object(Clock, "at", counting(Clock.at)),
-        mock.patch.object(Clock, "last", counting(Clock.last)),
-    ):
+    with mock.patch.object(Clock, "run", counted):
         yield count
 
 

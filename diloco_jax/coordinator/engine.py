@@ -146,14 +146,21 @@ class Engine(Generic[S, E]):
         match effect:
             case Tell(session=session, message=message):
                 self._sender.tell(session, message)
+            case Note(record=noted):
+                assert self._log is not None
+                self._log.note(noted)
+            case Persist(record=durable):
+                assert self._log is not None
+                self._log.persist(durable)
+            case Ignored():
+                assert self._log is not None
+                self._log.ignored(effect)
             case Postpone(session=session, message=reason):
                 self._sender.postpone(session, reason)
             case Alert(text=text):
                 told = self._log or self._gatherer
                 assert told is not None
                 told.alert(text)
-            case Persist() | Note() | Ignored():
-                self._write(effect)
             case (
                 Merge() | Commit() | KeepFragment() | Drop() | Forget() | AwaitAnchor()
             ):
@@ -161,16 +168,6 @@ class Engine(Generic[S, E]):
                 self._holder.hold(effect)
             case Discard() | Open() | GiveUp():
                 self._gather(effect)
-
-    def _write(self, effect: Persist | Note | Ignored) -> None:
-        assert self._log is not None
-        match effect:
-            case Persist(record=durable):
-                self._log.persist(durable)
-            case Note(record=noted):
-                self._log.note(noted)
-            case Ignored():
-                self._log.ignored(effect)
 
     def _gather(self, effect: Discard | Open | GiveUp) -> None:
         assert self._gatherer is not None

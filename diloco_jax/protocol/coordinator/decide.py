@@ -89,13 +89,13 @@ Step = tuple[State, list[Effect]]
 def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     """Apply one event at time `now` (monotonic seconds)."""
     before = state = ending.awake(config, state, now)
-    match event:
+    match event:  # Most events are reports.
+        case Said(message=Report() as report):
+            state, effects = _report(config, state, event, report, now)
         case Hello():
             state, effects = members.hello(config, state, event, now)
             if state.phase != "running" and _is_welcome(effects):
                 effects.append(Tell(session=event.session, message=Stop()))
-        case Said(message=Report() as report):
-            state, effects = _report(config, state, event, report, now)
         case Said(message=Goodbye() as goodbye):
             state, effects = members.goodbye(state, event, goodbye)
         case Disconnected():

@@ -391,6 +391,6 @@ def same_live_islands(a: State, b: State) -> bool:
     if len(a.islands) != len(b.islands):
         return False
     for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
-        if x is not y and (x.answers, x.counted) != (y.answers, y.counted):
+        if x is not y and (x.answers != y.answers or x.counted != y.counted):
             return False
     return True

@@ -93,7 +93,9 @@ class Conversation:
 
         Raises ValueError if a grant before this one is missing.
         """
-        match message:
+        match message:  # Most messages tell of progress.
+            case Progress():
+                self._progress(message)
             case Welcome():
                 return self._welcome(message)
             case TakeRequest():
@@ -118,8 +120,6 @@ class Conversation:
                 return (self._want(message.fragment, message.version, message.ticket),)
             case Granted():
                 self._grant(message.offset, message.span)
-            case Progress():
-                self._progress(message)
             case AnchorRequest(fragment=fragment):
                 self._anchors[fragment] = message
                 self.has_news = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable
 
 
@@ -31,13 +30,15 @@ class Clock:
         self.now = 0.0
         """Seconds of virtual time."""
         self._queue: list[tuple[float, bool, int, Due]] = []
-        self._count = itertools.count()
+        self.scheduled = 0
+        """Calls that were scheduled so far."""
 
     def at(self, time: float, call: Callable[[], None]) -> Due:
         """Schedule a call at `time`, which must not have passed."""
         assert time >= self.now, f"{time} has passed: it is {self.now}"
         due = Due(time, call)
-        heapq.heappush(self._queue, (time, False, next(self._count), due))
+        self.scheduled = number = self.scheduled + 1
+        heapq.heappush(self._queue, (time, False, number, due))
         return due
 
     def after(self, seconds: float, call: Callable[[], None]) -> Due:
@@ -47,7 +48,8 @@ class Clock:
     def last(self, call: Callable[[], None]) -> Due:
         """Schedule a call for now, after everything else that is or becomes due now."""
         due = Due(self.now, call)
-        heapq.heappush(self._queue, (self.now, True, next(self._count), due))
+        self.scheduled = number = self.scheduled + 1
+        heapq.heappush(self._queue, (self.now, True, number, due))
         return due
 
     def run(
