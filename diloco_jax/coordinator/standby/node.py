@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import signal
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -122,15 +124,13 @@ class StandbyNode:
         self._server = server_of(config, Waiting(self.shown), tls)
 
     def run(self) -> StandbyOutcome:
-        """Follow until this node leads, or until there is nothing to follow.
+        """Follow until this node leads, or there is nothing to follow, or until SIGTERM
+        or Ctrl-C, which are heeded if this is the main thread.
 
         Raises Refused if the primary does not take this standby, and ConfigError if
         the workdir is in use or hangs.
         """
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._asked_to_end)
-        with self._lock:
+        with self._heeding_signals(), self._lock:
             bound = self._server.start()
             logger.info("standby %s of %s, at %s", self.node, self._primary, bound)
             try:
@@ -142,7 +142,24 @@ class StandbyNode:
             outcome = self._outcome or StandbyOutcome("")
             if outcome.by == "gathering":
                 self._mirror.clear(outcome.run_id)
-        return outcome
+        # Who asks it to end while it takes over does not want it to lead.
+        return StandbyOutcome("") if self._interrupted else outcome
+
+    @contextlib.contextmanager
+    def _heeding_signals(self) -> Iterator[None]:
+        """Later signals meet a coordinator that starts, and end it at once as any."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            number: signal.signal(number, self._asked_to_end)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _wait(self) -> None:
         with self._changed:
