@@ -121,6 +121,20 @@ def test_the_same_inputs_give_the_same_run() -> None:
     assert len(first) > 100
 
 
+def test_a_clock_can_stop_where_time_stands_still() -> None:
+    clock, times = Clock(), list[float]()
+
+    def again() -> None:
+        times.append(clock.now)
+        clock.after(0.0, again)
+
+    clock.after(1.0, again)
+    clock.run(until=5.0, most=3)
+    assert times == [1.0] * 3
+    assert clock.now == 1.0, "more is due by then"
+    assert clock.scheduled == 4
+
+
 @pytest.mark.parametrize("direction", ["upload", "download"])
 def test_transfers_in_one_direction_come_one_after_the_other(direction: str) -> None:
     clock, arrived = Clock(), []

@@ -52,7 +52,8 @@ class Anchor(NamedTuple):
 
     def next(self, publish: bytes) -> Anchor:
         """Return the anchor that a publish leads to."""
-        return Anchor(self.version.next(), digest(self.value, publish))
+        value = hashlib.blake2b(self.value + publish, digest_size=8).digest()
+        return Anchor(self.version.next(), value)
 
 
 class Anchors:

@@ -106,7 +106,7 @@ class Disk:
         """
         if self.full:
             return False
-        self._states[number] = msgspec.json.encode(state)
+        self._states[number] = state
         for old in sorted(self._states)[:-SNAPSHOTS_KEPT]:
             del self._states[old]
         oldest = min(self._states)
@@ -176,7 +176,9 @@ class Disk:
             )
         ]
         self._segments[later[-1]].seek(0, io.SEEK_END)
-        return Found(msgspec.json.decode(state, type=State), lines)
+        # As a process finds it that has nothing but the file.
+        written = msgspec.json.encode(state)
+        return Found(msgspec.json.decode(written, type=State), lines)
 
     def restore(self, committed: list[Version]) -> tuple[Anchors, set[int]]:
         """Return the anchors at these versions, by fragment: each from its newest
@@ -253,7 +255,7 @@ class Disk:
 
     def _format(self, fragments: int) -> None:
         self._segments: dict[int, io.BytesIO] = {0: io.BytesIO()}
-        self._states: dict[int, bytes | None] = {}
+        self._states: dict[int, State | None] = {}
         """Snapshots of the state by number; None for one that cannot be read."""
         self._anchors: list[dict[Version, Anchor | None]] = [
             {} for _ in range(fragments)

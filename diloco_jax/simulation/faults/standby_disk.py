@@ -41,12 +41,14 @@ class FollowedDisk(Disk):
 
     def copy(self) -> Change:
         """Return what makes another disk the same as this one is now."""
-        kept = copy.deepcopy((self._segments, self._states, self._anchors))
+        kept = copy.deepcopy((self._segments, self._anchors))
+        states = dict(self._states)  # None of them ever changes.
         publishes, last = copy.deepcopy(self._publishes), self.last
         copies, terms = copy.deepcopy(self._copies), self.terms
 
         def put(other: FollowedDisk) -> None:
-            other._segments, other._states, other._anchors = kept
+            other._segments, other._anchors = kept
+            other._states = states
             other._publishes, other.last, other._copies = publishes, last, copies
             other.terms = terms
             other.empty = other.lost = other.damaged = False

@@ -70,7 +70,6 @@ class FaultyWorld(Links):
         self.merges = [0] * self.config.fragments
         self._not_over = len(schedule.faults)
         self._has_healed = False
-        self._calls = 0
         self.armed_crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
         self.worker_crashes = self._crashes_of_workers()
@@ -97,15 +96,14 @@ class FaultyWorld(Links):
         if not self.schedule.faults:
             self._healed()
         self.clock.after(PATIENCE_S, self._out_of_patience)
-        self.clock.run(done=self._is_over)
+        self.clock.run(done=self._is_over, most=MOST_CALLS)
+        if not self._is_over():
+            what = f"{MOST_CALLS} things happened within {self.clock.now:.1f} s"
+            raise ViolationError(liveness.NAME, what)
         assert self.coordinator is not None
         self.monitor.finished(self.coordinator.state)
 
     def _is_over(self) -> bool:
-        self._calls += 1
-        if self._calls > MOST_CALLS:
-            what = f"{MOST_CALLS} things happened within {self.clock.now:.1f} s"
-            raise ViolationError(liveness.NAME, what)
         return self.coordinator is not None and self.coordinator.finished
 
     # ---- faults -------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable
 
 
@@ -53,11 +54,17 @@ class Clock:
         return due
 
     def run(
-        self, until: float = float("inf"), done: Callable[[], bool] | None = None
+        self,
+        until: float = float("inf"),
+        done: Callable[[], bool] | None = None,
+        most: int = sys.maxsize,
     ) -> None:
-        """Run until nothing is due by `until`, or `done` is True after a call."""
+        """Run until nothing is due by `until`, or `done` is True after a call, or as
+        many calls as `most` were due."""
         queue, pop = self._queue, heapq.heappop
-        while queue and queue[0][0] <= until:
+        for _ in range(most):
+            if not queue or queue[0][0] > until:
+                break
             time, _, _, due = pop(queue)
             if (call := due.call) is None:
                 continue
@@ -65,5 +72,7 @@ class Clock:
             call()
             if done is not None and done():
                 return
+        else:
+            return
         if until != float("inf"):
             self.now = max(self.now, until)

@@ -5,7 +5,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.simulation.faults import liveness
+from diloco_jax.simulation.faults import liveness, world
 from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.play import play
 
@@ -29,6 +29,18 @@ def test_a_run_that_never_has_its_tokens_is_a_violation() -> None:
     assert wrong is not None
     assert wrong.invariant == liveness.NAME
     assert "is not over after" in wrong.what
+
+
+def test_a_run_in_which_time_stands_still_is_a_violation() -> None:
+    schedule = replace(draw(0), faults=())
+    needed = play(schedule).world.clock.scheduled
+    with mock.patch.object(world, "MOST_CALLS", needed):
+        assert play(schedule).wrong is None
+    with mock.patch.object(world, "MOST_CALLS", needed // 2):
+        wrong = play(schedule).wrong
+    assert wrong is not None
+    assert wrong.invariant == liveness.NAME
+    assert f"{needed // 2} things happened within" in wrong.what
 
 
 def test_a_quorum_that_needs_an_island_in_quarantine_waits_for_its_release() -> None:
