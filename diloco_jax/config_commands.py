@@ -127,6 +127,8 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         from diloco_jax.coordinator.main import run
         from diloco_jax.observability.logs import setup_logging
 
+    if options.spare and not _is_told():
+        return 0
     setup_logging()
     options.check_run(config.placement)
     if options.run_id:
@@ -186,7 +188,7 @@ def island_command(arguments: Sequence[str]) -> int:
         from diloco_jax.island.of_run import with_model_of_run
         from diloco_jax.observability.logs import setup_logging
 
-    if options.spare and not sys.stdin.buffer.readline():
+    if options.spare and not _is_told():
         return 0
     incarnation = options.incarnation
     if not incarnation:
@@ -206,6 +208,11 @@ def island_command(arguments: Sequence[str]) -> int:
         WorldAddress(address=options.world, index=options.host_index),
     )
     return code
+
+
+def _is_told() -> bool:
+    """Wait, as a spare process, until it is to join the run; False: it never is."""
+    return bool(sys.stdin.buffer.readline())
 
 
 def emulate_command(arguments: Sequence[str]) -> int:

@@ -86,7 +86,11 @@ class Cluster:
         paired = pair.is_paired(config.placement, workdir)
         # Of two, one that has lost the mandate is refused: it follows the other one.
         self.coordinator = self._managed(
-            "coordinator", self._coordinator_command, environment, refusable=not paired
+            "coordinator",
+            self._coordinator_command,
+            environment,
+            refusable=not paired,
+            spares=lambda: config.placement.spares and self._is_settled(),
         )
         self.standby: ManagedProcess | None = None
         """The other coordinator; it may lead, too."""
@@ -150,7 +154,10 @@ class Cluster:
 
             spares = self.config.placement.spares and island.hosts == 1
             self.islands[name] = self._managed(
-                name, command, commands.island_environment(), spares=spares
+                name,
+                command,
+                commands.island_environment(),
+                spares=lambda spares=spares: spares,  # type: ignore[misc]
             )
             self.islands[name].start()
 
@@ -268,6 +275,11 @@ class Cluster:
         how = (self._first,) if first else ()
         return [commands.coordinator_command(self.workdir, bind, *how)]
 
+    def _is_settled(self) -> bool:
+        """Tell whether the coordinator's next start has the same command as one now."""
+        paired = self.standby is not None
+        return not paired and bool(self.address) and has_begun(self.workdir)
+
     def _standby_command(self, start: int) -> list[list[str]]:
         folder = pair.standby_of(self.workdir)
         return [self._following(folder, self.config.placement.standby, self.address)]
@@ -294,7 +306,7 @@ class Cluster:
         environment: Mapping[str, str],
         *,
         refusable: bool = True,
-        spares: bool = False,
+        spares: Callable[[], bool] = lambda: False,
     ) -> ManagedProcess:
         return ManagedProcess(
             name,

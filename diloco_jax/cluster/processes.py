@@ -45,8 +45,8 @@ class ManagedProcess:
     within this launcher); called just before each start. Start from the main thread
     only: the kernel ties a child's life to the thread that started it.
     refusable: a refusal by the peer ends it for good; else it is a crash.
-    spares: keep one more process ready for the next attempt; for one command, which
-    takes `--spare`.
+    spares: tells if one more process may be made ready for the next attempt, by its
+    command as it is then; for one command, which takes `--spare`.
     log: log of the first child; the n-th other child writes to NAME.n.log beside it.
     """
 
@@ -61,7 +61,7 @@ class ManagedProcess:
         restart_delay_s: float,
         stop_s: float,
         refusable: bool = True,
-        spares: bool = False,
+        spares: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
@@ -103,8 +103,7 @@ class ManagedProcess:
         else:
             self._start_anew()
         self.state, self.reason = "running", ""
-        if self._spares:
-            self._spare_at = self._started_at + SPARE_AFTER_S
+        self._spare_at = self._started_at + SPARE_AFTER_S
         logger.info("%s started as process %s", self.name, self.pids)
 
     def _start_anew(self) -> None:
@@ -144,7 +143,7 @@ class ManagedProcess:
                     "%s did not end within %g s; killed", self.name, self._patience_s
                 )
                 self._kill_groups()
-            elif self._clock() >= self._spare_at:
+            elif self._clock() >= self._spare_at and self._spares():
                 self._start_spare()
         return self.state
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from diloco_jax.cluster.children import kill_group, start_child
 
 OPTION = "--spare"
-"""Option of `diloco island` with which a process waits to be told."""
+"""Option of `diloco island` and `diloco coordinator` with which a process waits to be
+told."""
 
 
 class Spare:
@@ -26,7 +27,7 @@ class Spare:
             )
 
     def tell(self) -> subprocess.Popen[bytes] | None:
-        """Have the process join the run; return it, or None if it has ended."""
+        """Have the process join the run or go on with it; return it, or None if it has ended."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):

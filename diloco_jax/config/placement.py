@@ -294,9 +294,9 @@ class Placement:
         False,
         group=PROCESSES,
         help="Whether diloco run keeps one more process for each island of one host, "
-        "which has imported everything and waits: the start after a crash is shorter "
-        "by the imports. It has 0.1 GB of memory of its own, and touches no device "
-        "before.",
+        "and for a coordinator without a standby, which has imported everything and "
+        "waits: the start after a crash is shorter by the imports. It has 0.1 GB of "
+        "memory of its own, and touches no device before.",
     )
     faults: tuple[str, ...] = setting(
         (),

@@ -27,6 +27,7 @@ class Watched:
 
     def __init__(self, folder):
         self.now, self.log = 0.0, folder / "child.log"
+        self.settled = True
         self.may_end = folder / "may_end"
         self.process = ManagedProcess(
             "child",
@@ -36,7 +37,7 @@ class Watched:
             restarts=2,
             restart_delay_s=0.0,
             stop_s=60.0,
-            spares=True,
+            spares=lambda: self.settled,
             clock=lambda: self.now,
         )
 
@@ -86,6 +87,19 @@ def test_a_spare_comes_some_time_after_the_start(child, until):
     child.crash(until)
     until(lambda: len(child.said("joins")) == 2, "joined")
     assert child.said("waits") == []
+
+
+def test_a_spare_waits_until_its_command_is_known(child, until):
+    child.settled = False
+    child.now += 10 * SPARE_AFTER_S
+    child.process.poll()
+    child.crash(until)
+    until(lambda: len(child.said("joins")) == 2, "joined")
+    assert child.said("waits") == []
+    child.settled = True
+    spare = child.waiting(until)
+    child.crash(until)
+    assert child.process.pids == [spare]
 
 
 def test_a_spare_that_has_died_is_not_awaited(child, until, alive):
