@@ -27,7 +27,7 @@ class Spare:
             )
 
     def tell(self) -> subprocess.Popen[bytes] | None:
-        """Have the process join the run or go on with it; return it, or None if it has ended."""
+        """Have the process take its place; return it, or None if it has ended."""
         stdin = self._process.stdin
         assert stdin is not None
         with contextlib.suppress(OSError):
