@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 
@@ -60,9 +61,23 @@ def test_workers_have_the_ports_after_the_coordinator_s_two():
     assert worker_address("127.0.0.1:0", 1) == "127.0.0.1:0"
 
 
+def are_free(ports) -> bool:
+    """Return True if no other process listens at these ports."""
+    try:
+        for port in ports:
+            socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def test_a_worker_s_port_that_is_taken_is_refused_before_a_run_is_begun():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with contextlib.ExitStack() as opened:
+        while True:
+            taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = taken.getsockname()[1]
+            if are_free(range(port - 3, port)):
+                break
         address = f"127.0.0.1:{port - 3}"
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*another process"):
             require_free(address, 4)
