@@ -71,7 +71,8 @@ Question and method are the same. Only what is left over the bound has a bound o
 own, since starts and pauses alone take more than the twentieth that may be lost.
 
 The same 117 faults gave 0.945 of the bound, a goodput of 0.845, before the coordinator
-had a spare process too: it was back 4.0 s after a kill, and merged again after 6.0 s.
+had a spare process too (no raw file): it was back 4.0 s after a kill, and merged again
+after 6.0 s.
 
 An island kept three connections that only its start had needed until the coordinator's
 next start: it had 9 to 12 descriptors, and their growth was 0.333 a run before.

@@ -46,7 +46,7 @@ BUSY = textwrap.dedent(
 
 def ends(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BUSY, *words]
-    # jax warns of what a process has written of an entry that was killed meanwhile.
+    # jax warns of an entry that a killed process has left half written.
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from diloco_jax.cluster.processes import (
     log_tail,
     wait_all,
 )
-from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.exit_codes import EXIT_CONFIG
 from diloco_jax.files import write_json
 from diloco_jax.interrupt import Interrupt
@@ -90,7 +91,7 @@ class Cluster:
             self._coordinator_command,
             environment,
             refusable=not paired,
-            spares=lambda: config.placement.spares and self._is_settled(),
+            spares=self._coordinator_may_have_spare,
         )
         self.standby: ManagedProcess | None = None
         """The other coordinator; it may lead, too."""
@@ -152,12 +153,11 @@ class Cluster:
                     next_attempt(attempts, name),
                 )
 
-            spares = self.config.placement.spares and island.hosts == 1
             self.islands[name] = self._managed(
                 name,
                 command,
                 commands.island_environment(),
-                spares=lambda spares=spares: spares,  # type: ignore[misc]
+                spares=functools.partial(self._may_have_spare, island),
             )
             self.islands[name].start()
 
@@ -275,10 +275,14 @@ class Cluster:
         how = (self._first,) if first else ()
         return [commands.coordinator_command(self.workdir, bind, *how)]
 
-    def _is_settled(self) -> bool:
-        """Tell whether the coordinator's next start has the same command as one now."""
-        paired = self.standby is not None
-        return not paired and bool(self.address) and has_begun(self.workdir)
+    def _coordinator_may_have_spare(self) -> bool:
+        """Tell whether the coordinator may have a spare process now: its next start is
+        to have the command of one now."""
+        settled = bool(self.address) and has_begun(self.workdir)
+        return self.config.placement.spares and self.standby is None and settled
+
+    def _may_have_spare(self, island: IslandConfig) -> bool:
+        return self.config.placement.spares and island.hosts == 1
 
     def _standby_command(self, start: int) -> list[list[str]]:
         folder = pair.standby_of(self.workdir)

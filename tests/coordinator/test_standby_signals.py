@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -32,13 +30,13 @@ def standby(tmp_path: Path) -> StandbyNode:
 
 @pytest.mark.parametrize("number", ASKING)
 def test_one_that_follows_ends(standby: StandbyNode, number: signal.Signals) -> None:
-    began = standby._machine.start
+    wait = standby._wait
 
-    def start() -> None:
-        began()
-        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    def asked_as_it_waits() -> None:
+        signal.raise_signal(number)
+        wait()
 
-    standby._machine.start = start  # type: ignore[method-assign]
+    standby._wait = asked_as_it_waits  # type: ignore[method-assign]
     assert standby.run() == ENDED
 
 

@@ -73,7 +73,7 @@ def are_free(ports) -> bool:
 
 def test_a_worker_s_port_that_is_taken_is_refused_before_a_run_is_begun():
     with contextlib.ExitStack() as opened:
-        while True:
+        for _ in range(20):
             taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
             port = taken.getsockname()[1]
             if are_free(range(port - 3, port)):

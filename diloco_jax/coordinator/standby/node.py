@@ -147,7 +147,8 @@ class StandbyNode:
 
     @contextlib.contextmanager
     def _heeding_signals(self) -> Iterator[None]:
-        """Later signals meet a coordinator that starts, and end it at once as any."""
+        """Inside, SIGTERM and Ctrl-C ask this standby to end. After it they do what
+        they did before, and end the coordinator that is starting then."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -29,7 +29,11 @@ FIRST_ANCHOR = b"first"
 
 def digest(*parts: object) -> bytes:
     """Return a digest of the representations of these objects."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return _hash(repr(parts).encode())
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 class Delta(NamedTuple):
@@ -52,8 +56,7 @@ class Anchor(NamedTuple):
 
     def next(self, publish: bytes) -> Anchor:
         """Return the anchor that a publish leads to."""
-        value = hashlib.blake2b(self.value + publish, digest_size=8).digest()
-        return Anchor(self.version.next(), value)
+        return Anchor(self.version.next(), _hash(self.value + publish))
 
 
 class Anchors:

@@ -176,7 +176,7 @@ class Disk:
             )
         ]
         self._segments[later[-1]].seek(0, io.SEEK_END)
-        # As a process finds it that has nothing but the file.
+        # A process that starts has nothing but the file.
         written = msgspec.json.encode(state)
         return Found(msgspec.json.decode(written, type=State), lines)
 

@@ -59,8 +59,8 @@ class Clock:
         done: Callable[[], bool] | None = None,
         most: int = sys.maxsize,
     ) -> None:
-        """Run until nothing is due by `until`, or `done` is True after a call, or as
-        many calls as `most` were due."""
+        """Run until nothing is due by `until`, `done` is True after a call, or `most`
+        calls were due."""
         queue, pop = self._queue, heapq.heappop
         for _ in range(most):
             if not queue or queue[0][0] > until:
