@@ -20,7 +20,7 @@ from diloco_jax.coordinator.snapshots import (
     states,
 )
 from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, restored
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class StateSnapshots(Snapshots):
         self._refuse_other(number, header)
         for unreadable in torn:
             self._remove(state_path(self._folder, unreadable))
-        return number, msgspec.convert(header["state"], State)
+        return number, restored(header["state"])
 
     def save(self, number: int, state: State) -> None:
         """Write snapshot `number`; it is durable when this returns."""

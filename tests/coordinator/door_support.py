@@ -45,7 +45,7 @@ from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Timer
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, initial, restored
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
 from diloco_jax.wire.encoding import decoded
@@ -199,7 +199,7 @@ class Coordinator:
             self._config, self.state, self.roster, wall_seconds=1.0, **shown
         )
         json.dumps(result, allow_nan=False)
-        msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
+        restored(msgspec.msgpack.decode(msgspec.msgpack.encode(self.state)))
         assert ledger.check(self.state) == []
 
     def run(self) -> None:

@@ -20,7 +20,7 @@ from fuzz_support import Move, Scenario, World
 
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.protocol.coordinator import schedule
-from diloco_jax.protocol.coordinator.state import Island
+from diloco_jax.protocol.coordinator.islands import Island
 
 MOVES = 5_000
 EPISODES = 20

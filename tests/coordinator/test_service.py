@@ -13,7 +13,7 @@ from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.service import Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.state import Fragment, State
+from diloco_jax.protocol.coordinator.state import Fragment, Fragments, State
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 
@@ -27,7 +27,7 @@ def serve(posted: list[Any]) -> Service:
         post=lambda event, then, peer=None: posted.append(event),
         after_shown=lambda do, peer=None: posted.append(None),
         config=SimpleNamespace(fragments=1),
-        state=State(fragments=(Fragment(index=0, version=Version(2, 0)),)),
+        state=State(fragments=Fragments([Fragment(index=0, version=Version(2, 0))])),
     )
     sessions = SimpleNamespace(
         arrived=lambda session: None, serves=lambda session: True

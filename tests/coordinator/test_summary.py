@@ -61,7 +61,7 @@ def test_the_status_has_all_that_prometheus_collects(run):
     adopted = Record(kind="adopted", seq=1, step=2, fragment=1, version=Version(1, 0))
     roster.report("a", Measures(steps=3), (adopted,), AT + 8)
     newer = replace(now.fragments[1], version=Version(1, 3))
-    now = replace(now, fragments=(now.fragments[0], newer))
+    now = state.with_fragment(now, newer)
     status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 10)
     (island,) = status["islands"].values()
     assert island["lag"] == 3
@@ -81,7 +81,7 @@ def test_the_status_has_all_that_prometheus_collects(run):
 def test_the_status_says_who_is_quarantined(run, apart):
     config, now, roster = run
     island = replace(now.islands["a"], quarantined=apart)
-    now = replace(now, islands={"a": island})
+    now = state.with_island(now, island)
     status = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
     assert status["islands"]["a"]["state"] == ("quarantined" if apart else "training")
 
@@ -119,7 +119,7 @@ def test_a_status_has_the_bandwidth_of_live_islands(run):
         rates = part["bytes_up_per_second"], part["bytes_down_per_second"]
         assert rates == (50.0, 10.0)
     absent = replace(now.islands["a"], status="absent")
-    now = replace(now, islands={"a": absent})
+    now = state.with_island(now, absent)
     shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
     assert shown["bytes_up_per_second"] == 0.0
 
@@ -136,7 +136,7 @@ def test_a_status_has_the_bandwidth_of_live_islands(run):
 def test_a_status_says_for_whom_the_end_waits(run, phase, status, waits):
     config, now, roster = run
     island = replace(now.islands["a"], status=status)
-    now = replace(now, phase=phase, islands={"a": island})
+    now = state.with_island(replace(now, phase=phase), island)
     shown = summary.status(config, now, roster, seconds=8.0, alerts=[], now=AT + 8)
     told = [alert for alert in shown["alerts"] if "waits for a, away" in alert]
     assert bool(told) == waits

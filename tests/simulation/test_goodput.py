@@ -7,7 +7,7 @@ import time
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.protocol.coordinator.state import Island
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.simulation.fleets.failures import FailureModel
 from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput

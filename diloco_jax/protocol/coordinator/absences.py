@@ -59,10 +59,10 @@ def advance(
     known, islands = state.absences, state.islands
     if state.phase != "running":
         return replace(state, absences=NOBODY) if known is not NOBODY else state, []
-    live = [name for name, island in islands.items() if island.status == "live"]
+    fleet = islands.standing
+    live, absent = fleet.live, fleet.absent
     if known is NOBODY and len(live) == len(islands):
         return state, []
-    absent = [name for name, island in islands.items() if island.status == "absent"]
     lasts_s = config.lease_s
     due = {name: known.due.get(name, now + lasts_s) for name in absent}
     known = replace(known, due=due)
@@ -106,7 +106,7 @@ def advance(
 
 
 def _returned(
-    config: PolicyConfig, known: Absences, live: list[str], left: str, now: float
+    config: PolicyConfig, known: Absences, live: tuple[str, ...], left: str, now: float
 ) -> tuple[Absences, list[Effect]]:
     """Tell of islands that are back: those that return soon after the first together
     with it."""

@@ -10,7 +10,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import claims
-from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
+from diloco_jax.protocol.coordinator.islands import Island
+from diloco_jax.protocol.coordinator.state import (
+    PolicyConfig,
+    State,
+)
 from diloco_jax.protocol.messages import Hello, Refused
 
 

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
 from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
-from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
+from diloco_jax.protocol.coordinator.islands import Island, Islands
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.coordinator.wall_time import (
     FASTER,
     LATE_S,
@@ -104,11 +105,11 @@ def unheard(config: PolicyConfig, island: Island, now: float) -> WallTime:
 def slept(state: State, seconds: float) -> State:
     """Return the state after the coordinator's clock stood still for so long. Islands
     made steps meanwhile, no more than they had data for."""
-    islands = {
-        name: replace(island, wall_time=island.wall_time.slept(seconds))
-        for name, island in state.islands.items()
-    }
-    return replace(state, islands=islands)
+    later = [
+        replace(island, wall_time=island.wall_time.slept(seconds))
+        for island in state.islands.values()
+    ]
+    return replace(state, islands=Islands(later))
 
 
 def _most_unused_s(config: PolicyConfig, shortest_s: float) -> float:

@@ -10,7 +10,6 @@ from diloco_jax.protocol.coordinator.state import (
     Fragment,
     PolicyConfig,
     State,
-    counted_islands,
     with_fragment,
 )
 from diloco_jax.protocol.holding import Commit, MergePrepared
@@ -30,7 +29,7 @@ def prepared(
     contributions, tick = fragment.merging, fragment.tick
     share = fragment.merging_share
     fragment, verdicts, effects = fragments.computed(
-        config, fragment, counted_islands(state), now
+        config, fragment, state.islands.standing.counted, now
     )
     state = leases.contributed(with_fragment(state, fragment), contributions)
     record = records.Merged(
@@ -44,7 +43,7 @@ def prepared(
         digest=event.prepared.digest,
         payload_bytes=event.prepared.payload_bytes,
     )
-    raised = alerts.after_merge(fragment, contributions, counted_islands(state))
+    raised = alerts.after_merge(fragment, contributions, state.islands.standing.counted)
     raised += alerts.in_turns(config, state, fragment)
     visible = committed(state, fragment, record, verdicts)
     return state, visible + effects + raised

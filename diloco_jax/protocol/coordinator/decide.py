@@ -53,16 +53,13 @@ from diloco_jax.protocol.coordinator.events import (
     WorkerAway,
     WorkerBack,
 )
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.machines import RUN, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
-    Island,
     PolicyConfig,
     State,
-    counted_islands,
-    live_islands,
-    same_live_islands,
     with_fragment,
 )
 from diloco_jax.protocol.holding import (
@@ -145,16 +142,16 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
 
 
 def next_deadline(state: State, now: float) -> float | None:
-    """Return the next time at which time alone changes something: an expiry, the end of
-    a grace window or of a flush, an absence to tell of. `now` is the time of the last
-    step, which handled everything due until then."""
+    """Return the next time at which time alone may change something: an expiry, the end
+    of a grace window or of a flush, an absence to tell of. `now` is the time of the
+    last step, which handled everything due until then."""
     soonest = absences.soonest(state, now)
-    for island in state.islands.values():
-        if now < island.lease_until < soonest and island.status == "live":
-            soonest = island.lease_until
-    for fragment in state.fragments:
-        at = fragment.closes_at
-        if at is not None and now < at < soonest and fragment.phase == "open":
+    expiry = state.islands.expiry
+    if now < expiry < soonest:
+        soonest = expiry
+    for index in state.fragments.open_ones:
+        at = state.fragments[index].closes_at
+        if at is not None and now < at < soonest:
             soonest = at
     for index in state.lost:
         lost = state.fragments[index].lost
@@ -313,7 +310,8 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     tick due. Fragments that it did not touch are left alone, unless time alone moves
     them or the set of live islands changed.
     """
-    same_live = same_live_islands(before, state)
+    a, b = before.islands.standing, state.islands.standing
+    same_live = a is b or (a.counted, a.answering) == (b.counted, b.answering)
     effects: list[Effect] = []
     state = leases.free_departed(state)
     if state.phase == "running" and state.progress_tokens >= config.total_tokens:
@@ -327,12 +325,11 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
         state = ending.wait(config, state, now)
     moving = list(state.fragments)
     if same_live and state.phase == "running":
-        pairs = zip(state.fragments, before.fragments, strict=True)
         moving = [
             fragment
-            for fragment, untouched in pairs
-            if fragment.phase == "open"
-            and (fragment is not untouched or _closes(fragment, now))
+            for fragment in map(moving.__getitem__, state.fragments.open_ones)
+            if fragment is not before.fragments[fragment.index]
+            or _closes(fragment, now)
         ]
     if moving:
         state, found = _settle(config, state, moving, now)
@@ -350,7 +347,8 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
         state, reserved = schedule.advance(config, state)
         effects += reserved
         fragment = state.fragments[schedule.fragment_of(config, state.tick)]
-        tick, counted, fleet = state.tick, counted_islands(state), Fleet(config, state)
+        tick, fleet = state.tick, Fleet(config, state)
+        counted = state.islands.standing.counted
         found: list[Effect]
         if fragment.away:
             found = [fragments.skipped(fragment, tick, "its worker is away")]
@@ -372,7 +370,7 @@ def _settle(
     the flush the last takes."""
     effects: list[Effect] = []
     fleet = Fleet(config, state)
-    live = () if state.phase == "running" else live_islands(state)
+    live = () if state.phase == "running" else state.islands.standing.answering
     hurry = state.phase == "flushing" and now >= state.deadline
     for fragment in moving:
         was_open = fragment.phase == "open"

@@ -26,15 +26,14 @@ from diloco_jax.protocol.coordinator import (
     workers,
 )
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, RUN
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
-    Island,
     PolicyConfig,
     State,
-    live_islands,
     with_fragment,
     with_island,
 )
@@ -113,7 +112,7 @@ def wait(config: PolicyConfig, state: State, now: float) -> State:
     away for its restart too, after which anchors of what it lost may come."""
     away = any(fragment.away for fragment in state.fragments)
     until = now + config.flush_s + (config.outage_budget_s if away else 0.0)
-    pause_s = _pause_s(config, len(live_islands(state)))
+    pause_s = _pause_s(config, len(state.islands.standing.answering))
     hangs_at = until - (1.0 - OPEN_BY) * config.flush_s
     return replace(state, deadline=until, opens_at=now + pause_s, hangs_at=hangs_at)
 
@@ -124,7 +123,7 @@ def soonest(state: State, now: float) -> float:
         return math.inf
     times = [state.deadline]
     if state.phase == "flushing":
-        absent = (i for i in state.islands.values() if i.status == "absent")
+        absent = map(state.islands.__getitem__, state.islands.standing.absent)
         times += [state.opens_at, state.hangs_at]
         times += [island.lease_until for island in absent]
     return min((time for time in times if now < time), default=math.inf)

@@ -119,11 +119,11 @@ def settle(
     quorum = 1 if fragment.final else config.quorum
     # Islands that left are not live; their deltas count only where no quorum is needed.
     ready = len(fragment.left_behind) if fragment.final else 0
-    unready = []
+    unready, apart = [], fleet.quarantined
     patient = not hurry and _window_is_open(fragment, now)
     for name in fragment.asked:
         take = fragment.accounts[name].take
-        if take is None or take.refused or fleet.is_quarantined(name):
+        if take is None or take.refused or name in apart:
             continue
         if take.ready:
             ready += 1

@@ -21,8 +21,8 @@ from diloco_jax.protocol.coordinator.granted import (
     Departed,
     Lease,
 )
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import (
-    Island,
     PolicyConfig,
     State,
     with_island,

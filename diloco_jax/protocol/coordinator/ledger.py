@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import (
     MERGES_KNOWN,
     Account,
     Fragment,
-    Island,
     MergedTokens,
     PolicyConfig,
     State,
@@ -268,13 +268,12 @@ def progress_tokens(config: PolicyConfig, state: State) -> int:
     """Return the computed tokens that are not lost, over all islands and terms; the
     learning rate follows them. A fragment's lost tokens count by its share of the
     parameters."""
-    computed, lost = state.carried_progress, 0
-    for island in state.islands.values():
-        computed += island.tokens_before + island.steps * island.tokens_per_step
+    computed = state.carried_progress + state.islands.computed_tokens
+    lost = 0
     for fragment, size in zip(state.fragments, config.fragment_sizes, strict=True):
         if fragment.lost_in_all:
             lost += size * fragment.lost_in_all
-    return computed - lost // config.parameters
+    return computed - lost // config.parameters if lost else computed
 
 
 def check(state: State, fragments: Iterable[Fragment] | None = None) -> list[str]:
@@ -299,7 +298,7 @@ def _wrong(state: State, fragment: Fragment) -> list[str]:
         island = state.islands[name]
         merging = waiting.get(name, 0)
         settled = island.tokens_before + account.start * account.tokens_per_step
-        lost = sum(account.lost_tokens.values())
+        lost = sum(account.lost_tokens.values()) if account.lost_tokens else 0
         lost_in_all += lost
         booked = account.merged_tokens + lost + account.carried_tokens
         if booked + merging != settled:

@@ -27,10 +27,10 @@ from diloco_jax.protocol.coordinator.events import (
     Effect,
     Tell,
 )
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ignored
 from diloco_jax.protocol.coordinator.state import (
     Fragment,
-    Island,
     Lost,
     MergedTokens,
     PolicyConfig,

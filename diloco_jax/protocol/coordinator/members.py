@@ -35,10 +35,10 @@ from diloco_jax.protocol.coordinator.events import (
     Said,
     Tell,
 )
+from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.machines import ISLAND, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
-    Island,
     PolicyConfig,
     State,
     with_fragment,
@@ -119,12 +119,14 @@ def expire(state: State, now: float, late_s: float) -> Step:
     """Mark the islands absent whose leases ran out. late_s: time for which
     they count as silent within their leases all the same (`ending.late_s`)."""
     effects: list[Effect] = []
+    if now < state.islands.expiry:
+        return state, effects
     for island in state.islands.values():
         if island.status == "live" and now >= island.lease_until:
             island = replace(island, lease_until=island.lease_until + late_s)
             state, notes = _absent(state, island, "silent")
             effects += notes
-    return state, effects
+    return replace(state, islands=Islands(state.islands.values())), effects
 
 
 def resumed(state: State, event: RunResumed) -> Step:

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import bounds
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Note, Persist
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
-    Island,
     PolicyConfig,
     State,
     with_fragment,
@@ -63,8 +63,7 @@ def turn_away(config: PolicyConfig, state: State) -> Step:
     Nobody waits for these deltas, so they may come too late for a merge.
     """
     effects: list[Effect] = []
-    apart = [name for name, island in state.islands.items() if island.quarantined]
-    for name in apart:
+    for name in state.islands.standing.quarantined:
         fleet = Fleet(config, state)
         for before in state.fragments:
             take = before.accounts[name].take
@@ -146,12 +145,13 @@ def _is_untold(
     """
     if not (config.delta_bound and refused.norm) or refused.most:
         return False
-    others = (i for i in state.islands.values() if i.counted and not i.quarantined)
-    return sum(1 for _ in others) >= bounds.FEWEST
+    fleet = state.islands.standing
+    others = {*fleet.counted} - {*fleet.quarantined}
+    return len(others) >= bounds.FEWEST
 
 
 def _may_lack(state: State) -> bool:
     """Tell whether one more island in quarantine leaves most of the live ones."""
-    live = [island for island in state.islands.values() if island.status == "live"]
-    apart = sum(island.quarantined for island in live)
-    return 2 * (apart + 1) < len(live)
+    fleet = state.islands.standing
+    apart = {*fleet.live} & {*fleet.quarantined}
+    return 2 * (len(apart) + 1) < len(fleet.live)

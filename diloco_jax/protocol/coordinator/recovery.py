@@ -21,9 +21,9 @@ from diloco_jax.protocol.coordinator import (
 )
 from diloco_jax.protocol.coordinator.absences import NOBODY
 from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE
+from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
 from diloco_jax.protocol.coordinator.state import (
-    Island,
     PolicyConfig,
     State,
     with_account,

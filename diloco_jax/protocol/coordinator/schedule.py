@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Persist
+from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.state import (
-    Island,
     PolicyConfig,
     State,
 )
@@ -38,14 +38,13 @@ begins beyond it."""
 def tick_is_due(config: PolicyConfig, state: State, now: float) -> bool:
     """Tell whether the pacing island has made the steps of the next tick, and no absent
     island is waited for."""
-    if now < state.reunion_until and any(
-        island.status == "absent" for island in state.islands.values()
-    ):
+    fleet = state.islands.standing
+    if now < state.reunion_until and fleet.absent:
         return False
     steps = steps_to_tick(config, state.tick + 1)
     reached = 0
-    for island in state.islands.values():
-        if island.steps - island.steps_at_tick >= steps and island.counted:
+    for island in map(state.islands.__getitem__, fleet.counted):
+        if island.steps - island.steps_at_tick >= steps:
             reached += 1
     return reached >= config.quorum
 
@@ -64,10 +63,9 @@ def fragment_of(config: PolicyConfig, tick: int) -> int:
 def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     """Advance to the next tick and lower every island's step counter by its steps."""
     steps, longest = steps_to_tick(config, state.tick + 1), _longest_tick(config)
-    islands = {
-        name: _passed(island, steps, longest) for name, island in state.islands.items()
-    }
-    return _reserved(config, replace(state, tick=state.tick + 1, islands=islands))
+    passed = [_passed(island, steps, longest) for island in state.islands.values()]
+    state = replace(state, islands=Islands(passed))
+    return _reserved(config, replace(state, tick=state.tick + 1))
 
 
 def skip_cycle(
@@ -116,7 +114,7 @@ def reunite(config: PolicyConfig, state: State, now: float) -> State:
     """Return the state as an absent island returns. If all islands were absent, because
     the coordinator or its network was down, ticks wait for the others for a short time.
     Otherwise the first to return would merge alone, and open deltas might go stale."""
-    if any(island.counted for island in state.islands.values()):
+    if state.islands.standing.counted:
         return state
     return replace(state, reunion_until=now + config.reunion_s)
 
@@ -127,6 +125,8 @@ class Fleet:
     def __init__(self, config: PolicyConfig, state: State) -> None:
         self._config, self._state = config, state
         self._running = state.phase == "running"
+        self.quarantined = state.islands.standing.quarantined
+        """Islands of whose deltas none may be merged."""
         self._latest_s: float | None = None
 
     def is_live(self, name: str) -> bool:
@@ -136,7 +136,7 @@ class Fleet:
 
     def is_quarantined(self, name: str) -> bool:
         """Tell whether none of the island's deltas may be merged."""
-        return self._state.islands[name].quarantined
+        return name in self.quarantined
 
     def highest_rate(self, tokens: int) -> float:
         """Return the highest learning rate since a version with so many tokens, at the
@@ -190,11 +190,8 @@ class Fleet:
 def alike(config: PolicyConfig, state: State) -> dict[str, Island]:
     """Return the counted islands whose speed is about the pacing one, or unknown."""
     slowest = ALIKE * pacing_step_seconds(config, state)
-    return {
-        name: island
-        for name, island in state.islands.items()
-        if island.counted and island.step_seconds <= slowest
-    }
+    counted = ((name, state.islands[name]) for name in state.islands.standing.counted)
+    return {name: island for name, island in counted if island.step_seconds <= slowest}
 
 
 def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
@@ -206,7 +203,7 @@ def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
 
 def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
     """Return the step time of the K-th fastest counted island; 0 if none is known."""
-    counted = (island for island in state.islands.values() if island.counted)
+    counted = map(state.islands.__getitem__, state.islands.standing.counted)
     return pace(config.quorum, (island.step_seconds for island in counted))
 
 

@@ -7,21 +7,21 @@ State that belongs to one fragment is in its `Fragment` and nowhere else.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.absences import NOBODY, Absences
-from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE, Departed, Lease
-from diloco_jax.protocol.coordinator.wall_time import WallTime
+from diloco_jax.protocol.coordinator.granted import Departed
+from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.reasons import LossReason, Refusal
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
     NOTHING,
     Contribution,
-    Phase,
     Span,
     Told,
     Version,
@@ -223,71 +223,28 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     transfer_seconds: float = 0.0
 
 
-class Island(msgspec.Struct, frozen=True, kw_only=True):
-    """A member. live: its reports come. absent: silent, but may return. gone: ended."""
+class Fragments(tuple[Fragment, ...]):
+    """The fragments by index. Which of them are open is kept as they change: most
+    events change none of the others, and there may be many."""
 
-    name: str
-    incarnation: int
-    session: str
-    tokens_per_step: int
-    sequences_per_step: int
-    status: Literal["live", "absent", "gone"] = "live"
-    phase: Phase = "joining"
-    lease_until: float = 0.0
-    steps: int = 0
-    steps_at_tick: int = 0
-    step_seconds: float = 0.0
-    lead: int = 0
-    """Boundaries from a request to its take."""
-    records_through: int = 0
-    quarantined: bool = False
-    """True if none of its deltas may be merged."""
-    streak: int = 0
-    """Deltas in a row that were unfit; while it is quarantined, those that were fit."""
-    watches: bool = False
-    """True if it can evaluate the merged model, and is not at it."""
-    tokens_before: int = 0
-    """Tokens computed by earlier incarnations."""
-    joins: int = 1
-    fruitless: int = 0
-    """Ended incarnations in a row that failed without a step."""
-    leases: tuple[Lease, ...] = ()
-    """Grants of which some step is in no merge; merges keep them few."""
-    sequences_granted: int = 0
-    granted_at: float = 0.0
-    """Time of the last grant."""
-    grants_left: float = GRANTS_AT_ONCE
-    """Largest grants that the island might be given after it; see `leases.top_up`."""
-    wall_time: WallTime = WallTime()
+    open_ones: tuple[int, ...]
+    """Indices of the open fragments, in order."""
 
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens of all incarnations' reported steps."""
-        return self.tokens_before + self.steps * self.tokens_per_step
+    def __new__(cls, fragments: Iterable[Fragment] = ()) -> Fragments:
+        made = super().__new__(cls, fragments)
+        made.open_ones = tuple(f.index for f in made if f.phase == "open")
+        return made
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed of the island; 0 while it is unknown."""
-        if not self.step_seconds:
-            return 0.0
-        return self.tokens_per_step / max(
-            self.step_seconds, self.wall_time.least_step_s
-        )
-
-    @property
-    def lead_seconds(self) -> float:
-        """Seconds from a request to its take, without the rest of the current step."""
-        return self.lead * self.step_seconds
-
-    @property
-    def answers(self) -> bool:
-        """True if the island can answer a take request."""
-        return self.status == "live" and self.phase in ("training", "stopped")
-
-    @property
-    def counted(self) -> bool:
-        """True if the island makes steps that pacing and requests may count on."""
-        return self.status == "live" and self.phase == "training"
+    def having(self, fragment: Fragment) -> Fragments:
+        """Return the fragments with one replaced."""
+        index = fragment.index
+        changed = list(self)
+        changed[index] = fragment
+        after = tuple.__new__(Fragments, changed)
+        after.open_ones = self.open_ones
+        if (self[index].phase == "open") != (fragment.phase == "open"):
+            after.open_ones = tuple(sorted({*self.open_ones} ^ {index}))
+        return after
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,11 +268,11 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     negative if the others' losses exceeded their progress."""
     reunion_until: float = 0.0
     """Time until which ticks wait for absent islands (see `schedule.reunite`)."""
-    islands: dict[str, Island] = msgspec.field(default_factory=dict)
+    islands: Islands = msgspec.field(default_factory=Islands)
     """By name: one entry for all incarnations. Only admitted names are let in."""
     admitted: tuple[str, ...] = ()
     """Islands that an operator let in, besides those of the config."""
-    fragments: tuple[Fragment, ...] = ()
+    fragments: Fragments = Fragments()
     lost: tuple[int, ...] = ()
     """Fragments that their workers have lost."""
     kept_cycle: int = 0
@@ -344,19 +301,36 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 def initial(config: PolicyConfig) -> State:
     """Return the state of a run before its first event."""
-    return State(fragments=tuple(Fragment(index=i) for i in range(config.fragments)))
+    return State(fragments=Fragments(map(_fragment, range(config.fragments))))
+
+
+def restored(written: Any) -> State:
+    """Return a state from the Python builtins of which `msgspec.to_builtins` made it.
+
+    Raises msgspec.ValidationError if they are not those of a state.
+    """
+    return msgspec.convert(written, State, dec_hook=_collected)
+
+
+def _fragment(index: int) -> Fragment:
+    return Fragment(index=index)
+
+
+def _collected(kind: type, written: Any) -> Islands | Fragments:
+    if kind is Islands:
+        return Islands(msgspec.convert(written, dict[str, Island]).values())
+    assert kind is Fragments, kind
+    return Fragments(msgspec.convert(written, tuple[Fragment, ...]))
 
 
 def with_island(state: State, island: Island) -> State:
     """Return the state with one island replaced or added."""
-    return replace(state, islands={**state.islands, island.name: island})
+    return replace(state, islands=state.islands.having(island))
 
 
 def with_fragment(state: State, fragment: Fragment) -> State:
     """Return the state with one fragment replaced."""
-    fragments = list(state.fragments)
-    fragments[fragment.index] = fragment
-    return replace(state, fragments=tuple(fragments))
+    return replace(state, fragments=state.fragments.having(fragment))
 
 
 def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
@@ -372,25 +346,3 @@ def with_account(fragment: Fragment, name: str, account: Account) -> Fragment:
 def averaged(average: float, value: float) -> float:
     """Return a running average with one more value; the first value starts it."""
     return AVERAGE_KEPT * average + (1 - AVERAGE_KEPT) * value if average else value
-
-
-def counted_islands(state: State) -> tuple[str, ...]:
-    """Return the names of the islands that fragments wait for."""
-    return tuple(sorted(n for n, i in state.islands.items() if i.counted))
-
-
-def live_islands(state: State) -> tuple[str, ...]:
-    """Return the names of the islands that answer."""
-    return tuple(sorted(n for n, i in state.islands.items() if i.answers))
-
-
-def same_live_islands(a: State, b: State) -> bool:
-    """Tell whether the same islands are live in both; members keep their order."""
-    if a.islands is b.islands:
-        return True
-    if len(a.islands) != len(b.islands):
-        return False
-    for x, y in zip(a.islands.values(), b.islands.values(), strict=True):
-        if x is not y and (x.answers != y.answers or x.counted != y.counted):
-            return False
-    return True

@@ -28,7 +28,7 @@ def refusal(config: PolicyConfig, state: State, order: StrikeOrder) -> Refused |
         return None
     island = state.islands.get(order.who)
     if island is None or island.status != "live":
-        live = [name for name, i in state.islands.items() if i.status == "live"]
+        live = state.islands.standing.live
         status = "not in the run" if island is None else island.status
         return Refused(
             code="absent",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diloco_jax.coordinator import log as durable
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import State, restored
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 
@@ -178,7 +178,7 @@ class Disk:
         self._segments[later[-1]].seek(0, io.SEEK_END)
         # A process that starts has nothing but the file.
         written = msgspec.json.encode(state)
-        return Found(msgspec.json.decode(written, type=State), lines)
+        return Found(restored(msgspec.json.decode(written)), lines)
 
     def restore(self, committed: list[Version]) -> tuple[Anchors, set[int]]:
         """Return the anchors at these versions, by fragment: each from its newest

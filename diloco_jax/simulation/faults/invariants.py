@@ -14,7 +14,11 @@ from typing import Any
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
-from diloco_jax.protocol.coordinator.state import Island, PolicyConfig, State
+from diloco_jax.protocol.coordinator.islands import Island
+from diloco_jax.protocol.coordinator.state import (
+    PolicyConfig,
+    State,
+)
 from diloco_jax.protocol.records import Durable, Joined
 from diloco_jax.simulation.faults import (
     safe_books,
@@ -166,7 +170,7 @@ def _kind(effect: AnyEffect) -> type:
     # Ordered by how often they come.
     if isinstance(effect, Tell):
         return type(effect.message)
-    if isinstance(effect, Note | Persist):
+    if isinstance(effect, (Note, Persist)):  # Half the time of a union.
         return type(effect.record)
     return type(effect)
 

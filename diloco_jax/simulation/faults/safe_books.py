@@ -11,7 +11,12 @@ from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.state import Fragment, Island, PolicyConfig, State
+from diloco_jax.protocol.coordinator.islands import Island
+from diloco_jax.protocol.coordinator.state import (
+    Fragment,
+    PolicyConfig,
+    State,
+)
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
     Finished,

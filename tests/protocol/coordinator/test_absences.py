@@ -2,11 +2,11 @@
 
 import pytest
 from kit import Driver, make_config, of
-from msgspec import convert, to_builtins
+from msgspec import to_builtins
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.events import Alert
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import restored
 
 LEASE_S = make_config().lease_s
 
@@ -149,7 +149,7 @@ def test_time_alone_tells(driver):
 def test_a_restarted_coordinator_tells_of_those_that_do_not_return(driver):
     driver.disconnect("c")
     keep_alive(driver, LEASE_S, "a", "b")
-    kept = convert(to_builtins(driver.state), State)
+    kept = restored(to_builtins(driver.state))
     driver.now = 7.0
     driver.crash(kept, skip=len(driver.log))
     driver.hello("a")

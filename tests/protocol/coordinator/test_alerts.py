@@ -11,7 +11,12 @@ from diloco_jax.protocol.coordinator.alerts import (
     after_merge,
     in_turns,
 )
-from diloco_jax.protocol.coordinator.state import Account, Fragment, Island, initial
+from diloco_jax.protocol.coordinator.islands import Island
+from diloco_jax.protocol.coordinator.state import (
+    Account,
+    Fragment,
+    initial,
+)
 from diloco_jax.protocol.values import Contribution, Version
 
 

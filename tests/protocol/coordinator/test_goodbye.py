@@ -6,7 +6,7 @@ from kit import Driver, asked, notes, of, only, persisted, verdicts
 
 from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator.events import Effect
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import restored
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 
 
@@ -196,7 +196,7 @@ def test_a_coordinator_that_crashes_loses_it() -> None:
 
 def test_a_snapshot_knows_it_and_what_the_log_has_of_its_merge() -> None:
     d = left_behind()
-    stored = msgspec.json.decode(msgspec.json.encode(d.state), type=State)
+    stored = restored(msgspec.json.decode(msgspec.json.encode(d.state)))
     assert stored == d.state
     skip = len(d.log)
     d.take("b", 0, 2)

@@ -7,7 +7,7 @@ from kit import Driver, make_config
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import profiling
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.state import State, with_island
 from diloco_jax.protocol.messages import ProfileOrder
 
 ORDER = ProfileOrder(island="a", steps=8)
@@ -18,7 +18,7 @@ def state_of(**changes: object) -> State:
     d.join("a")
     d.report("a", 2)
     island = replace(d.state.islands["a"], **changes)
-    return replace(d.state, islands={**d.state.islands, "a": island})
+    return with_island(d.state, island)
 
 
 def test_an_island_that_trains_is_asked() -> None:
