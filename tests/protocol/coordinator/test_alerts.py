@@ -11,7 +11,7 @@ from diloco_jax.protocol.coordinator.alerts import (
     after_merge,
     in_turns,
 )
-from diloco_jax.protocol.coordinator.islands import Island
+from diloco_jax.protocol.coordinator.islands import Island, Islands
 from diloco_jax.protocol.coordinator.state import (
     Account,
     Fragment,
@@ -61,8 +61,8 @@ def merged_in_turns(
 ):
     """Return the alerts on "a", in all 10 merges, and "b", in `were` of them."""
     config = make_config(**{"overlap_steps": 2, "grace": 0.8, **changes})
-    islands = {
-        name: Island(
+    islands = Islands(
+        Island(
             name=name,
             incarnation=1,
             session=name,
@@ -72,7 +72,7 @@ def merged_in_turns(
             step_seconds=seconds,
         )
         for name, seconds in (("a", pace), ("b", pace * slow))
-    }
+    )
     accounts = {
         name: Account(
             incarnation=1,

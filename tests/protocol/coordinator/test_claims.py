@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.state import Fragments
 from diloco_jax.protocol.messages import Granted, Refused, Welcome
 from diloco_jax.protocol.values import Outstanding, Record, Version
 
@@ -134,7 +135,9 @@ def test_what_an_earlier_term_leased_is_bounded_too(
         d.state,
         next_position=100,
         term=2,
-        fragments=tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments),
+        fragments=Fragments(
+            replace(f, version=Version(2, 0)) for f in d.state.fragments
+        ),
     )
     own = counted * TOKENS_PER_STEP
     effects = d.hello(

@@ -7,6 +7,7 @@ from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import MachineSlept
+from diloco_jax.protocol.coordinator.state import Fragments
 from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S, WallTime
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
@@ -323,7 +324,7 @@ def test_a_pause_is_no_lie() -> None:
 def test_steps_of_an_island_from_an_earlier_term_are_believed_once() -> None:
     """Nobody knows for how long it was not heard."""
     d = Driver(least_seconds=PLANNED)
-    fragments = tuple(replace(f, version=Version(2, 0)) for f in d.state.fragments)
+    fragments = Fragments(replace(f, version=Version(2, 0)) for f in d.state.fragments)
     d.state = replace(d.state, next_position=1000, term=2, fragments=fragments)
     earlier = {"term": 1, "steps": 10, "sequences_granted": 100}
     d.hello("a", **earlier)
