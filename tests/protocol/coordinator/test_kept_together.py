@@ -46,6 +46,14 @@ def test_no_lease_ends_before_the_time_until_which_none_is_looked_at(states):
     assert len({kept for kept, _ in kept}) > 20
 
 
+def test_who_is_quarantined_is_known(states):
+    islands = states[-1].islands
+    assert islands.standing.quarantined == ()
+    apart = islands.having(replace(islands["a"], quarantined=True))
+    assert apart.standing.quarantined == ("a",)
+    assert apart.having(islands["a"]).standing == islands.standing
+
+
 def test_open_fragments_are_known(states):
     for state in states:
         assert state.fragments.open_ones == Fragments(state.fragments).open_ones
