@@ -39,7 +39,6 @@ from diloco_jax.protocol.coordinator import (
     workers,
 )
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
-from diloco_jax.protocol.coordinator.state import with_fragment
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
 from diloco_jax.protocol.new_term import gathering
@@ -223,11 +222,11 @@ def _lets_everyone_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
-def _keeps_what_the_dead_sent(end: Callable[..., Any]) -> Callable[..., Any]:
-    def broken(state: Any, name: str, reason: str) -> Any:
-        for f in state.fragments:
-            state = with_fragment(state, takes.leave_behind(f, name))
-        return end(state, name, reason)
+def _hides_what_they_leave(end: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        state, (left, *others) = end(*arguments)
+        record = replace(left.record, left_behind=())
+        return state, [replace(left, record=record), *others]
 
     return broken
 
@@ -319,7 +318,7 @@ PLANTS = {
         "recorded", decide, "_record", _tapes_no_adoptions
     ),
     "fenced_ones_come_in": Plant("fenced", admission, "refusal", _lets_everyone_in),
-    "the_dead_leave_deltas": Plant("fenced", members, "end", _keeps_what_the_dead_sent),
+    "the_dead_merge_unsaid": Plant("fenced", members, "end", _hides_what_they_leave),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_stale", _refuses_nothing
     ),

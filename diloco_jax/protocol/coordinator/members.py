@@ -65,7 +65,7 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         return _resume(config, state, heard, event, now)
     effects: list[Effect] = []
     if known is not None and known.status != "gone":
-        state, effects = end(state, known.name, "died")
+        state, effects = leave(state, known.name, "died")
         fenced = Refused(
             code="fenced",
             message=f"island {known.name!r} is incarnation {event.incarnation} now, "
@@ -107,9 +107,7 @@ def goodbye(state: State, event: Said, said: Goodbye) -> Step:
     island = state.islands.get(event.island)
     if island is None or island.session != event.session or island.status == "gone":
         return state, [ignored("island", "replaced", "goodbye")]
-    for fragment in state.fragments:
-        state = with_fragment(state, takes.leave_behind(fragment, event.island))
-    state, effects = end(state, event.island, said.reason, said.text)
+    state, effects = leave(state, event.island, said.reason, said.text)
     if said.reason == "failed":
         effects += alerts.after_failure(event.island, said.text)
     return state, effects
@@ -150,6 +148,14 @@ def put_out(state: State, island: Island, wrong: str) -> Step:
     state, effects = end(state, island.name, "refused", message)
     refused = Refused(code="claims", message=message)
     return state, effects + turned_away(island.name, island.session, refused)
+
+
+def leave(state: State, name: str, reason: EndReason, said: str = "") -> Step:
+    """End an incarnation, as `end` does; its deltas that have arrived stay for the next
+    merges."""
+    for fragment in state.fragments:
+        state = with_fragment(state, takes.leave_behind(fragment, name))
+    return end(state, name, reason, said)
 
 
 def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:

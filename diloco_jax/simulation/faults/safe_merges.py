@@ -251,10 +251,10 @@ class RecordedFirst(Invariant):
 
 
 class FencedOut(Invariant):
-    """Nothing is merged from an incarnation that was replaced or has ended.
+    """Nothing is merged that comes from an incarnation after it was replaced or ended.
 
     No lower incarnation joins after a higher one. Exempt are deltas that an island left
-    behind when it said goodbye: they are on the record of its end, and no later
+    behind: they had arrived, they are on the record of its end, and no later
     coordinator merges them. A coordinator that lost its state knows only the islands
     that say hello.
     """
@@ -269,11 +269,6 @@ class FencedOut(Invariant):
         self._left_behind: set[Key] = set()
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        records = [e.record for e in effects if isinstance(e, Persist)]
-        joined = {r.island for r in records if isinstance(r, Joined)}
-        for record in records:
-            if isinstance(record, Left) and record.island in joined:
-                self.hold(not record.left_behind, "left behind by fencing:", record)
         if any(isinstance(effect, Merge) for effect in effects):
             self._merges(effects)
 

@@ -7,7 +7,8 @@ from kit import Driver, asked, notes, of, only, persisted, verdicts
 from diloco_jax.protocol import spans
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import restored
-from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
+from diloco_jax.protocol.holding import DeltaArrived, Drop, Forget, Merge
+from diloco_jax.protocol.values import DeltaKey
 
 
 def whose(effects: list[Effect]) -> list[tuple[str, int, int, int]]:
@@ -175,12 +176,31 @@ def test_its_data_is_granted_again_if_its_last_delta_is_in_no_merge(merged) -> N
     assert d.state.free_spans == left != (granted,)
 
 
-def test_a_fenced_incarnation_leaves_nothing_behind() -> None:
+def test_a_fenced_incarnation_leaves_what_has_arrived() -> None:
     d = Driver(quorum=2)
     d.join("a", "b")
     d.report("a", 2)
     d.report("b", 2)
     d.take("a", 0, 2)
+    effects = d.hello("a", 2)
+    (left,) = persisted(effects, "left")
+    assert (left["reason"], left["incarnation"]) == ("died", 1)
+    (kept,) = left["left_behind"]
+    assert (kept["fragment"], kept["end"]) == (0, 2)
+    assert of(effects, Drop) == []
+    assert only(effects, Forget).kept == (DeltaKey("a", 1, 0, 1),)
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_fenced_incarnation_leaves_nothing_else(arrived: bool) -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("b", 2)
+    if arrived:  # The bytes, and not the record.
+        d.feed(DeltaArrived(island="a", incarnation=1, fragment=0, tick=1))
+    else:
+        d.take("a", 0, 2, arrive=False)
     effects = d.hello("a", 2)
     assert persisted(effects, "left")[0]["left_behind"] == []
     assert only(effects, Drop).incarnation == 1

@@ -11,7 +11,7 @@ from diloco_jax.protocol.coordinator.events import (
     Persist,
     Said,
 )
-from diloco_jax.protocol.holding import Drop, Merge
+from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge
 from diloco_jax.protocol.messages import (
     Goodbye,
     Granted,
@@ -152,17 +152,24 @@ def test_an_island_that_failed_is_named_with_what_it_said() -> None:
     assert "island 'b' failed, and says: bye" in alert.text
 
 
-def test_a_fenced_delta_enters_no_merge() -> None:
+@pytest.mark.parametrize("arrive", [False, True])
+def test_a_fenced_delta_is_merged_if_it_has_arrived(arrive: bool) -> None:
     d = Driver(quorum=2)
     d.join("a", "b")
     d.join("c")
     d.report("a", 2)
     d.report("b", 2)
-    d.take("a", 0, 2)
+    d.take("a", 0, 2, arrive=arrive)
     d.hello("a", 2)
+    late = DeltaArrived(island="a", incarnation=1, fragment=0, tick=1)
+    assert of(d.feed(late), Merge) == [], "it is too late, or here already"
     assert of(d.take("b", 0, 2), Merge) == [], "a's delta is not in the quorum"
     merge = only(d.take("c", 0, 2), Merge)
-    assert [c.island for c in merge.contributions] == ["b", "c"]
+    assert [c.island for c in merge.contributions] == ["a", "b", "c"][not arrive :]
+    d.computed(0)
+    # Fragment 0 has 30 of 40 parameters; nothing of fragment 1 was asked for.
+    merged = 15 if arrive else 0
+    assert (d.totals("a").merged, d.totals("a").lost) == (merged, {"died": 20 - merged})
 
 
 def test_an_island_fenced_while_its_merge_is_under_way() -> None:
