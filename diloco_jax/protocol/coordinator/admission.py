@@ -11,10 +11,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import claims
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Refused
 
 

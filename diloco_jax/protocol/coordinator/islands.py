@@ -108,7 +108,6 @@ class Islands(dict[str, Island]):
     def __init__(self, islands: Iterable[Island] = ()) -> None:
         super().__init__({island.name: island for island in islands})
         self.standing = _standing(self)
-        """The same object for as long as it says the same."""
         self.computed_tokens = sum(i.computed_tokens for i in self.values())
         leases = (i.lease_until for i in self.values() if i.status == "live")
         self.expiry = min(leases, default=math.inf)

@@ -22,11 +22,7 @@ from diloco_jax.protocol.coordinator.granted import (
     Lease,
 )
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-    with_island,
-)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, with_island
 from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Contribution, Span
 

@@ -17,10 +17,7 @@ from msgspec.structs import replace
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.islands import Island, Islands
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 
 ALIKE = 1.5
 """Largest step time of an island of about the pacing speed, in pacing step times."""

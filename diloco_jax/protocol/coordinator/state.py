@@ -301,7 +301,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 
 def initial(config: PolicyConfig) -> State:
     """Return the state of a run before its first event."""
-    return State(fragments=Fragments(map(_fragment, range(config.fragments))))
+    indices = range(config.fragments)
+    return State(fragments=Fragments(Fragment(index=index) for index in indices))
 
 
 def restored(written: Any) -> State:
@@ -310,10 +311,6 @@ def restored(written: Any) -> State:
     Raises msgspec.ValidationError if they are not those of a state.
     """
     return msgspec.convert(written, State, dec_hook=_collected)
-
-
-def _fragment(index: int) -> Fragment:
-    return Fragment(index=index)
 
 
 def _collected(kind: type, written: Any) -> Islands | Fragments:

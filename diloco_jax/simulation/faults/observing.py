@@ -9,10 +9,7 @@ import numpy as np
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Version

@@ -12,11 +12,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.state import (
-    Fragment,
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
 from diloco_jax.protocol.holding import Commit
 from diloco_jax.protocol.messages import (
     Finished,

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Note
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import RESTARTS
 from diloco_jax.protocol.reasons import OUT_OF_BOUNDS

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.state import (
-    PolicyConfig,
-    State,
-)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Refused
 from diloco_jax.simulation.faults.observing import Invariant
 

@@ -12,11 +12,7 @@ from diloco_jax.protocol.coordinator.alerts import (
     in_turns,
 )
 from diloco_jax.protocol.coordinator.islands import Island, Islands
-from diloco_jax.protocol.coordinator.state import (
-    Account,
-    Fragment,
-    initial,
-)
+from diloco_jax.protocol.coordinator.state import Account, Fragment, initial
 from diloco_jax.protocol.values import Contribution, Version
 
 
