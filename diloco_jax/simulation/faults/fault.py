@@ -33,6 +33,12 @@ class DrawnFault(
         """Name of the kind in JSON."""
         return str(self.__struct_config__.tag)
 
+    @property
+    def awaits_end(self) -> bool:
+        """True if it happens only once the run has its tokens. Nobody waits for it to
+        see that the run goes on."""
+        return False
+
 
 class Restart(
     msgspec.Struct,

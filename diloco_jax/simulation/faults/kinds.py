@@ -282,6 +282,10 @@ class ClockJump(DrawnFault, frozen=True):
     forward_s: float
     at_end: bool = False
 
+    @property
+    def awaits_end(self) -> bool:
+        return self.at_end
+
     def strike(self, world: FaultyWorld) -> bool:
         lead = world.coordinator
         if lead is None or (self.at_end and lead.state.phase == "running"):

@@ -111,6 +111,8 @@ def over_within_s(schedule: Schedule) -> float:
     Under a rule that loses the steps between take and adoption, a delta may hold one
     step, however long it waits. Then one step counts in the cycles in which a take is
     open, and one more cycle.
+
+    A coordinator that finds that it slept during the end listens for one more lease.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
     tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum])
@@ -121,7 +123,9 @@ def over_within_s(schedule: Schedule) -> float:
     else:
         tokens_per_s /= 2
     anew_s = schedule.total_tokens / tokens_per_s
-    return merges_within_s(schedule) + anew_s + LEASE_S + Deadlines(LEASE_S).flush_s
+    slept_s = LEASE_S * sum(fault.awaits_end for fault in schedule.faults)
+    ends_s = LEASE_S + Deadlines(LEASE_S).flush_s + slept_s
+    return merges_within_s(schedule) + anew_s + ends_s
 
 
 def expect(

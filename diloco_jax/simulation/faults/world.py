@@ -68,7 +68,7 @@ class FaultyWorld(Links):
         self.takeovers: Counter[str] = Counter()
         """Take-overs by a standby, from its log or by gathering."""
         self.merges = [0] * self.config.fragments
-        self._not_over = len(schedule.faults)
+        self._not_over = sum(not fault.awaits_end for fault in schedule.faults)
         self._has_healed = False
         self.armed_crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
@@ -93,7 +93,7 @@ class FaultyWorld(Links):
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
         self.snapshots.begin()
-        if not self.schedule.faults:
+        if not self._not_over:
             self._healed()
         self.clock.after(PATIENCE_S, self._out_of_patience)
         self.clock.run(done=self._is_over, most=MOST_CALLS)
@@ -115,7 +115,8 @@ class FaultyWorld(Links):
     def begun(self, fault: DrawnFault, lasts_s: float) -> bool:
         """Note that a fault happens now; return True."""
         self.struck[fault.kind] += 1
-        self.clock.after(lasts_s, self._over)
+        if not fault.awaits_end:
+            self.clock.after(lasts_s, self._over)
         return True
 
     def _over(self) -> None:

@@ -4,10 +4,11 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.simulation.faults import liveness, world
+from diloco_jax.protocol.coordinator import fragments, ledger
+from diloco_jax.simulation.faults import kinds, liveness, world
 from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.play import play
+from diloco_jax.simulation.faults.schedule import PATIENCE_S
 
 # Some of them were over later than an earlier bound said, without a fault.
 SEEDS = (0, 1, 2, 3, 149, 385, 553, 768, 912, 1178, 1193, 1380, 1449)
@@ -53,3 +54,23 @@ def test_a_quorum_that_needs_an_island_in_quarantine_waits_for_its_release() -> 
         wrong = play(schedule).wrong
     assert wrong is not None
     assert wrong.invariant == liveness.NAME
+
+
+def test_a_fault_that_awaits_the_end_keeps_nobody_from_looking_until_then() -> None:
+    at_end = kinds.ClockJump(at_s=5.0, forward_s=26.0, at_end=True)
+    schedule = replace(draw(0), faults=(at_end,))
+    schedule = replace(schedule, total_tokens=4 * schedule.total_tokens)
+    played = play(schedule)
+    assert (played.wrong, played.world.struck["clock_jump"]) == (None, 1)
+    with mock.patch.object(fragments, "settle", lambda config, at, *_, **__: (at, [])):
+        wrong = play(schedule).wrong
+    assert wrong is not None
+    assert "no merges of fragments" in wrong.what
+
+
+def test_a_run_that_takes_long_to_its_end_may_have_a_fault_there() -> None:
+    """Seed 21596: every second take came too late, until the 877th second."""
+    played = play(draw(21596))
+    assert played.wrong is None
+    assert played.world.clock.now > PATIENCE_S
+    assert played.world.struck["clock_jump"] == 1
