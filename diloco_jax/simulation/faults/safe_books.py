@@ -32,7 +32,6 @@ from diloco_jax.protocol.records import (
     Merged,
     Stopping,
     TermBegun,
-    Ticks,
 )
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -346,7 +345,7 @@ class DurableFirst(Invariant):
                     self._merged.add((*key, fragment, c.tick))
             case TermBegun(fragment=fragment):
                 self._versions[fragment] = record.version
-            case Ticks(through=through):
+            case records.Ticks(through=through):
                 self._ticks = through
 
     def carrying_out(self, effect: AnyEffect) -> None:

@@ -1,4 +1,4 @@
-"""What a state keeps of its islands and fragments is what each of them says."""
+"""The sums that a state keeps of its islands and fragments are those of each."""
 
 import pytest
 from msgspec import to_builtins
