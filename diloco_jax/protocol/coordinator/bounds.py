@@ -115,7 +115,7 @@ class Usual:
         for name, account in self._fragment.accounts.items():
             # An absent island's delta that is ready is merged with the others.
             ready = account.take is not None and account.take.ready
-            if fleet.is_quarantined(name) or not (ready or fleet.is_live(name)):
+            if name in fleet.quarantined or not (ready or fleet.is_live(name)):
                 continue
             for length in self._of_take(name) or self._of_last(name):
                 found[name] = length

@@ -360,7 +360,7 @@ def _share(
         if name not in present
         and account.missed_merges < MISSED_MERGES
         and fleet.is_live(name)
-        and not fleet.is_quarantined(name)
+        and name not in fleet.quarantined
     )
     known = [rate for rate in map(fleet.token_rate, present) if rate]
     if not known:

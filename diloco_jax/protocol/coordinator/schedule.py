@@ -131,10 +131,6 @@ class Fleet:
         island = self._state.islands[name]
         return island.counted if self._running else island.answers
 
-    def is_quarantined(self, name: str) -> bool:
-        """Tell whether none of the island's deltas may be merged."""
-        return name in self.quarantined
-
     def highest_rate(self, tokens: int) -> float:
         """Return the highest learning rate since a version with so many tokens, at the
         points of the schedule around; infinity if the schedule is not known."""

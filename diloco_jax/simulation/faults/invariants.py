@@ -167,7 +167,7 @@ def _kind(effect: AnyEffect) -> type:
     # Ordered by how often they come.
     if isinstance(effect, Tell):
         return type(effect.message)
-    if isinstance(effect, (Note, Persist)):  # Half the time of a union.
+    if isinstance(effect, (Note, Persist)):  # A union is made anew each time.
         return type(effect.record)
     return type(effect)
 

@@ -226,10 +226,8 @@ class SnapshotFailure(DrawnFault, frozen=True):
 
 
 class FullDisk(DrawnFault, frozen=True):
-    """The disk has room for small records only, for a while.
-
-    brimful: it has no room for these either.
-    """
+    """The disk has room for small records only, for a while. brimful: not even for
+    these."""
 
     for_s: float
     brimful: bool = False
@@ -346,8 +344,7 @@ class Repeat(DrawnFault, frozen=True):
 
 class Delay(DrawnFault, frozen=True):
     """Everything of one channel arrives `late_s` later: bulk and control overtake each
-    other.
-    """
+    other."""
 
     island: str
     for_s: float
