@@ -225,6 +225,9 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     coordinator itself."""
     tickets: tuple[bytes, ...] = ()
     """For fetches of these versions from workers, by fragment; see `tickets`."""
+    next_position: Count = 0
+    """As in `Progress`: where grants go on, for an island that outlives the coordinator
+    before any other word of it."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):

@@ -12,6 +12,8 @@ import msgspec
 from msgspec import Meta
 
 Phase = Literal["joining", "compiling", "training", "stopped"]
+BEGINNING: tuple[Phase, ...] = ("joining", "compiling")
+"""Phases of an island before its first step."""
 Verdict = Literal["merged", "pending", "refused", "none"]
 
 ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"

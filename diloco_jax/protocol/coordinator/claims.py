@@ -164,10 +164,8 @@ def counted_tokens(config: PolicyConfig, event: Hello, *, known: bool) -> int:
     if known:
         return event.steps * event.tokens_per_step
     size = event.sequences_per_step
-    # The first grant goes by no speed.
-    speeds = (0.0, believed_step_s(config, event))
-    largest = max(leases.largest_grant(config, speed, size) for speed in speeds)
-    steps = event.steps - leases.LARGEST_GRANTS_UNHEARD * largest // size
+    unheard = leases.most_unheard(config, believed_step_s(config, event), size)
+    steps = event.steps - unheard // size
     return max(event.own_tokens, steps * event.tokens_per_step)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator import ledger, schedule
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
 from diloco_jax.protocol.holding import CycleKept, KeepFragment
@@ -36,10 +36,13 @@ def can_begin(state: State) -> bool:
     return state.phase == "running"
 
 
-def ask(config: PolicyConfig, state: State) -> State:
+def ask(config: PolicyConfig, state: State) -> Step:
     """Begin to keep the present cycle, unless another one is being kept or the run has
-    stopped."""
-    return state if state.keeping or not can_begin(state) else _begin(config, state)
+    stopped. Its ticks up to now are of no merge, in no life of the coordinator."""
+    if state.keeping or not can_begin(state):
+        return state, []
+    state, effects = schedule.reserved(config, state)
+    return _begin(config, state), effects
 
 
 def kept(state: State, event: CycleKept) -> State:

@@ -78,7 +78,7 @@ from diloco_jax.protocol.messages import (
     Stop,
     Welcome,
 )
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.values import BEGINNING, Record
 
 Step = tuple[State, list[Effect]]
 
@@ -104,7 +104,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
         case Steer():
             state, effects = steering.steer(config, state, event)
         case KeepAsked():
-            state, effects = cycles.ask(config, state), []
+            state, effects = cycles.ask(config, state)
         case CycleKept():
             state, effects = cycles.kept(state, event), []
         case DeltaArrived():
@@ -176,7 +176,7 @@ def _report(
             f"stop this process",
         )
         return state, members.turned_away(event.island, event.session, fenced)
-    if report.phase == "training" and island.phase in ("joining", "compiling"):
+    if report.phase == "training" and island.phase in BEGINNING:
         # The island joins the pacing with the steps in this report. An island that had
         # stopped by its own count and goes on after losses is in the pacing already.
         island = schedule.restart(island)

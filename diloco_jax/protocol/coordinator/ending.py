@@ -72,7 +72,8 @@ def stop(config: PolicyConfig, state: State, now: float) -> Step:
 def awake(config: PolicyConfig, state: State, now: float) -> State:
     """Return the state with leases that begin anew, if the coordinator itself was
     stopped for so long that they ran out, or its clock jumped. It first hears what has
-    come meanwhile, so that nobody loses the last steps."""
+    come meanwhile, so that nobody loses the last steps. What has not come by then
+    hangs, and a flush has as much time after that as ever."""
     if state.phase not in ("stopping", "flushing"):
         return state
     ends = (i.lease_until for i in state.islands.values() if i.status == "live")
@@ -83,8 +84,11 @@ def awake(config: PolicyConfig, state: State, now: float) -> State:
     for island in state.islands.values():
         if island.status != "gone" and ended <= island.lease_until < until:
             state = with_island(state, replace(island, lease_until=until))
+    if state.phase == "stopping":
+        return replace(state, deadline=max(state.deadline, until))
     hangs_at = max(state.hangs_at, until)
-    return replace(state, deadline=max(state.deadline, until), hangs_at=hangs_at)
+    deadline = hangs_at + (1.0 - OPEN_BY) * config.flush_s
+    return replace(state, deadline=deadline, hangs_at=hangs_at)
 
 
 def late_s(config: PolicyConfig, state: State) -> float:
@@ -276,7 +280,8 @@ def extend(config: PolicyConfig, state: State) -> Step:
     if state.phase != "done" or state.progress_tokens >= config.total_tokens:
         return state, []
     record = records.Extended(total_tokens=config.total_tokens)
-    return extended(state), [Persist(record=record)]
+    state, effects = schedule.reserved(config, extended(state))
+    return state, [Persist(record=record), *effects]
 
 
 def extended(state: State) -> State:

@@ -83,6 +83,17 @@ def largest_grant(
     return 2 * steps * sequences_per_step
 
 
+def most_unheard(
+    config: PolicyConfig, step_seconds: float, sequences_per_step: int
+) -> int:
+    """Return the sequences that an island of that speed may have been granted without
+    anybody else's having heard of it."""
+    # The first grant goes by no speed.
+    speeds = (0.0, step_seconds)
+    largest = max(largest_grant(config, s, sequences_per_step) for s in speeds)
+    return LARGEST_GRANTS_UNHEARD * largest
+
+
 def _draw(state: State, sequences: int) -> tuple[Span, State]:
     if state.free_spans:
         span, *rest = state.free_spans

@@ -47,7 +47,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
 from diloco_jax.protocol.reasons import FAILURES, EndReason
-from diloco_jax.protocol.values import DeltaKey, Span
+from diloco_jax.protocol.values import BEGINNING, DeltaKey, Span
 
 Step = tuple[State, list[Effect]]
 
@@ -295,10 +295,12 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
 def _resume(
     config: PolicyConfig, state: State, known: Island, event: Hello, now: float
 ) -> Step:
-    name = event.island
+    name, phase = event.island, event.phase
+    if phase in BEGINNING and known.phase not in BEGINNING:
+        phase = known.phase  # A late hello, from before its first step.
     island = replace(
         known,
-        phase=event.phase,
+        phase=phase,
         lead=event.lead,
         # A restarted coordinator does not know which records are on its tape.
         records_through=max(known.records_through, event.records_through),
@@ -359,6 +361,7 @@ def _welcome(
         term=state.term,
         resumed=resumed,
         versions=versions,
+        next_position=state.next_position,
     )
     return Tell(session=event.session, message=welcome)
 
@@ -366,6 +369,6 @@ def _welcome(
 def _lease_s(config: PolicyConfig, island: Island) -> float:
     """Return the island's lease in seconds; joining and compiling islands may be
     silent for longer."""
-    if island.phase in ("joining", "compiling"):
+    if island.phase in BEGINNING:
         return max(config.compile_budget_s, config.lease_s)
     return config.lease_s

@@ -62,7 +62,7 @@ def advance(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
     steps, longest = steps_to_tick(config, state.tick + 1), _longest_tick(config)
     passed = [_passed(island, steps, longest) for island in state.islands.values()]
     state = replace(state, islands=Islands(passed))
-    return _reserved(config, replace(state, tick=state.tick + 1))
+    return reserved(config, replace(state, tick=state.tick + 1))
 
 
 def skip_cycle(
@@ -72,10 +72,12 @@ def skip_cycle(
     is not affected."""
     last = state.tick + config.fragments
     ticks = {fragment_of(config, tick): tick for tick in range(last, state.tick, -1)}
-    return ticks, *_reserved(config, replace(state, tick=last))
+    return ticks, *reserved(config, replace(state, tick=last))
 
 
-def _reserved(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
+def reserved(config: PolicyConfig, state: State) -> tuple[State, list[Effect]]:
+    """Return the state whose tick is durably reserved, so that no life of a coordinator
+    uses it, or one before it, again. After a crash it may not be."""
     if state.tick <= state.ticks_reserved:
         return state, []
     through = state.tick + CYCLES_RESERVED * config.fragments

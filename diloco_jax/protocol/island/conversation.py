@@ -244,6 +244,7 @@ class Conversation:
             self._takes, self._verdicts = {}, []
             self.stop, self.has_news = False, True
         self._run_id, self._term = welcome.run_id, max(self._term, welcome.term)
+        self._next_position = max(self._next_position, welcome.next_position)
         tickets = welcome.tickets or (b"",) * len(welcome.versions)
         wanted = zip(welcome.versions, tickets, strict=True)
         return tuple(self._want(f, *each) for f, each in enumerate(wanted))

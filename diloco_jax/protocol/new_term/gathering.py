@@ -364,14 +364,13 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
     for heard in state.heard.values():
         known = known.higher(heard.known)
     term = 1 + known.term
-    largest = max(
-        leases.largest_grant(
+    unheard = max(
+        leases.most_unheard(
             config, claims.believed_step_s(config, o), o.sequences_per_step
         )
         for o in offers
     )
     islands = len(state.names | state.members.keys())
-    unheard = leases.LARGEST_GRANTS_UNHEARD * islands * largest
     return Open(
         run_id=state.run_id,
         term=term,
@@ -379,7 +378,7 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
         sources=tuple(island for island, _ in got),
         replaced=tuple(version for _, version in got),
         tokens=known.tokens,
-        next_position=known.next_position + unheard,
+        next_position=known.next_position + islands * unheard,
     )
 
 

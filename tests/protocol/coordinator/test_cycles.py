@@ -189,7 +189,7 @@ def test_no_cycle_begins_once_the_run_has_stopped() -> None:
     before = len(d.effects)
     d.feed(KeepAsked())
     again = recover(d.config, initial(d.config), d.log, d.now)
-    assert not cycles.ask(d.config, again).keeping
+    assert not cycles.ask(d.config, again)[0].keeping
     for fragment in (0, 1):
         d.take("a", fragment, 3)
         d.computed(fragment)
@@ -218,6 +218,38 @@ def test_a_run_that_is_extended_goes_on_with_a_whole_cycle() -> None:
         assert version == version_at(d, fragment, cycle)
     again = recover(d.config, initial(d.config), d.log, d.now)
     assert again.tick % d.config.fragments == 0
+
+
+def test_ticks_of_a_kept_cycle_are_used_in_no_other_life() -> None:
+    """A crash may leave an older snapshot, or newer ones, to go on from: they lead to
+    different ticks, unless the tick up to which a cycle was kept is on the log."""
+    d = training(total_tokens=1000)
+    for step, fragment in ((2, 0), (4, 1)):
+        d.report("a", step)
+        d.merge(fragment, a=step)
+    d.crash()
+    assert d.state.tick > d.state.ticks_reserved
+    before = len(d.effects)
+    d.feed(KeepAsked())
+    found = [type(e).__name__ for e in d.effects[before:]]
+    assert found == ["Persist", "KeepFragment", "KeepFragment"]
+    kept_to = d.state.tick
+    oldest = recover(d.config, initial(d.config), d.log, d.now)
+    assert oldest.tick >= kept_to
+
+
+def test_so_are_those_up_to_an_extension() -> None:
+    d = training(total_tokens=20)
+    d.report("a", 2)
+    d.report("a", 2, phase="stopped")
+    for fragment in (0, 1):
+        d.take("a", fragment, 2)
+        d.computed(fragment)
+    d.config = replace(d.config, total_tokens=90)
+    d.crash()
+    d.feed(RunExtended())
+    assert d.state.ticks_reserved >= d.state.tick
+    assert recover(d.config, initial(d.config), d.log, d.now).tick >= d.state.tick
 
 
 def test_a_fragment_that_needs_no_flush_is_in_the_cycle() -> None:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 from ending_support import pending, stop, stopping, whose
-from kit import Driver, asked, notes, of, only, persisted
+from kit import Driver, asked, kinds, notes, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import decide, quarantine
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import ResendRequest
+from diloco_jax.protocol.messages import ResendRequest, Welcome
 
 
 def back(d: Driver, name: str, fragment: int, steps: int) -> None:
@@ -83,6 +83,25 @@ def test_what_hangs_keeps_nobody_elses_last_steps_out() -> None:
     assert persisted(d.wait(d.config.flush_s), "finished")
     assert d.totals("a").lost == d.totals("c").lost == {}
     assert d.totals("b").lost == {"finished": 30}
+
+
+def test_nor_if_the_coordinator_slept_meanwhile() -> None:
+    """It first listens for a lease; what does not come by then hangs, and the others
+    have as much time after that as ever."""
+    d = pending(quorum=1)
+    d.arrive("a", 0)
+    lease_s, flush_s = d.config.lease_s, d.config.flush_s
+    assert kinds(d.wait(3 * lease_s + flush_s)) == []
+    d.now += lease_s - 1
+    assert [of(d.report(name, 5), Merge) for name in "abc"] == [[], [], []]
+    assert whose(only(d.wait(1), Merge)) == [("a", 0, 4)]
+    d.now += (1 - OPEN_BY) * flush_s - 1
+    assert asked(d.computed(0)) == {0: ["a", "c"]}
+    d.take("a", 0, 5)
+    last = only(d.take("c", 0, 5), Merge)
+    assert whose(last) == [("a", 4, 5), ("c", 4, 5)]
+    d.computed(0)
+    assert d.totals("a").lost == d.totals("c").lost == {}
 
 
 def hanging(**changes: Any) -> Driver:
@@ -210,12 +229,32 @@ def test_a_coordinator_that_was_stopped_itself_listens_first(stopped: str) -> No
     effects = d.wait(5 * d.config.lease_s)
     assert not persisted(effects, "finished")
     assert notes(effects, "absent") == []
-    assert d.state.deadline == d.now + d.config.lease_s
+    listens_to = d.state.deadline if stopped == "a" else d.state.hangs_at
+    assert listens_to == d.now + d.config.lease_s
     stop(d, "b")
     d.take("b", 0, 10)
     d.take("a", 0, 10)
     assert persisted(d.computed(0), "finished")
     assert d.totals("a").lost == d.totals("b").lost == {}
+
+
+def test_a_hello_that_comes_late_does_not_hide_that_an_island_trains() -> None:
+    """The flush awaits the last step of who trains, not of who joins."""
+    d = stopping("a", "b", fragment_sizes=(4,))
+    stop(d, "a")
+    assert of(d.hello("b"), Welcome), "b's first one, once more"
+    assert d.state.islands["b"].phase == "training"
+    d.now += d.config.lease_s - 40
+    d.report("a", 10)
+    d.report("b", 10)
+    assert asked(d.wait(40)) == {0: ["a", "b"]}
+    d.take("a", 0, 10)
+    d.take("b", 0, 10)
+    assert not persisted(d.computed(0), "finished")
+    assert asked(d.report("b", 11, phase="stopped")) == {0: ["b"]}
+    d.take("b", 0, 11)
+    assert persisted(d.computed(0), "finished")
+    assert d.totals("b").lost == {}
 
 
 def test_silence_that_is_noticed_in_time_is_the_islands() -> None:

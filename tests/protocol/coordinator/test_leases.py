@@ -3,14 +3,14 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import Driver, kinds, of, persisted
+from kit import Driver, kinds, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import with_island
-from diloco_jax.protocol.messages import Granted
+from diloco_jax.protocol.messages import Granted, Welcome
 from diloco_jax.protocol.spans import joined
 from diloco_jax.protocol.values import Span
 
@@ -33,6 +33,14 @@ def test_a_new_island_gets_data_with_its_welcome() -> None:
         "stop": span.stop,
         "offset": 0,
     }
+
+
+def test_a_welcome_says_where_grants_go_on() -> None:
+    """An island that needs none may be the only one that tells the next coordinator."""
+    d = Driver()
+    d.state = replace(d.state, next_position=500)
+    assert only(d.hello("a"), Welcome).next_position == 500
+    assert only(d.hello("a"), Welcome).next_position == d.state.next_position > 500
 
 
 def test_an_island_always_holds_an_outage_budget_of_data() -> None:

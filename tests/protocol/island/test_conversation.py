@@ -6,7 +6,7 @@ import pytest
 from diloco_jax.protocol.island.boundary import Adoption, Ending
 from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.messages import Finished, Published, ResendRequest
+from diloco_jax.protocol.messages import Finished, Published, ResendRequest, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
 
 
@@ -237,6 +237,12 @@ def test_the_status_says_what_a_coordinator_without_state_needs(told):
     says.progress(told, 600, own_tokens=50, next_position=50)
     status = told.status()
     assert (status.tokens, status.own_tokens, status.next_position) == (650, 50, 56)
+    versions = (Version(2, 8), Version(2, 9))
+    back = Welcome(
+        run_id="run-1", term=2, resumed=True, versions=versions, next_position=90
+    )
+    told.receive(back)
+    assert told.status().next_position == 90
 
 
 def over(told):

@@ -11,7 +11,7 @@ from gatherer_support import CONFIG, PATIENCE_S, Gatherer, asked, of
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.leases import LARGEST_GRANTS_UNHEARD, largest_grant
+from diloco_jax.protocol.coordinator.leases import most_unheard
 from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.new_term.events import (
@@ -34,7 +34,7 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
     assert asked(effects) == [("b", 0), ("a", 1)]
     g.arrive("b", 0, 6)
     (opened,) = g.arrive("a", 1, 7)
-    unheard = 2 * LARGEST_GRANTS_UNHEARD * largest_grant(CONFIG, 0.5, 2)
+    unheard = 2 * most_unheard(CONFIG, 0.5, 2)
     assert opened == Open(
         run_id="run-1",
         term=2,
@@ -233,7 +233,7 @@ def test_what_a_join_heard_counts_though_it_has_no_anchors() -> None:
     g.arrive("a", 0, 9)
     (opened,) = of(g.arrive("a", 1, 9), Open)
     assert (opened.versions[0].term, opened.tokens) == (4, 350)
-    unheard = LARGEST_GRANTS_UNHEARD * largest_grant(CONFIG, 1.0, 2)
+    unheard = most_unheard(CONFIG, 1.0, 2)
     assert opened.next_position == 900 + unheard
 
 
@@ -333,9 +333,17 @@ def test_an_island_that_says_it_is_fast_uses_up_no_more_positions() -> None:
     g.offer("a", 1, 1, step_seconds=1e-9)
     g.arrive("a", 0, 1)
     (opened,) = of(g.arrive("a", 1, 1), Open)
-    assert opened.next_position == LARGEST_GRANTS_UNHEARD * largest_grant(
-        CONFIG, 0.5, 2
-    )
+    assert opened.next_position == most_unheard(CONFIG, 0.5, 2)
+
+
+def test_first_grants_which_go_by_no_speed_may_be_the_largest() -> None:
+    """Two of an island of which nobody tells, each of twice 64 steps."""
+    g = Gatherer("a")
+    g.config = replace(g.config, outage_budget_s=20.0)
+    g.offer("a", 1, 1, step_seconds=1.0, next_position=8)
+    g.arrive("a", 0, 1)
+    (opened,) = of(g.arrive("a", 1, 1), Open)
+    assert opened.next_position == 8 + 2 * (2 * 64 * 2)
 
 
 def test_what_an_island_heard_of_another_run_does_not_count() -> None:
