@@ -168,8 +168,7 @@ class ApartWorld(StandbyWorld):
                 for key in worker.process.deltas:
                     self.monitor.arrived(key)
         leading.serve(coordinator)
-        self.worker_crashes.lead_is_up(coordinator)
-        self.operator.act()
+        self._serve(coordinator)
 
     def _made(
         self, state: State, merging: Anchors, offset_s: float

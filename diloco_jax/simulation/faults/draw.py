@@ -17,7 +17,7 @@ from diloco_jax.simulation.faults.draw_apart import with_workers_apart
 from diloco_jax.simulation.faults.draw_standby import with_standby
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.simulation.faults.operator import Removal
+from diloco_jax.simulation.faults.operator import Export, Removal, RunStop
 from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
@@ -45,6 +45,10 @@ LOSSES = (kinds.DiskGone, kinds.DiskLost)
 """Losses of a state, and with it of what an operator ordered."""
 REMOVED_SHARE = 0.2
 """Share of the other schedules in which an operator puts an island out for a while."""
+EXPORTED_SHARE = 0.15
+"""Share of the schedules in which an operator exports the run."""
+STOPPED_SHARE = 0.1
+"""Share of those without a standby in which an operator stops and resumes the run."""
 LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
 BOASTER_SHARE = 0.1
@@ -62,16 +66,17 @@ BESIDE_WORKERS_SHARE = 0.15
 """Share of the others in which it has one."""
 APART_SHARE = 0.25
 """Share of the schedules with a standby in which the workers are on other machines."""
-KEPT_BY_LOSING = 0.7
-"""Share of tokens, about, that survives a rule that loses steps."""
+LOSING_SHARE = 0.35
+"""Tokens of a schedule whose rule loses steps, as a share of those of others. Where
+fewer survive, the run lasts longer; where it is over too soon, it is extended."""
 
 
 def draw(seed: int) -> Schedule:
     """Draw a schedule from a seed.
 
-    It has at least 3 islands and 5 faults, and tokens for about 5 cycles or more with a
-    coordinator. In most schedules the faults stop early enough to see that the run then
-    goes on.
+    It has at least 3 islands and 5 faults. Unless its rule loses steps, it has tokens
+    for about 5 cycles or more with a coordinator. In most schedules the faults stop
+    early enough to see that the run then goes on.
     """
     rng = random.Random(f"faults {seed}")
     names = "abcd"[: rng.choice([3, 3, 3, 4])]
@@ -181,6 +186,12 @@ def draw(seed: int) -> Schedule:
     apart = random.Random(f"apart {seed}")
     if schedule.standby is not None and apart.random() < APART_SHARE:
         schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
+    export = random.Random(f"export {seed}")
+    if export.random() < EXPORTED_SHARE:
+        faults += [_drawn(Export, export, storm_s) for _ in range(2)]
+    stop = random.Random(f"stop {seed}")
+    if schedule.standby is None and stop.random() < STOPPED_SHARE:
+        faults.append(_drawn(RunStop, stop, storm_s, for_s=_seconds))
     # While the coordinator is down, islands go on, and nothing is merged.
     calm_s = max(calm_s, 3 * cycle_s + sum(map(_down_s, faults)))
     hang = random.Random(f"hang {seed}")
@@ -196,10 +207,10 @@ def draw(seed: int) -> Schedule:
     room = random.Random(f"room {seed}")
     if room.random() < CROWDED_SHARE:
         schedule = msgspec.structs.replace(schedule, room=room.choice([1, 1, 2]))
-    kept = KEPT_BY_LOSING if schedule.rule.loses_steps else 1.0
+    share = LOSING_SHARE if schedule.rule.loses_steps else 1.0
     return msgspec.structs.replace(
         schedule,
-        total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * kept),
+        total_tokens=int((storm_s + calm_s) * schedule.tokens_per_s * share),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
     )
 

@@ -11,7 +11,7 @@ from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.boasting import Boast
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
-from diloco_jax.simulation.faults.operator import Removal
+from diloco_jax.simulation.faults.operator import AnyOrder
 from diloco_jax.simulation.faults.standby_faults import AnyStandbyFault
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
@@ -378,7 +378,7 @@ AnyFault = (
     | StepJump
     | Unfit
     | LongDeltas
-    | Removal
+    | AnyOrder
     | Boast
     | CoordinatorCrash
     | WorkerCrash

@@ -1,11 +1,12 @@
 """An operator in a world of faults, who admits islands that the config does not name,
-and removes them.
+and removes them; who exports the run while it goes on, and stops and resumes it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco_jax.protocol.coordinator.events import KeepAsked
 from diloco_jax.protocol.messages import Steer
 from diloco_jax.simulation.faults.fault import DrawnFault
 
@@ -32,6 +33,31 @@ class Removal(DrawnFault, frozen=True):
             self.for_s, lambda: operator.order(self.island, admitted=True)
         )
         return world.begun(self, self.for_s + LOOKS_EVERY_S)
+
+
+class Export(DrawnFault, frozen=True):
+    """An operator exports the run, so that its present cycle is kept."""
+
+    def strike(self, world: FaultyWorld) -> bool:
+        coordinator = world.coordinator
+        if coordinator is None or coordinator.waits:
+            return False
+        coordinator.hear(KeepAsked())
+        return world.begun(self, 0.0)
+
+
+class RunStop(DrawnFault, frozen=True):
+    """An operator stops all processes, and resumes the run `for_s` later."""
+
+    for_s: float
+
+    def strike(self, world: FaultyWorld) -> bool:
+        if not world.stop_run(self.for_s):
+            return False
+        return world.begun(self, self.for_s)
+
+
+AnyOrder = Removal | Export | RunStop
 
 
 class Operator:

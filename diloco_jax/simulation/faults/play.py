@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import shlex
@@ -65,24 +66,39 @@ def world_of(schedule: Schedule) -> FaultyWorld:
 def play(schedule: Schedule) -> Played:
     """Play a schedule to its end, or to the first violation."""
     world = world_of(schedule)
-    try:
-        world.play()
-    except ViolationError as violation:
-        return Played(world, Wrong(violation.invariant, violation.what))
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{error!r} in {place.name}, {place.filename}:{place.lineno}"
-        return Played(world, Wrong(UNBROKEN, what))
-    return Played(world, None)
+    return Played(world, _wrong(world.play))
 
 
 def play_seed(seed: int) -> Played:
-    """Play the schedule of a seed, with more tokens if it was over too soon."""
-    schedule = draw(seed)
-    while not (played := play(schedule)).is_full and played.wrong is None:
-        tokens = schedule.total_tokens * 3 // 2
-        schedule = msgspec.structs.replace(schedule, total_tokens=tokens)
+    """Play the schedule of a seed; extend the run if it was over too soon."""
+    played = play(draw(seed))
+    while not played.is_full and played.wrong is None:
+        played = _extended(played.world)
     return played
+
+
+def _extended(world: FaultyWorld) -> Played:
+    """Play a run that is over on to half of its first tokens more."""
+    assert world.coordinator is not None
+    schedule, done = world.schedule, world.coordinator.state.progress_tokens
+    total_tokens = done + max(1, schedule.total_tokens // 2)
+    # So that the schedule plays the same again.
+    extended_to = (*schedule.extended_to, total_tokens)
+    world.schedule = msgspec.structs.replace(schedule, extended_to=extended_to)
+    return Played(world, _wrong(functools.partial(world.extend, total_tokens)))
+
+
+def _wrong(played: Callable[[], None]) -> Wrong | None:
+    """Play; return the violation at which it ended, or None."""
+    try:
+        played()
+    except ViolationError as violation:
+        return Wrong(violation.invariant, violation.what)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{error!r} in {place.name}, {place.filename}:{place.lineno}"
+        return Wrong(UNBROKEN, what)
+    return None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -116,6 +132,8 @@ class FaultsReport:
     """Crashes of islands and coordinators."""
     torn_snapshots: int = 0
     """Torn snapshots that a returning coordinator found and passed over."""
+    extensions: int = 0
+    """Times that a run was over, and went on to more tokens."""
     takeovers: Counter[str] = dataclasses.field(default_factory=Counter)
     """Take-overs by a standby, from its log or by gathering."""
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -205,6 +223,7 @@ def _add(report: FaultsReport, played: Played) -> None:
     report.merges += sum(played.world.merges)
     report.crashes += played.world.crashes
     report.torn_snapshots += played.world.torn_snapshots
+    report.extensions += played.world.extensions
     report.takeovers.update(played.world.takeovers)
     report.faults.update(played.world.struck)
 

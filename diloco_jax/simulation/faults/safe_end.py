@@ -5,7 +5,7 @@ from __future__ import annotations
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
 from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
+from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 
 ENDS: tuple[EndReason, ...] = ("finished", "absent")
 
@@ -25,9 +25,9 @@ class LastStepsMerged(Invariant):
         super().__init__(config)
         self._exempt: set[Incarnation] = set()
         """Those that were silent for too long, or had a delta that hung."""
-        self._awaited: dict[Key, float] = {}
-        """Times since which deltas are awaited: they are on their way, or are taken
-        after an adoption that is."""
+        self._awaited: dict[tuple[Incarnation, int], float] = {}
+        """Times since which islands' deltas of fragments are awaited: they are on their
+        way, or are taken after an adoption that is, once or again."""
 
     def ending(self, before: State, after: State, now: float) -> None:
         for name, island in before.islands.items():
@@ -48,15 +48,15 @@ class LastStepsMerged(Invariant):
 
     def _look_for_hanging(self, state: State, now: float) -> None:
         awaited = {
-            (name, account.incarnation, fragment.index, take.tick)
+            ((name, account.incarnation), fragment.index)
             for fragment in state.fragments
             for name, account in fragment.accounts.items()
             if (take := account.take) is not None and not take.arrived
         }
         self._awaited = {key: self._awaited.get(key, now) for key in awaited}
-        for (name, incarnation, _, _), since in self._awaited.items():
+        for (who, _), since in self._awaited.items():
             if now - since >= OPEN_BY * self.config.flush_s:
-                self._exempt.add((name, incarnation))
+                self._exempt.add(who)
 
 
 def _lost(fragment: Fragment, name: str) -> int:

@@ -139,8 +139,9 @@ class QuorumHeld(Invariant):
     """At least K deltas of incarnations that have not ended enter a merge.
 
     K of them are from islands that its tick asked, unless the tick could not ask K
-    islands, or a tick of a cycle later found the fragment still open. The flush, which
-    comes when the run has its tokens, is exempt.
+    islands, or a tick of a cycle later found the fragment still open, or it is a tick
+    of the flush, which comes when the run has its tokens, and begins with deltas of
+    earlier ticks. The flush's last merge of a fragment is exempt.
     """
 
     name = "quorum"
@@ -151,15 +152,19 @@ class QuorumHeld(Invariant):
         self._asked: dict[int, set[str]] = {}
         self._asked_first: dict[int, int] = {}
         self._late: set[int] = set()
-        """Ticks whose fragments were open for a cycle."""
+        """Ticks whose fragments were open for a cycle, and those of the flush."""
         self._stopping = False
         self._ended: set[Incarnation] = set()
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        ended = self._ended
+        ended, stopping = self._ended, self._stopping
         for effect in effects:
             match effect:
+                case Persist(record=Stopping()):
+                    stopping = True
                 case Tell(session=session, message=TakeRequest(tick=tick)):
+                    if stopping and tick not in self._asked:
+                        self._late.add(tick)
                     islands = state.islands.items()
                     name = next(n for n, i in islands if i.session == session)
                     self._asked.setdefault(tick, set()).add(name)
@@ -170,11 +175,8 @@ class QuorumHeld(Invariant):
         if len(self._asked) > len(self._asked_first):
             for tick in self._asked.keys() - self._asked_first.keys():
                 self._asked_first[tick] = len(self._asked[tick])
-        stopping = self._stopping
         for effect in effects:
-            if isinstance(effect, Persist):
-                stopping |= isinstance(effect.record, Stopping)
-            elif isinstance(effect, Merge):
+            if isinstance(effect, Merge):
                 tick = state.fragments[effect.fragment].tick
                 deltas = [
                     c

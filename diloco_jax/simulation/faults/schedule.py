@@ -68,8 +68,9 @@ STANDBY_KINDS = frozenset(
 """Faults that need a standby."""
 APART_KINDS = frozenset({"worker_cut"})
 """Faults that need workers on machines of their own."""
-NOT_BESIDE_A_STANDBY = frozenset({"disk_gone", "disk_lost"})
-"""Losses of the only disk; with a standby it is a node that loses one."""
+NOT_BESIDE_A_STANDBY = frozenset({"disk_gone", "disk_lost", "run_stop"})
+"""Losses of the only disk, where with a standby it is a node that loses one; and a stop
+of all processes."""
 FAULT_SECONDS = Bound(0, PATIENCE_S)
 """Bounds of all other fields."""
 
@@ -124,6 +125,8 @@ class Schedule(
     islands: dict[str, DrawnIsland]
     faults: tuple[AnyFault, ...] = ()
     total_tokens: int
+    extended_to: tuple[int, ...] = ()
+    """Tokens in all to which the run goes on, each time that it is over."""
     fragment_sizes: tuple[int, ...] = (2, 1)
     """Parameters by fragment."""
     workers: int = 1
@@ -296,7 +299,7 @@ def _check_standby(schedule: Schedule) -> None:
     if beside := kinds & NOT_BESIDE_A_STANDBY:
         raise ConfigError(
             f"--schedule has a standby and the faults {sorted(beside)}; leave out one "
-            f"of them, or let a node lose its disk (node_loss)"
+            f"of them, or let a node lose its disk (node_loss) or stop (node_stop)"
         )
 
 
@@ -328,14 +331,15 @@ def _check_values(schedule: Schedule) -> None:
 
 def _check_length(schedule: Schedule) -> None:
     """Refuse an overlong schedule: it would look like a violation of liveness."""
-    seconds = schedule.total_tokens / schedule.tokens_per_s
+    total_tokens = max(schedule.total_tokens, *schedule.extended_to, 0)
+    seconds = total_tokens / schedule.tokens_per_s
     rates = (1 / plan.step_s + 1 for plan in schedule.islands.values())
     steps = seconds * sum(rates)
     if not steps <= MOST_STEPS:
         raise ConfigError(
-            f"total_tokens = {schedule.total_tokens} takes {seconds:.3g} s: "
+            f"total_tokens = {total_tokens} takes {seconds:.3g} s: "
             f"{steps:.2g} steps and seconds of all islands, more than {MOST_STEPS:,}; "
-            f"lower total_tokens, or choose other step_s or batch_size"
+            f"lower total_tokens or extended_to, or choose other step_s or batch_size"
         )
 
 

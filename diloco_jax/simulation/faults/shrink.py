@@ -57,6 +57,8 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
     for field, value in plain.items():
         if getattr(schedule, field) != value:
             yield replace(schedule, **{field: value})
+    if schedule.extended_to:
+        yield replace(schedule, extended_to=schedule.extended_to[:-1])
     for share in (0.5, 0.9):
         tokens = int(schedule.total_tokens * share)
         if 0 < tokens < schedule.total_tokens:

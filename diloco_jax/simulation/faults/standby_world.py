@@ -124,6 +124,14 @@ class StandbyWorld(FaultyWorld):
         node.kill()
         self._start_again(node, role, restart.down_s, restart.clock_s)
 
+    def _start_again_after(self, seconds: float, last: FaultyCoordinator) -> None:
+        """See FaultyWorld. Both have ended; the one that led is started first."""
+        self.coordinator = None
+        led = cast(SeatedCoordinator, last).node
+        for node, later_s in ((led, 0.0), (self.other(led), 2 * LEASE_S)):
+            node.retired = False
+            self._start_again(node, node.role, seconds + later_s, self.clock.now)
+
     def kill_standby(self, node: Node, down_s: float) -> None:
         """Kill a process that does not lead; it starts again."""
         self.crashes += 1

@@ -11,13 +11,17 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
+import msgspec
+
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
+from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
+from diloco_jax.simulation.faults.expecting import Expectations
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
@@ -30,7 +34,6 @@ from diloco_jax.simulation.faults.operator import Operator
 from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
-    PATIENCE_S,
     RESTART_S,
     RETRY_S,
     Schedule,
@@ -67,9 +70,12 @@ class FaultyWorld(Links):
         self.torn_snapshots = 0
         self.takeovers: Counter[str] = Counter()
         """Take-overs by a standby, from its log or by gathering."""
+        self.extensions = 0
+        """Times that the run was over, and went on to more tokens."""
+        self._resumed: RunResumed | None = None
+        """What a coordinator hears first after a stop of the run."""
         self.merges = [0] * self.config.fragments
-        self._not_over = sum(not fault.awaits_end for fault in schedule.faults)
-        self._has_healed = False
+        self._expected = Expectations(self)
         self.armed_crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
         self.worker_crashes = self._crashes_of_workers()
@@ -84,7 +90,7 @@ class FaultyWorld(Links):
         return SnapshotRounds(self)
 
     def play(self) -> None:
-        """Play until the run is over. Raises ViolationError."""
+        """Play until the run is over, for good. Raises ViolationError."""
         state = initial(self.config)
         self.disk.begin(state, first_anchors(self.config.fragments))
         self._start_coordinator(clock_s=1000.0)
@@ -93,15 +99,56 @@ class FaultyWorld(Links):
         for fault in self.schedule.faults:
             self.clock.at(fault.at_s, functools.partial(self._strike, fault))
         self.snapshots.begin()
-        if not self._not_over:
-            self._healed()
-        self.clock.after(PATIENCE_S, self._out_of_patience)
+        self._expected.begin()
+        self._until_over()
+        for total_tokens in self.schedule.extended_to:
+            self.extend(total_tokens)
+
+    def _until_over(self) -> None:
         self.clock.run(done=self._is_over, most=MOST_CALLS)
         if not self._is_over():
             what = f"{MOST_CALLS} things happened within {self.clock.now:.1f} s"
             raise ViolationError(liveness.NAME, what)
         assert self.coordinator is not None
         self.monitor.finished(self.coordinator.state)
+
+    def extend(self, total_tokens: int) -> None:
+        """Start all processes of a run that is over with a config of more tokens, and
+        play until it is over. Raises ViolationError."""
+        assert self.coordinator is not None
+        if total_tokens <= self.coordinator.state.progress_tokens:
+            return  # The product refuses that.
+        self.extensions += 1
+        extended = msgspec.structs.replace(self.schedule, total_tokens=total_tokens)
+        self.run, self.config = extended.configs()
+        self._begin_again(self.coordinator, RESTART_S)
+        self._expected.begin_again(RESTART_S)
+        self._until_over()
+
+    def stop_run(self, for_s: float) -> bool:
+        """Stop all processes, and resume the run; False without a coordinator, or if it
+        is at its end."""
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.state.phase != "running":
+            return False
+        islands = coordinator.state.islands.items()
+        steps = {(name, island.incarnation): island.steps for name, island in islands}
+        self._resumed = RunResumed(steps=steps)
+        self._begin_again(coordinator, for_s)
+        return True
+
+    def _begin_again(self, last: FaultyCoordinator, after_s: float) -> None:
+        """End all processes, and start them again."""
+        for island in self.processes:
+            island.die()
+        self._start_again_after(after_s, last)
+        for name in self.schedule.islands:
+            self.start_island_after(after_s, name)
+
+    def _start_again_after(self, seconds: float, last: FaultyCoordinator) -> None:
+        restart = Restart(down_s=seconds, clock_s=self.clock.now)
+        self.worker_crashes.lead_dies(last, restart)
+        self._went_down(last, restart)
 
     def _is_over(self) -> bool:
         return self.coordinator is not None and self.coordinator.finished
@@ -116,45 +163,8 @@ class FaultyWorld(Links):
         """Note that a fault happens now; return True."""
         self.struck[fault.kind] += 1
         if not fault.awaits_end:
-            self.clock.after(lasts_s, self._over)
+            self.clock.after(lasts_s, self._expected.fault_ended)
         return True
-
-    def _over(self) -> None:
-        self._not_over -= 1
-        if self._not_over == 0:
-            self._healed()
-
-    def _healed(self) -> None:
-        """Expect that the run goes on, because the faults have stopped."""
-        self._has_healed = True
-        schedule, clock = self.schedule, self.clock
-        liveness.expect(
-            "merges of fragments",
-            lambda: dict(enumerate(self.merges)),
-            clock,
-            liveness.merges_within_s(schedule),
-            self._is_running,
-        )
-        liveness.expect(
-            "takes of islands' fragments",
-            lambda: {
-                (name, fragment): island.takes[fragment]
-                for name, island in self.islands.items()
-                for fragment in range(self.config.fragments)
-            },
-            clock,
-            liveness.takes_within_s(schedule),
-            self._is_running,
-        )
-        liveness.expect_end(clock, liveness.over_within_s(schedule))
-
-    def _is_running(self) -> bool:
-        return self.coordinator is None or self.coordinator.state.phase == "running"
-
-    def _out_of_patience(self) -> None:
-        if not self._has_healed:
-            what = f"not all faults have struck within {PATIENCE_S} s"
-            raise ViolationError(liveness.NAME, what)
 
     # ---- the coordinator ----------------------------------------------------------
 
@@ -185,8 +195,19 @@ class FaultyWorld(Links):
         offset_s = clock_s - self.clock.now
         self.coordinator = self._made(state, merging, offset_s)
         self.coordinator.lost_fragments = lost
-        self.worker_crashes.lead_is_up(self.coordinator)
-        self.operator.act()  # Before any island comes.
+        self._serve(self.coordinator)
+
+    def _serve(self, coordinator: FaultyCoordinator) -> None:
+        """Let it hear of all that precedes any island."""
+        if coordinator.state.phase == "done":
+            coordinator.hear(RunExtended())
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            coordinator.hear(resumed)
+        if coordinator.dead:
+            return
+        self.worker_crashes.lead_is_up(coordinator)
+        self.operator.act()
 
     def _made(
         self, state: State, merging: Anchors, offset_s: float

@@ -1,0 +1,188 @@
+"""A run that is over goes on to more tokens, among faults."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from unittest import mock
+
+import pytest
+from msgspec.structs import replace
+
+from diloco_jax.config import ConfigError
+from diloco_jax.protocol.coordinator import ending
+from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.simulation.faults import draw, liveness, safe_books
+from diloco_jax.simulation.faults.fault import Restart
+from diloco_jax.simulation.faults.kinds import (
+    CoordinatorCrash,
+    DiskLost,
+    IslandCrash,
+)
+from diloco_jax.simulation.faults.play import Played, play, play_seed, world_of
+from diloco_jax.simulation.faults.schedule import (
+    MOST_STEPS,
+    RESTART_S,
+    DrawnIsland,
+    DrawnStandby,
+    Schedule,
+    from_json,
+)
+from diloco_jax.simulation.faults.shrink import shortest
+from diloco_jax.simulation.faults.standby_world import StandbyWorld
+from diloco_jax.simulation.faults.world import FaultyWorld
+
+FIRST, MORE = 800, 2000
+SCHEDULE = Schedule(
+    islands={"a": DrawnIsland(), "b": DrawnIsland(step_s=1.5)},
+    total_tokens=FIRST,
+    extended_to=(MORE,),
+    outage_s=110.0,
+)
+BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "standby": {"standby": DrawnStandby()},
+    "workers apart": {
+        "standby": DrawnStandby(workers_apart=True),
+        "workers": 2,
+        "fragment_sizes": (2, 1, 1, 2),
+    },
+}
+
+
+def played(schedule: Schedule) -> FaultyWorld:
+    world = world_of(schedule)
+    world.play()
+    assert world.coordinator is not None
+    assert world.coordinator.state.phase == "done"
+    return world
+
+
+def tokens(world: FaultyWorld) -> int:
+    assert world.coordinator is not None
+    return world.coordinator.state.progress_tokens
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_run_that_is_over_goes_on(beside: str) -> None:
+    once = played(replace(SCHEDULE, extended_to=(), **BESIDE[beside]))
+    assert FIRST <= tokens(once) < MORE
+    world = played(replace(SCHEDULE, **BESIDE[beside]))
+    assert tokens(world) >= MORE
+    assert world.extensions == 1
+    assert all(n > of for n, of in zip(world.merges, once.merges, strict=True))
+    assert [island.incarnation for island in world.islands.values()] == [2, 2]
+
+
+def test_its_standby_is_in_step_again() -> None:
+    world = played(replace(SCHEDULE, **BESIDE["standby"]))
+    assert isinstance(world, StandbyWorld)
+    assert not world.takeovers
+    mandate = world.object.mandate
+    assert mandate is not None
+    assert (mandate.holder, mandate.in_step, mandate.over) == ("first", "second", True)
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("effects", [0, 1, 2, 5])
+def test_a_kill_as_it_is_extended_costs_nothing(beside: str, effects: int) -> None:
+    schedule = replace(SCHEDULE, **BESIDE[beside])
+    over_s = played(replace(schedule, extended_to=())).clock.now
+    crash = CoordinatorCrash(
+        at_s=over_s + RESTART_S / 2, effects=effects, restart=Restart(down_s=1.0)
+    )
+    world = played(replace(schedule, faults=(crash,)))
+    assert world.struck == {"coordinator_crash": 1}
+    assert tokens(world) >= MORE
+
+
+def test_what_a_run_has_already_extends_nothing() -> None:
+    world = played(replace(SCHEDULE, extended_to=(FIRST,)))
+    assert world.extensions == 0
+    again = played(replace(SCHEDULE, extended_to=(MORE, FIRST, 2 * MORE)))
+    assert again.extensions == 2
+
+
+def short_of(seed: int) -> Played:
+    with mock.patch.object(draw, "LOSING_SHARE", 0.05):
+        return play_seed(seed)
+
+
+def losing(seeds: range) -> int:
+    return next(seed for seed in seeds if draw.draw(seed).rule.loses_steps)
+
+
+def test_a_run_that_was_over_too_soon_is_extended_until_enough_happened() -> None:
+    one = short_of(losing(range(100)))
+    assert one.wrong is None
+    assert one.is_full
+    assert one.world.extensions == len(one.world.schedule.extended_to) > 0
+
+
+def test_its_schedule_plays_the_same() -> None:
+    one = short_of(losing(range(100)))
+    again = play(from_json(one.world.schedule.json()))
+    assert again.world.clock.now == one.world.clock.now
+    assert again.world.merges == one.world.merges
+
+
+def test_an_extension_that_gives_data_again_is_found() -> None:
+    real = ending.extended
+
+    def anew(state: State) -> State:
+        return replace(real(state), next_position=0)
+
+    with mock.patch.object(ending, "extended", anew):
+        wrong = play(SCHEDULE).wrong
+    assert wrong is not None
+    assert wrong.invariant == safe_books.DataOnce.name
+
+
+def test_a_run_that_is_not_over_after_its_extension_is_a_violation() -> None:
+    once_s = played(replace(SCHEDULE, extended_to=())).clock.now
+    then_s = played(SCHEDULE).clock.now - once_s
+    assert then_s > once_s, "a bound between them is one for the extension alone"
+    for within_s, found in ((then_s + 1.0, False), (then_s - 2.0, True)):
+        with mock.patch.object(liveness, "over_within_s", return_value=within_s):
+            wrong = play(SCHEDULE).wrong
+        assert (wrong is not None) == found
+        assert wrong is None or "is not over" in wrong.what
+
+
+def test_nothing_is_expected_of_processes_that_have_ended() -> None:
+    """Seed 121726: a fault ends, as the last one, while all processes start again."""
+    islands = {
+        "a": DrawnIsland(join_s=0.4),
+        "b": DrawnIsland(step_s=2.5, batch_size=3, join_s=0.6, lead=2),
+        "c": DrawnIsland(step_s=1.5, batch_size=2, join_s=0.2),
+    }
+    crash = IslandCrash(at_s=5.52, island="c", down_s=6.04, noticed=False, lingers=True)
+    loss = DiskLost(
+        at_s=9.09, restart=Restart(down_s=0.16, clock_s=1928.2, noticed_s=4.0)
+    )
+    schedule = Schedule(
+        islands=islands,
+        faults=(crash, loss),
+        total_tokens=370,
+        extended_to=(633,),
+        fragment_sizes=(2,),
+        steps_per_cycle=3,
+        overlap_steps=1,
+        max_staleness=0,
+        adopt="overwrite",
+        outage_s=110.0,
+    )
+    assert play(schedule).wrong is None
+
+
+def test_a_shorter_schedule_does_without_its_extension() -> None:
+    assert shortest(SCHEDULE, lambda s: bool(s.islands)).extended_to == ()
+    kept = shortest(SCHEDULE, lambda s: bool(s.extended_to))
+    assert kept.extended_to == (MORE,)
+
+
+def test_an_extension_that_takes_too_long_is_refused() -> None:
+    longest = int(MOST_STEPS * SCHEDULE.tokens_per_s)
+    text = json.loads(replace(SCHEDULE, extended_to=(longest,)).json())
+    with pytest.raises(ConfigError, match="lower total_tokens or extended_to"):
+        from_json(json.dumps(text))
