@@ -51,7 +51,7 @@ OUTAGE_S = 120.0
 def main() -> int:
     """Run it; return 1 if a bound is broken."""
     parser = support.quick_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=160)
+    parser.add_argument("--kills", type=int, default=180)
     parser.add_argument("--schedule-seed", type=int, default=0)
     parser.add_argument(
         "--standby", action="store_true", help="two coordinators: see standby_kills.py"

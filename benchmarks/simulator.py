@@ -6,7 +6,8 @@ seed: the product's protocol in virtual time. Schedules are those of `diloco sim
 faults`. *Events* are calls of the virtual clock.
 
 Seconds are CPU seconds of the process, after imports: one thread works. The first
-schedules, which fill caches, are left out.
+schedules, which fill caches, are left out. A Python that is built with profile-guided
+optimization, as a distribution's is, plays 1.15 times as many as one without.
 
 Prediction: 20 s for the day, 1500 schedules a minute.
 
