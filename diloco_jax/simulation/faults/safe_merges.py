@@ -1,4 +1,4 @@
-"""Safety of merges: the deltas that may enter one, and how often."""
+"""Safety of merges: the deltas that may enter one."""
 
 from __future__ import annotations
 
@@ -21,72 +21,9 @@ from diloco_jax.protocol.records import (
     Tick,
 )
 from diloco_jax.protocol.values import Contribution, DeltaKey, Outstanding, Version
-from diloco_jax.simulation.faults.arrays import Anchor, Delta
+from diloco_jax.simulation.faults.arrays import Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
-
-
-class MergedOnce(Invariant):
-    """No take and no step of an incarnation enters two merges of a fragment."""
-
-    name = "merged_once"
-    effects = (Merge,)
-
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
-        self._through: dict[tuple[str, int, int], int] = defaultdict(int)
-
-    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Merge):
-                for c in effect.contributions:
-                    through = self._through[c.island, c.incarnation, effect.fragment]
-                    self.hold(c.start >= through, "merged through {}:", through, c)
-
-    def persisted(self, record: Durable) -> None:
-        if isinstance(record, Merged):
-            for c in record.contributions:
-                whose = (c.island, c.incarnation, record.fragment)
-                self.hold(c.start >= self._through[whose], "merged again:", c)
-                self._through[whose] = c.end
-
-
-class KeptOnce(Invariant):
-    """An island adopts no version beside a delta that is in that version.
-
-    Otherwise the delta would be in the island's parameters twice.
-    """
-
-    name = "kept"
-
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config)
-        self._last_takes: dict[tuple[Incarnation, int], Key] = {}
-        self._merged: dict[Key, Version] = {}
-
-    def took(self, who: Incarnation, take: Outstanding, delta: Delta) -> None:
-        self._last_takes[who, take.fragment] = (*who, take.fragment, take.tick)
-
-    def persisted(self, record: Durable) -> None:
-        if isinstance(record, Merged):
-            for c in record.contributions:
-                key = (c.island, c.incarnation, record.fragment, c.tick)
-                self._merged[key] = record.version
-
-    def adopted(
-        self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
-    ) -> None:
-        if kept:
-            take = self._last_takes[who, fragment]
-            merged = self._merged.get(take)
-            self.hold(
-                merged is None or merged > anchor.version,
-                "{} adopts {} beside {}, which is in {}",
-                who,
-                anchor.version,
-                take,
-                merged,
-            )
 
 
 class DeltasExact(Invariant):

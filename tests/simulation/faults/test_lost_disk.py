@@ -203,3 +203,33 @@ def test_one_of_the_same_name_in_a_lost_term_takes_no_data_from_the_other() -> N
     )
     assert {version.term for version in versions(world)} == {3}
     assert world.islands["b"].incarnation == 1
+
+
+def test_one_of_the_same_name_in_a_later_term_begins_anew() -> None:
+    """Seed 204319: the second process that calls itself b is let into term 3, of whose
+    beginning a torn record knows nothing, and its steps are others than the first's."""
+    world = played(
+        DiskLost(at_s=6.83, restart=Restart(down_s=2.72, clock_s=5.2, noticed_s=4.0)),
+        DiskLost(at_s=35.73, restart=Restart(down_s=2.78, clock_s=2.5, noticed_s=4.0)),
+        TornWrite(
+            at_s=36.74,
+            restart=Restart(down_s=1.63, clock_s=5.6, noticed_s=4.0),
+            written_share=0.41,
+        ),
+        Impostor(at_s=42.47, island="b"),
+        islands={
+            "b": DrawnIsland(batch_size=2, join_s=0.7),
+            "c": DrawnIsland(batch_size=2, join_s=0.1),
+        },
+        total_tokens=776,
+        fragment_sizes=(2,),
+        room=2,
+        steps_per_cycle=6,
+        grace=0.0,
+        max_staleness=2,
+        adopt="overwrite",
+        outage_s=110.0,
+        transfer_s=0.2,
+        merge_s=0.1,
+    )
+    assert {version.term for version in versions(world)} == {3}
