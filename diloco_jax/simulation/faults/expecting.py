@@ -1,4 +1,4 @@
-"""What is expected in a world of faults: faults that strike, and then progress."""
+"""Expectations of a world of faults: that they strike, and that progress follows."""
 
 from __future__ import annotations
 

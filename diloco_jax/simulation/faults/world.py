@@ -73,7 +73,7 @@ class FaultyWorld(Links):
         self.extensions = 0
         """Times that the run was over, and went on to more tokens."""
         self._resumed: RunResumed | None = None
-        """What a coordinator hears first after a stop of the run."""
+        """Event that a coordinator hears first after a stop of the run."""
         self.merges = [0] * self.config.fragments
         self._expected = Expectations(self)
         self.armed_crash: tuple[DrawnFault, Restart] | None = None

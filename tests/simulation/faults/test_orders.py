@@ -1,4 +1,4 @@
-"""What an operator does to a run that goes on: exports it, stops it, resumes it."""
+"""An operator exports a run that goes on, stops it, and resumes it."""
 
 import json
 from unittest import mock
@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import ConfigError
-from diloco_jax.protocol.coordinator import members
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.simulation.faults.fault import Restart
@@ -82,12 +81,6 @@ def test_it_survives_a_disk_that_fails_as_it_is_resumed() -> None:
         at_s=AT_S + FOR_S / 2, appends=1, written=False, restart=Restart(down_s=1.0)
     )
     played(RunStop(at_s=AT_S, for_s=FOR_S), failure)
-
-
-def test_incarnations_that_a_stop_does_not_end_are_found() -> None:
-    """Their steps stay open."""
-    with mock.patch.object(members, "resumed", lambda state, event: (state, [])):
-        assert "stopped" not in lost(played(RunStop(at_s=AT_S, for_s=FOR_S)))["a"]
 
 
 def test_a_stop_beside_a_standby_is_refused() -> None:
