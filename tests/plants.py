@@ -231,6 +231,10 @@ def _hides_what_they_leave(end: Callable[..., Any]) -> Callable[..., Any]:
     return broken
 
 
+def _takes_no_time(slept: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda state, seconds: state
+
+
 def _counts_twice(book: Callable[..., Any]) -> Callable[..., Any]:
     def broken(before: Any, c: Any, merged: int) -> Any:
         return book(before, replace(c, tokens=2 * c.tokens), merged)
@@ -337,6 +341,7 @@ PLANTS = {
     ),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),
     "boasts_are_believed": Plant("speeds", claims, "_no_shorter", _believes),
+    "a_sleep_is_no_time": Plant("speeds", claims, "slept", _takes_no_time),
     "tokens_count_twice": Plant("ledger", ledger, "book", _counts_twice),
     "progress_goes_back": Plant("ledger", decide, "_report", _tells_what_it_counts_now),
     "data_is_used_backwards": Plant("data", LeasedPositions, "draw", _draws_backwards),

@@ -101,14 +101,16 @@ def late_s(config: PolicyConfig, state: State) -> float:
 
 def awaited(state: State) -> tuple[str, ...]:
     """Return the islands that have not stopped yet. An absent island is awaited too,
-    up to the deadline: it may return with steps that can still be merged."""
-    return tuple(
+    up to the deadline, and one of the term before: it may return with steps that can
+    still be merged."""
+    training = (
         name
         for name, island in state.islands.items()
         if island.status != "gone"
         and island.phase in ("training", "stopped")
         and (island.status, island.phase) != ("live", "stopped")
     )
+    return (*training, *state.returning)
 
 
 def wait(config: PolicyConfig, state: State, now: float) -> State:

@@ -240,7 +240,11 @@ def joined(state: State, island: Island, carried: records.Carrying | None) -> St
             fruitless=before.fruitless,
         )
     state = with_island(state, island)
-    state = replace(state, in_merges={**state.in_merges, island.name: ()})
+    state = replace(
+        state,
+        in_merges={**state.in_merges, island.name: ()},
+        returning=tuple(name for name in state.returning if name != island.name),
+    )
     for fragment in state.fragments:
         opened = ledger.open_account(fragment, island, carrying=carried is not None)
         state = with_fragment(state, opened)
@@ -273,6 +277,8 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         island = replace(
             island, steps_at_tick=event.steps, records_through=event.records_through
         )
+    if state.returning:
+        state = schedule.reunite(config, state, now)
     state = joined(state, island, carried)
     state = alive(config, state, state.islands[event.island], now)
     record = records.Joined(

@@ -34,9 +34,9 @@ begins beyond it."""
 
 def tick_is_due(config: PolicyConfig, state: State, now: float) -> bool:
     """Tell whether the pacing island has made the steps of the next tick, and no absent
-    island is waited for."""
+    island is waited for, nor one of the term before."""
     fleet = state.islands.standing
-    if now < state.reunion_until and fleet.absent:
+    if now < state.reunion_until and (fleet.absent or state.returning):
         return False
     steps = steps_to_tick(config, state.tick + 1)
     reached = 0
@@ -110,9 +110,10 @@ def restart(island: Island) -> Island:
 
 
 def reunite(config: PolicyConfig, state: State, now: float) -> State:
-    """Return the state as an absent island returns. If all islands were absent, because
-    the coordinator or its network was down, ticks wait for the others for a short time.
-    Otherwise the first to return would merge alone, and open deltas might go stale."""
+    """Return the state as an absent island returns, or one of the term before. If all
+    islands were absent, because the coordinator or its network was down, ticks wait for
+    the others for a short time. Otherwise the first to return would merge alone, and
+    open deltas might go stale."""
     if state.islands.standing.counted:
         return state
     return replace(state, reunion_until=now + config.reunion_s)

@@ -268,6 +268,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     negative if the others' losses exceeded their progress."""
     reunion_until: float = 0.0
     """Time until which ticks wait for absent islands (see `schedule.reunite`)."""
+    returning: tuple[str, ...] = ()
+    """Islands of the term before that have not joined this one, and are about to."""
     islands: Islands = msgspec.field(default_factory=Islands)
     """By name: one entry for all incarnations. Only admitted names are let in."""
     admitted: tuple[str, ...] = ()

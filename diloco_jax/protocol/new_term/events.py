@@ -71,6 +71,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Version of each fragment on that island."""
     tokens: int
     next_position: int
+    offered: tuple[str, ...] = ()
+    """Islands that offered anchors; they come again as the term begins."""
 
 
 class GiveUp(msgspec.Struct, frozen=True, kw_only=True):

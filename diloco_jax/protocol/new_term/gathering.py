@@ -155,8 +155,10 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
         )
         state = with_fragment(state, begun)
     state = schedule.begin_term(config, state, opened.term)
+    admitted = config.admitted
     return replace(
         state,
+        returning=tuple(n for n in opened.offered if not admitted or n in admitted),
         term=opened.term,
         progress_tokens=opened.tokens,
         carried_progress=opened.tokens,
@@ -379,6 +381,7 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
         replaced=tuple(version for _, version in got),
         tokens=known.tokens,
         next_position=known.next_position + islands * unheard,
+        offered=tuple(sorted(state.members)),
     )
 
 

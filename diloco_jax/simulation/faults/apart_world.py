@@ -24,11 +24,11 @@ from diloco_jax.simulation.faults.apart_lead import Leading
 from diloco_jax.simulation.faults.apart_line import WORKERS_SILENCE_S, WorkerNetwork
 from diloco_jax.simulation.faults.apart_worker import ApartWorker
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.network import FaultyLine
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S, Schedule
 from diloco_jax.simulation.faults.snapshots import ROUND_S, SnapshotRounds
 from diloco_jax.simulation.faults.standby_node import Node, Role
@@ -200,9 +200,9 @@ class ApartWorld(StandbyWorld):
         node.last_lead = 0
         super().lose(node, restart, renamed=renamed)
 
-    def stop(self, node: Node, for_s: float) -> None:
+    def stop(self, node: Node, for_s: float, *, asleep: bool = False) -> None:
         """See StandbyWorld. Workers leave a lead that is silent."""
-        super().stop(node, for_s)
+        super().stop(node, for_s, asleep=asleep)
         life = node.life
 
         def leave() -> None:

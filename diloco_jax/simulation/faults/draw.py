@@ -13,6 +13,7 @@ from diloco_jax.core.adopt import RULES
 from diloco_jax.island.hosts.following import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.boasting import Boast
+from diloco_jax.simulation.faults.clock_faults import ClockJump, MachineSleep
 from diloco_jax.simulation.faults.draw_apart import with_workers_apart
 from diloco_jax.simulation.faults.draw_standby import with_standby
 from diloco_jax.simulation.faults.fault import Restart
@@ -57,6 +58,8 @@ HANG_SHARE = 0.1
 """Share of the schedules in which an island's transfers hang about the end."""
 SLEPT_SHARE = 0.1
 """Share of the schedules in which the coordinator's clock jumps as the run ends."""
+ASLEEP_SHARE = 0.15
+"""Share of the schedules in which the coordinator's machine sleeps, its clock too."""
 CROWDED_SHARE = 0.5
 """Share of the schedules in which memory has room for few fragments' deltas."""
 STANDBY_SHARE = 0.3
@@ -200,10 +203,14 @@ def draw(seed: int) -> Schedule:
     slept = random.Random(f"slept {seed}")
     if slept.random() < SLEPT_SHARE:
         at_s = round(storm_s + slept.uniform(0.5, 0.8) * calm_s, 2)
-        jump = kinds.ClockJump(
+        jump = ClockJump(
             at_s=at_s, forward_s=round(slept.uniform(1, 10) * LEASE_S, 1), at_end=True
         )
         faults.append(jump)
+    sleep = random.Random(f"sleep {seed}")
+    if sleep.random() < ASLEEP_SHARE:
+        draws = {"for_s": _sleep_seconds, "at_end": lambda rng: rng.random() < 0.3}
+        faults.append(_drawn(MachineSleep, sleep, storm_s, **draws))
     room = random.Random(f"room {seed}")
     if room.random() < CROWDED_SHARE:
         schedule = msgspec.structs.replace(schedule, room=room.choice([1, 1, 2]))
@@ -286,6 +293,11 @@ def _seconds(rng: random.Random) -> float:
     return round(rng.choice([0.3, 1.0, 2.0]) * LEASE_S * rng.uniform(0.3, 1), 2)
 
 
+def _sleep_seconds(rng: random.Random) -> float:
+    """Draw seconds shorter, longer or much longer than a lease."""
+    return round(_seconds(rng) * rng.choice([1.0, 1.0, 5.0]), 2)
+
+
 def _none_or_seconds(rng: random.Random) -> float:
     return rng.choice([0.0, _seconds(rng)])
 
@@ -356,7 +368,7 @@ KINDS: tuple[tuple[type[AnyFault], dict[str, DrawValue]], ...] = (
     # Seconds from the coordinator's return to the return of its disk.
     (kinds.DiskGone, {"restart": _restart, "gone_s": lambda rng: rng.uniform(0, 6)}),
     (kinds.DiskLost, {"restart": _restart}),
-    (kinds.ClockJump, {"forward_s": _uniform(1, 40, digits=1)}),
+    (ClockJump, {"forward_s": _uniform(1, 40, digits=1)}),
     (
         kinds.Break,
         {"away_s": _none_or_seconds, "noticed": _coin, "lingers": _coin},

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from diloco_jax.protocol.coordinator.events import Timer
 from diloco_jax.simulation.faults.boasting import Boast
+from diloco_jax.simulation.faults.clock_faults import AnyClockFault
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.operator import AnyOrder
@@ -273,26 +273,6 @@ class DiskLost(DrawnFault, frozen=True):
         return world.begun(self, self.restart.down_s + world.new_term_within_s)
 
 
-class ClockJump(DrawnFault, frozen=True):
-    """The coordinator's clock jumps forward, as on a machine that slept. at_end: once
-    the run has its tokens."""
-
-    forward_s: float
-    at_end: bool = False
-
-    @property
-    def awaits_end(self) -> bool:
-        return self.at_end
-
-    def strike(self, world: FaultyWorld) -> bool:
-        lead = world.coordinator
-        if lead is None or (self.at_end and lead.state.phase == "running"):
-            return False
-        lead.clock_offset += self.forward_s
-        lead.hear(Timer())
-        return world.begun(self, 0.0)
-
-
 # ---- the network ------------------------------------------------------------------
 
 
@@ -389,7 +369,7 @@ AnyFault = (
     | FullDisk
     | DiskGone
     | DiskLost
-    | ClockJump
+    | AnyClockFault
     | Break
     | Partition
     | Repeat

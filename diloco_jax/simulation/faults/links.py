@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
+from diloco_jax.simulation.faults.island import FaultyIsland
 from diloco_jax.simulation.faults.network import FaultyLine, Network, Way
-from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
 from diloco_jax.simulation.virtual.clock import Clock
 

@@ -49,9 +49,10 @@ def merges_within_s(schedule: Schedule) -> float:
 def gathered_within_s(schedule: Schedule) -> float:
     """Bound the time from a worker's return to the anchors of all that it has lost: a
     lease, in which an island may say that it has the newest one, a step of the slowest
-    island on all its hosts, and a transfer."""
+    island on all its hosts, and a transfer; and the time in which a standby gets it."""
     agreed_s = schedule.slowest_s + _agreed_s(schedule)
-    return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s
+    copied_s = 0.0 if schedule.standby is None else schedule.standby.copy_s
+    return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s + copied_s
 
 
 def taken_over_within_s(schedule: Schedule) -> float:
@@ -115,7 +116,8 @@ def over_within_s(schedule: Schedule, total_tokens: int) -> float:
     open, and one more cycle.
 
     A coordinator that finds that it slept during the end listens for one more lease,
-    and has the flush's last share of time after that.
+    and has the flush's last share of time after that. For a sleep that its clock does
+    not count, the end waits as long.
     """
     rates = sorted(plan.batch_size / plan.step_s for plan in schedule.islands.values())
     tokens_per_s = SEQUENCE_LENGTH * sum(rates[: schedule.quorum])
@@ -127,8 +129,10 @@ def over_within_s(schedule: Schedule, total_tokens: int) -> float:
         tokens_per_s /= 2
     anew_s = total_tokens / tokens_per_s
     flush_s = Deadlines(LEASE_S).flush_s
-    slept = sum(fault.awaits_end for fault in schedule.faults)
-    ends_s = LEASE_S + flush_s + slept * (LEASE_S + (1 - OPEN_BY) * flush_s)
+    ends_s = LEASE_S + flush_s
+    for fault in schedule.faults:
+        if fault.awaits_end:
+            ends_s += LEASE_S + (1 - OPEN_BY) * flush_s + getattr(fault, "for_s", 0.0)
     return merges_within_s(schedule) + anew_s + ends_s
 
 

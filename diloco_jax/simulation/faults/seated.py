@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.coordinator.standby.gate import Gate
@@ -12,22 +11,18 @@ from diloco_jax.coordinator.standby.seat import LAPSED
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.protocol.coordinator.events import (
     Alert,
-    Event,
+    AnchorWaits,
     Ignored,
     Note,
     Persist,
 )
 from diloco_jax.protocol.coordinator.state import State
-from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import AnchorRequest, Hello
+from diloco_jax.protocol.holding import AnchorKept
 from diloco_jax.protocol.records import Durable
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.simulation.faults.arrays import Anchor, Anchors
-from diloco_jax.simulation.faults.observing import Incarnation, Invariant
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
+from diloco_jax.simulation.faults.arrays import Anchors
+from diloco_jax.simulation.faults.observing import Invariant
 from diloco_jax.simulation.faults.standby_disk import FollowedDisk
-from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.standby_node import Node
@@ -58,7 +53,7 @@ class _VirtualSeat(Unseated):
         return may
 
 
-class SeatedCoordinator(FaultyCoordinator):
+class SeatedCoordinator(StoppableCoordinator):
     """One life of a coordinator on a node, which may be stopped."""
 
     def __init__(
@@ -85,8 +80,17 @@ class SeatedCoordinator(FaultyCoordinator):
 
     @property
     def waits(self) -> bool:
-        """See FaultyCoordinator; True as well while it is stopped, or has ended."""
-        return super().waits or self.node.paused or self.dead
+        """See StoppableCoordinator; True as well once it has ended."""
+        return super().waits or self.dead
+
+    @property
+    def stopped(self) -> bool:
+        """See StoppableCoordinator."""
+        return self.node.paused
+
+    def sleep(self, for_s: float) -> None:
+        """See StoppableCoordinator; the clock of the mandate counts sleep."""
+        self._standby_world.stop(self.node, for_s, asleep=True)
 
     @property
     def seen_through(self) -> int:
@@ -137,6 +141,21 @@ class SeatedCoordinator(FaultyCoordinator):
         super()._append_record(record)
         self.node.wrote()
 
+    def _anchor_is_here(self, kept: AnchorKept) -> None:
+        """Hear of it once the standby has it, unless its worker has died since."""
+        schedule, anchor = self._world.schedule, self._kept[kept.fragment]
+        assert schedule.standby is not None
+        waits = AnchorWaits(
+            fragment=kept.fragment, island=kept.island, incarnation=kept.incarnation
+        )
+        self.hear(waits)
+
+        def tell() -> None:
+            if self._kept.get(kept.fragment) is anchor:
+                self.hear(kept)
+
+        self.clock.after(schedule.standby.copy_s, tell)
+
     # ---- what comes while it is stopped ---------------------------------------------
 
     def after_shown(self, act: Callable[[], None]) -> None:
@@ -146,60 +165,3 @@ class SeatedCoordinator(FaultyCoordinator):
     def when_awake(self, act: Callable[[], None]) -> None:
         """See FaultyCoordinator."""
         self.node.act(act)
-
-    def hello(self, hello: Hello, peer: Connection) -> None:
-        """See VirtualCoordinator."""
-        if self.node.paused:
-            self.node.act(functools.partial(self.hello, hello, peer))
-        else:
-            super().hello(hello, peer)
-
-    def disconnected(self, peer: Connection) -> None:
-        """See VirtualCoordinator."""
-        if self.node.paused:
-            self.node.act(functools.partial(self.disconnected, peer))
-        else:
-            super().disconnected(peer)
-
-    def arrived(self, key: DeltaKey, encoded: Any) -> None:
-        """See VirtualCoordinator."""
-        if self.node.paused:
-            self.node.act(functools.partial(self.arrived, key, encoded))
-        else:
-            super().arrived(key, encoded)
-
-    def anchor(
-        self,
-        who: Incarnation,
-        asked: AnchorRequest,
-        anchor: Anchor,
-        wanted: Callable[[], bool],
-    ) -> None:
-        """See FaultyCoordinator."""
-        take_in = functools.partial(super().anchor, who, asked, anchor, wanted)
-        self.when_awake(take_in)
-
-    def hear(self, event: Event) -> None:
-        """See VirtualCoordinator."""
-        if self.node.paused:
-            self.node.act(functools.partial(self.hear, event))
-        else:
-            super().hear(event)
-
-    def go_on(self) -> None:
-        """See FaultyCoordinator."""
-        self.node.act(super().go_on)
-
-    def fetch(
-        self, fragment: int, want: Version, have: Version | None
-    ) -> VirtualFetch | None:
-        """See VirtualCoordinator; None also while it is stopped, or dead."""
-        if self.node.paused or self.dead:
-            return None
-        return super().fetch(fragment, want, have)
-
-    def _prepare(self, merge: Merge, prepared: Prepared) -> None:
-        if self.node.paused:
-            self.node.act(functools.partial(self._prepare, merge, prepared))
-        else:
-            super()._prepare(merge, prepared)

@@ -198,9 +198,12 @@ class Node:
         """Stop the process, as SIGSTOP does."""
         self.paused = True
 
-    def go_on(self) -> None:
-        """Let a stopped process go on with what came meanwhile."""
+    def go_on(self, slept_s: float = 0.0) -> None:
+        """Let a stopped process go on with what came meanwhile. slept_s: for which its
+        machine slept."""
         self.paused = False
+        if slept_s and self.coordinator is not None:
+            self.coordinator.slept(slept_s)
         waiting, self._waiting = self._waiting, []
         life = self.life
         for act in waiting:

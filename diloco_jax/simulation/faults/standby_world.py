@@ -21,13 +21,14 @@ from diloco_jax.protocol.standby.events import (
     WriteMandate,
 )
 from diloco_jax.simulation.faults.arrays import Anchors
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
+from diloco_jax.simulation.faults.island import FaultyIsland
 from diloco_jax.simulation.faults.lineage import Lineage
 from diloco_jax.simulation.faults.links import Peer
 from diloco_jax.simulation.faults.mandate_object import MandateObject
-from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     RESTART_S,
@@ -157,14 +158,14 @@ class StandbyWorld(FaultyWorld):
             self._names += 1
             node.name = f"{node.name.partition('.')[0]}.{self._names}"
 
-    def stop(self, node: Node, for_s: float) -> None:
-        """Stop a process for a while."""
+    def stop(self, node: Node, for_s: float, *, asleep: bool = False) -> None:
+        """Stop a process for a while. asleep: with its machine."""
         life, service = node.life, node.coordinator
         node.stop()
 
         def go_on() -> None:
             if node.life == life:
-                node.go_on()
+                node.go_on(for_s if asleep else 0.0)
 
         def give_up() -> None:
             if service is not None and node.paused and node.life == life:

@@ -13,8 +13,8 @@ from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import FaultyLine
 
 if TYPE_CHECKING:
+    from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
     from diloco_jax.simulation.faults.disk import Disk
-    from diloco_jax.simulation.faults.processes import FaultyCoordinator
     from diloco_jax.simulation.faults.world import FaultyWorld
 
 AGAIN_S = 0.5

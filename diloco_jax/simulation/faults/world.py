@@ -20,18 +20,19 @@ from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import Anchors, first_anchors
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
 from diloco_jax.simulation.faults.expecting import Expectations
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
+from diloco_jax.simulation.faults.island import FaultyIsland
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.lineage import Watching
 from diloco_jax.simulation.faults.links import Links
 from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.operator import Operator
-from diloco_jax.simulation.faults.processes import FaultyCoordinator, FaultyIsland
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     RESTART_S,
@@ -39,6 +40,7 @@ from diloco_jax.simulation.faults.schedule import (
     Schedule,
 )
 from diloco_jax.simulation.faults.snapshots import SnapshotRounds
+from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection
@@ -212,7 +214,7 @@ class FaultyWorld(Links):
     def _made(
         self, state: State, merging: Anchors, offset_s: float
     ) -> FaultyCoordinator:
-        return FaultyCoordinator(self, state, merging, offset_s)
+        return StoppableCoordinator(self, state, merging, offset_s)
 
     @property
     def new_term_within_s(self) -> float:

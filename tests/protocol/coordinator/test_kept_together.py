@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.islands import Islands
 from diloco_jax.protocol.coordinator.state import Fragment, Fragments, State, restored
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.play import play_seed
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 
 SEEDS = 12
 

@@ -43,6 +43,7 @@ def test_the_highest_version_of_every_fragment_begins_the_next_term() -> None:
         replaced=(Version(1, 6), Version(1, 7)),
         tokens=300,
         next_position=44 + unheard,
+        offered=("a", "b"),
     )
     assert unheard > 0
     assert g.wait(10 * PATIENCE_S) == []

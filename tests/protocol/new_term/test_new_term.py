@@ -30,11 +30,12 @@ from diloco_jax.protocol.values import Outstanding, Version
 TOKENS = 1000
 """Progress with which the term begins."""
 POSITION = 500
+REUNION_S = 0.5
 LEAST_S = 2.5
 """Least seconds of a step by the config, where it names any."""
 
 
-def second_term(**changes: Any) -> Driver:
+def second_term(offered: tuple[str, ...] = (), **changes: Any) -> Driver:
     """A coordinator that gathered anchors of versions (1, 5) and (1, 4)."""
     d = Driver(**changes)
     opened = Open(
@@ -45,6 +46,7 @@ def second_term(**changes: Any) -> Driver:
         replaced=(Version(1, 5), Version(1, 4)),
         tokens=TOKENS,
         next_position=POSITION,
+        offered=offered,
     )
     d.state = d.first = gathering.first_state(d.config, opened)  # type: ignore[attr-defined]
     return d
@@ -290,6 +292,41 @@ def test_a_run_that_had_its_tokens_ends_with_all_who_were_in_it() -> None:
     (merge,) = of(d.take("b", 0, 5, start=3), Merge)
     assert merge.final
     assert [(c.start, c.end) for c in merge.contributions] == [(5, 7), (3, 5)]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_end_awaits_who_offered_for_a_lease(comes: bool) -> None:
+    d = second_term(("a", "b"), total_tokens=TOKENS)
+    come_back(d, "a", 7, phase="stopped")
+    carry(d, "a", 7, 5, 7)
+    d.report("a", 7, phase="stopped")
+    assert d.state.phase == "stopping", "b may have the last steps of all"
+    if comes:
+        come_back(d, "b", 5, phase="stopped")
+    else:
+        d.now += d.config.lease_s / 2
+        d.report("a", 7, phase="stopped")
+        assert d.state.phase == "stopping"
+        d.wait(d.config.lease_s / 2)
+    assert d.state.phase == "flushing"
+
+
+def test_ticks_wait_for_who_offered_for_a_short_time() -> None:
+    def ticks(offered: tuple[str, ...], pause_s: float) -> bool:
+        d = second_term(offered, reunion_s=REUNION_S)
+        come_back(d, "a", 7)
+        d.now += pause_s
+        return bool(notes(d.report("a", 7 + d.config.steps_per_cycle), "tick"))
+
+    assert ticks((), 0.0)
+    assert not ticks(("a", "b"), 0.0)
+    assert ticks(("a", "b"), REUNION_S)
+    assert ticks(("a",), 0.0), "it has joined"
+
+
+def test_who_offered_and_is_not_of_the_config_is_not_awaited() -> None:
+    d = second_term(("a", "c"), admitted={"a": 1}, sequence_length=TOKENS_PER_STEP)
+    assert d.state.returning == ("a",)
 
 
 def test_an_incarnation_that_ends_before_it_told_is_carried_whole() -> None:

@@ -5,7 +5,8 @@ from unittest import mock
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import fragments, ledger
-from diloco_jax.simulation.faults import kinds, liveness, world
+from diloco_jax.simulation.faults import liveness, world
+from diloco_jax.simulation.faults.clock_faults import ClockJump
 from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.play import play
 from diloco_jax.simulation.faults.schedule import PATIENCE_S
@@ -60,7 +61,7 @@ def test_a_quorum_that_needs_an_island_in_quarantine_waits_for_its_release() -> 
 
 
 def test_a_fault_that_awaits_the_end_keeps_nobody_from_looking_until_then() -> None:
-    at_end = kinds.ClockJump(at_s=5.0, forward_s=26.0, at_end=True)
+    at_end = ClockJump(at_s=5.0, forward_s=26.0, at_end=True)
     schedule = replace(draw(0), faults=(at_end,))
     schedule = replace(schedule, total_tokens=4 * schedule.total_tokens)
     played = play(schedule)

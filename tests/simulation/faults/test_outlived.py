@@ -7,6 +7,7 @@ from unittest import mock
 
 from diloco_jax.protocol.coordinator import early
 from diloco_jax.protocol.holding import DeltaArrived
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.draw import draw
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import (
@@ -16,7 +17,6 @@ from diloco_jax.simulation.faults.kinds import (
     JoinCrash,
 )
 from diloco_jax.simulation.faults.play import Played, play
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 
 

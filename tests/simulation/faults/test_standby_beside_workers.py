@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.protocol.records import Durable, TermBegun
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault, CoordinatorCrash
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     DrawnIsland,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.kinds import AnyFault, DiskFailure, JoinCrash, Restart
 from diloco_jax.simulation.faults.play import Played, play
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 

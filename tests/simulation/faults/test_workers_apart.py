@@ -16,10 +16,10 @@ from diloco_jax.simulation.faults import apart_process, apart_world
 from diloco_jax.simulation.faults.apart_line import DialledLine
 from diloco_jax.simulation.faults.apart_process import HoldingProcess
 from diloco_jax.simulation.faults.apart_world import ApartWorld
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault, CoordinatorCrash
 from diloco_jax.simulation.faults.observing import ViolationError
-from diloco_jax.simulation.faults.processes import FaultyCoordinator
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     DrawnIsland,

@@ -1,16 +1,14 @@
-"""The processes of a fault schedule: they may die, and invariants watch them."""
+"""A coordinator of a fault schedule: it may die, and invariants watch it."""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Event, Persist, WorkerBack
 from diloco_jax.protocol.coordinator.state import State
@@ -27,16 +25,11 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.simulation.faults.arrays import Anchor, Anchors, DigestBody
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
-from diloco_jax.simulation.faults.gatherer import VirtualGatherer
-from diloco_jax.simulation.faults.lineage import Watching
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 from diloco_jax.simulation.faults.schedule import RETRY_S
-from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.connection import Connection, VirtualService
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
 from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 if TYPE_CHECKING:
@@ -72,7 +65,8 @@ class FaultyCoordinator(VirtualCoordinator):
         self._effects: deque[AnyEffect] = deque()
         """Decided effects that are not carried out yet."""
         self._later: deque[Callable[[], None]] = deque()
-        """Events that came while a record waited for space."""
+        """Events that came while a record waited for space, or in the middle of one."""
+        self._catches_up = False
         self.lost_fragments: set[int] = set()
         """Fragments that live workers have lost with their disks."""
         self.parted: set[int] = set()
@@ -120,8 +114,7 @@ class FaultyCoordinator(VirtualCoordinator):
     def go_on(self) -> None:
         """Go on after a wait, now that there is space."""
         self._act()
-        while self._later and not self._effects and not self.dead:
-            self._later.popleft()()
+        self._catch_up()
         if not self.dead and not self._effects:
             self._set_timer()
 
@@ -138,6 +131,8 @@ class FaultyCoordinator(VirtualCoordinator):
         """See Engine."""
         self._effects.extend(self.decide(event, now))
         self._act()
+        if self._later and not self._catches_up:
+            self._catch_up()  # With what came in the middle of it.
 
     def _act(self) -> None:
         """Carry out what is decided, up to a record that finds no space."""
@@ -145,6 +140,13 @@ class FaultyCoordinator(VirtualCoordinator):
             if isinstance(self._effects[0], Persist) and not self.disk.has_space():
                 return
             self._pass_on(self._effects.popleft())
+
+    def _catch_up(self) -> None:
+        """Handle the events that waited, up to a record that finds no space."""
+        self._catches_up = True
+        while self._later and not self._effects and not self.dead:
+            self._later.popleft()()
+        self._catches_up = False
 
     def _pass_on(self, effect: AnyEffect) -> None:
         self.carry_out(effect)
@@ -273,16 +275,19 @@ class FaultyCoordinator(VirtualCoordinator):
         digest, monitor = first.value.hex(), self.monitor
         monitor.worker_back([fragment])
         monitor.prepared(fragment, first.version, digest)
-        self.hear(
-            AnchorKept(
-                fragment=fragment,
-                island=who[0],
-                incarnation=who[1],
-                replaced=anchor.version,
-                version=first.version,
-                digest=digest,
-            )
+        kept = AnchorKept(
+            fragment=fragment,
+            island=who[0],
+            incarnation=who[1],
+            replaced=anchor.version,
+            version=first.version,
+            digest=digest,
         )
+        self._anchor_is_here(kept)
+
+    def _anchor_is_here(self, kept: AnchorKept) -> None:
+        """Hear of an anchor that is on disk."""
+        self.hear(kept)
 
     def _begin_term(self, commit: Commit) -> None:
         """Make a kept anchor visible."""
@@ -317,84 +322,3 @@ class FaultyCoordinator(VirtualCoordinator):
         ):
             anchor = self.anchors.anchors[effect.fragment]
             self.monitor.published(effect.fragment, anchor)
-
-
-class FaultyIsland(VirtualIsland):
-    """One incarnation.
-
-    refused: called if the coordinator refuses it or puts it out. postponed: called with
-    a connection that the coordinator ends so that the island comes again.
-    """
-
-    def __init__(
-        self,
-        spec: IslandSpec,
-        incarnation: int,
-        run: RunConfig,
-        clock: Clock,
-        report_s: float,
-        monitor: Watching,
-        refused: Callable[[FaultyIsland], None],
-        postponed: Callable[[Connection], None],
-    ) -> None:
-        self.who = (spec.name, incarnation)
-        self.body = DigestBody(
-            ADOPT_RULES.find(run.sync.adopt),
-            run.inner.learning_rate,
-            functools.partial(self._seen, monitor.adopted),
-            functools.partial(self._seen, monitor.trained),
-        )
-        self.takes: Counter[int] = Counter()
-        """Takes by fragment."""
-        self._anchors: dict[int, Anchor] = {}
-        """The anchor that was sent last, by lost fragment."""
-        self._monitor, self._refused, self._postponed = monitor, refused, postponed
-        super().__init__(spec, incarnation, run, clock, self.body, report_s)
-
-    @property
-    def service(self) -> VirtualService | None:
-        """The service to which it was connected last."""
-        return self._coordinator
-
-    @property
-    def is_welcome(self) -> bool:
-        """True on a connection that is welcomed."""
-        return self._reports.begun
-
-    def put(self, fragment: int, tick: int, encoded: Any) -> None:
-        assert self.boundary is not None
-        self.takes[fragment] += 1
-        for take in self.boundary.books.outstanding():
-            if take.fragment == fragment:
-                self._seen(self._monitor.took, take, encoded)
-        super().put(fragment, tick, encoded)
-
-    def send_anchor(self, asked: AnchorRequest) -> None:
-        line, to = self.line, self._coordinator
-        anchor = self.body.anchor(asked.fragment)
-        if line is None:
-            return
-        if isinstance(to, VirtualGatherer):
-            line.upload(0, lambda: to.anchor(self.who, asked.fragment, anchor))
-        elif isinstance(to, FaultyCoordinator):
-            self._anchors[asked.fragment] = anchor
-
-            def wanted() -> bool:
-                newest = self._anchors[asked.fragment] is anchor
-                return newest and self.line is line and self.ended is None
-
-            line.upload(0, lambda: to.anchor(self.who, asked, anchor, wanted))
-
-    def turned_away(self, reason: str) -> None:
-        super().turned_away(reason)
-        self._refused(self)
-
-    def postponed(self, connection: Connection) -> None:
-        self._postponed(connection)
-
-    def _seen(
-        self, observe: Callable[..., None], *observation: Any, **facts: Any
-    ) -> None:
-        """Pass an observation on, if its process is in the run."""
-        if self._monitor.names.belong_to(self.who, self.session):
-            observe(self.who, *observation, **facts)
