@@ -169,7 +169,10 @@ def arrived(fragment: Fragment, event: DeltaArrived, now: float) -> Step:
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:
-        drops = drop_unknown(fragment, name, account.incarnation, tick)
+        drops: list[Effect] = []
+        waiting = early.of(fragment, name)
+        if waiting is None or waiting.tick != tick:  # Else it came once more.
+            drops = drop_unknown(fragment, name, account.incarnation, tick)
         return fragment, [*drops, ignored("take", "none", "bytes")]
     if take.arrived:
         return fragment, [ignored("take", take_state(take), "bytes")]

@@ -80,6 +80,21 @@ def test_it_waits_for_a_record_that_the_dead_lead_may_not_have_written() -> None
     assert take.ready
 
 
+def test_it_stays_though_it_comes_once_more_before_that_record() -> None:
+    """A worker tells a new lead of all that it has, and of what arrives meanwhile."""
+    d, held = taken()
+    d.arrive("a", 0, held.tick)
+    resume(d, held)
+    assert of(d.arrive("a", 0, held.tick), Drop) == []
+    record = d.record(
+        "a", "took", 2, fragment=0, tick=held.tick, start=0, version=VERSIONS[0]
+    )
+    d.report("a", 2, record)
+    take = d.account("a", 0).take
+    assert take is not None
+    assert take.ready
+
+
 def test_without_a_worker_that_outlived_the_lead_it_is_asked_for() -> None:
     d, held = taken()
     (request,) = of(resume(d, held, through=held.seq), ResendRequest)
