@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
 import shutil
 import socket
-import threading
 
 import pytest
 from msgspec.structs import replace
@@ -143,17 +143,16 @@ def test_a_probe_of_kubernetes_is_not_told_and_a_stranger_is(
 ):
     """The log has one line a minute about strangers, which probes would take."""
     made = serve(placed(config, time_budget_s=PATIENCE_S))
-    ended = threading.Semaphore(0)
-    hang_up = outposts.hang_up
+    attend, ended = made._attend, queue.SimpleQueue[str]()
     monkeypatch.setattr(
-        outposts, "hang_up", lambda end: (hang_up(end), ended.release())
+        made, "_attend", lambda end, peer: (attend(end, peer), ended.put(peer))
     )
     host, _, port = made.address.rpartition(":")
     for word, told in ((b"", 0), (b"GET / HTTP/1.1\r\n\r\n", 1)):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(word)
-        assert ended.acquire(timeout=PATIENCE_S)
-        assert caplog.text.count("the connection from 127.0.0.1") == told
+        peer = ended.get(timeout=PATIENCE_S)
+        assert caplog.text.count(f"the connection from {peer} ") == told
 
 
 def test_code_that_the_workers_own_config_does_not_name_is_not_executed(
