@@ -163,21 +163,27 @@ class ManagedProcess:
     def stop(self, more_s: float = 0.0) -> None:
         """Ask the children to end (SIGTERM); `poll` kills them after `stop_s` plus
         `more_s`."""
-        self._end_spare()
-        if self._processes and (code := self._exit_code()) is not None:
-            self._ended(code)
-        if not self._processes:
-            if self.state == "restarting":
-                self.state = "stopped"
-        elif self._kill_at == float("inf"):
-            self._patience_s = self._stop_s + more_s
-            self._kill_at = self._clock() + self._patience_s
+        if self._is_to_end(more_s):
             for process in self._processes:
                 process.terminate()
 
+    def _is_to_end(self, more_s: float) -> bool:
+        """Start no child any more; tell whether some run that nobody asked to end."""
+        self._end_spare()
+        if self._processes and (code := self._exit_code()) is not None:
+            self._ended(code)
+        if not self._processes and self.state == "restarting":
+            self.state = "stopped"
+        if not self._processes or self._kill_at < float("inf"):
+            return False
+        self._patience_s = self._stop_s + more_s
+        self._kill_at = self._clock() + self._patience_s
+        return True
+
     def kill(self) -> None:
-        """Kill the children and their groups, and wait until they are gone."""
-        self.stop()
+        """Kill the children and their groups, and wait until they are gone. They are
+        not asked to end: what one did before it dies would be a matter of chance."""
+        self._is_to_end(0.0)
         if self._processes:
             self._kill_groups()
             codes = [process.wait(self._stop_s) for process in self._processes]

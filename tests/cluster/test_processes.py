@@ -203,6 +203,17 @@ def test_a_stopped_process_is_ended_too(make, until, alive):
     assert process.state == "stopped"
 
 
+def test_who_is_killed_is_not_asked_to_end_first(make, until, monkeypatch):
+    """It might begin to write its summary, or not."""
+    process = make(FOREVER)
+    until(lambda: "up" in text(process), "start")
+    monkeypatch.setattr(
+        subprocess.Popen, "terminate", lambda child: pytest.fail("asked to end")
+    )
+    process.kill()
+    assert (process.state, process.exit_code) == ("stopped", -signal.SIGKILL)
+
+
 def test_wait_all_is_bounded(make, until):
     process = make(DEAF, stop_s=600.0)
     until(lambda: "up" in text(process), "start")
