@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_costs_a_reading(folder, reads, monkeypatch)
 
 def test_a_long_reading_is_told_with_its_remedy(folder, monkeypatch, caplog, capsys):
     load_corpus((str(folder),), 0.3)
-    assert caplog.text == ""
+    assert not any(r.name.startswith("diloco_jax.data") for r in caplog.records)
     monkeypatch.setattr(manifest, "TOLD_FROM", 2 * LARGE)
     monkeypatch.setattr(corpus, "TOLD_FROM", 40)
     monkeypatch.setattr(bar, "LINE_EVERY_S", 0.0)
