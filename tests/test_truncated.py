@@ -362,7 +362,8 @@ def test_a_file_that_ends_early_is_named(make: Any, tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
         kind.path.write_bytes(octets)
     tracemalloc.stop()
-    assert opened() == before
+    # Threads of other tests may end meanwhile.
+    assert all(now <= then for now, then in zip(opened(), before, strict=True))
     assert kind.read() == whole
 
 

@@ -127,11 +127,17 @@ def relay(address: str) -> Iterator[str]:
                 end.close()
 
 
+def join_dials() -> None:
+    """Wait for the thread that dials, which may have ended by now."""
+    for thread in threading.enumerate():
+        if thread.name == "own-address":
+            thread.join(60.0)
+
+
 def test_a_wrong_address_is_said_once_with_both_and_the_remedy(nobody, caplog):
     placement = Placement(advertise=nobody, time_budget_s=0.2)
     with own_address.dialled(placement, "r", None, "127.0.0.1:7000"):
-        (thread,) = [t for t in threading.enumerate() if t.name == "own-address"]
-        thread.join(60.0)
+        join_dials()
     (said,) = [r for r in caplog.records if "own_address" in r.name]
     assert said.levelname == "WARNING"
     for part in (
@@ -148,8 +154,7 @@ def test_an_address_that_is_right_is_said_too_and_none_is_not_dialled(caplog):
     with serving("r") as address:
         placement = Placement(advertise=address)
         with own_address.dialled(placement, "r", None, address):
-            (thread,) = [t for t in threading.enumerate() if t.name == "own-address"]
-            thread.join(60.0)
+            join_dials()
         own = dataclasses.replace(placement, advertise="")
         with own_address.dialled(own, "r", None, address):
             pass
