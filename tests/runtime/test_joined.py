@@ -235,7 +235,9 @@ def test_a_loop_that_leaves_within_a_step_loses_what_was_not_taken(alone, tmp_pa
     summary = json.loads((tmp_path / "summary.json").read_bytes())["islands"]["b"]
     tokens = 5 * 2 * alone.run.sequence_length
     lost = sum(summary["tokens_lost"].values())
-    assert summary["tokens_computed"] == tokens == summary["tokens_merged"] + lost
+    assert summary["tokens_computed"] == tokens
+    rounded_down = tokens - summary["tokens_merged"] - lost
+    assert 0 <= rounded_down == summary["tokens_in_flight"] <= 2
     assert lost
 
 
