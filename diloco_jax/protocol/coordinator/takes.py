@@ -169,10 +169,7 @@ def arrived(fragment: Fragment, event: DeltaArrived, now: float) -> Step:
     account = fragment.accounts[name]
     take = account.take
     if take is None or take.tick != tick:
-        drops: list[Effect] = []
-        waiting = early.of(fragment, name)
-        if waiting is None or waiting.tick != tick:  # Else it came once more.
-            drops = drop_unknown(fragment, name, account.incarnation, tick)
+        drops = drop_unknown(fragment, name, account.incarnation, tick)
         return fragment, [*drops, ignored("take", "none", "bytes")]
     if take.arrived:
         return fragment, [ignored("take", take_state(take), "bytes")]
@@ -364,12 +361,12 @@ def drop(fragment: Fragment, name: str) -> Drop:
 def drop_unknown(
     fragment: Fragment, name: str, incarnation: int, tick: int
 ) -> list[Effect]:
-    """Drop the bytes of a delta with no outstanding take, unless it was left behind."""
-    left_behind = any(
-        (kept.island, kept.incarnation, kept.tick) == (name, incarnation, tick)
-        for kept in fragment.left_behind
-    )
-    return [] if left_behind else [_drop(fragment.index, name, incarnation, tick)]
+    """Drop a delta with no outstanding take that nothing else keeps: neither left
+    behind, nor come before and waiting for its take."""
+    kept = {(c.island, c.incarnation, c.tick) for c in fragment.left_behind}
+    kept |= {(event.island, event.incarnation, event.tick) for event in fragment.early}
+    is_kept = (name, incarnation, tick) in kept
+    return [] if is_kept else [_drop(fragment.index, name, incarnation, tick)]
 
 
 def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:

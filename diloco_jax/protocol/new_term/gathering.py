@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import claims, leases, schedule
+from diloco_jax.protocol.coordinator import admission, claims, leases, schedule
 from diloco_jax.protocol.coordinator.events import Alert, Disconnected, Said, Tell
 from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
@@ -150,15 +150,14 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
     """Return the state of the run at the beginning of the term."""
     state = initial(config)
     for fragment, version in zip(state.fragments, opened.versions, strict=True):
-        begun = replace(
-            fragment, version=version, newest=(MergedTokens(version=version),)
-        )
+        newest = (MergedTokens(version=version),)
+        begun = replace(fragment, version=version, newest=newest)
         state = with_fragment(state, begun)
     state = schedule.begin_term(config, state, opened.term)
-    admitted = config.admitted
+    let_in = [n for n in opened.offered if not admission.unknown(config, n)]
     return replace(
         state,
-        returning=tuple(n for n in opened.offered if not admitted or n in admitted),
+        returning=tuple(let_in),
         term=opened.term,
         progress_tokens=opened.tokens,
         carried_progress=opened.tokens,
@@ -365,14 +364,13 @@ def _open(config: PolicyConfig, state: Gathering) -> Open:
     known = Known()
     for heard in state.heard.values():
         known = known.higher(heard.known)
-    term = 1 + known.term
     unheard = max(
         leases.most_unheard(
             config, claims.believed_step_s(config, o), o.sequences_per_step
         )
         for o in offers
     )
-    islands = len(state.names | state.members.keys())
+    islands, term = len(state.names | state.members.keys()), 1 + known.term
     return Open(
         run_id=state.run_id,
         term=term,

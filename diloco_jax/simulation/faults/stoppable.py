@@ -31,7 +31,7 @@ class StoppableCoordinator(FaultyCoordinator):
         super().__init__(world, state, anchors, clock_offset)
         self._stopped = False
         self._waiting: list[Callable[[], None]] = []
-        """What happens once it is awake."""
+        """Calls that wait until it is awake."""
 
     @property
     def stopped(self) -> bool:
