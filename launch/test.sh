@@ -9,16 +9,21 @@
 #   bash launch/test.sh -m "not dist"
 #   bash launch/test.sh --fast       the cheapest files: 150 CPU seconds (tests/fast.py)
 #   bash launch/test.sh --measure    writes anew which these are: tests/seconds.json
+#
+# A whole run leaves the seconds of every test in build/tests/, a JUnit file a phase.
+# CHECKS=no in front leaves out format, lint and types.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 ensure_environment test
 export PATH="$PWD/$VENV/bin:$PATH"
-ruff format --check .
-ruff check .
-mypy diloco_jax benchmarks/members benchmarks/peers
-# These are modules by their file names alone, as they find each other.
-mypy --explicit-package-bases benchmarks/*.py
+if [ "${CHECKS:-yes}" = yes ]; then
+  ruff format --check .
+  ruff check .
+  mypy diloco_jax benchmarks/members benchmarks/peers
+  # These are modules by their file names alone, as they find each other.
+  mypy --explicit-package-bases benchmarks/*.py
+fi
 # One process more than cores, since many tests wait for processes of their own.
 cores=$(python -c 'import os; print(os.cpu_count())')
 share=(--numprocesses $((cores < 3 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder)
@@ -28,6 +33,9 @@ case "${1:-}" in
   --fast | --measure) exec "${most[@]}" "$@" ;;
   ?*) exec pytest "$@" ;;
 esac
-"${most[@]}" -m "not (optimized or tpu_compile or timing or nightly)"
-pytest -m "(optimized or tpu_compile) and not (timing or nightly)" "${share[@]}"
-exec pytest -m "timing and not nightly"
+seconds=build/tests
+"${most[@]}" -m "not (optimized or tpu_compile or timing or nightly)" \
+  --junitxml "$seconds/most.xml"
+pytest -m "(optimized or tpu_compile) and not (timing or nightly)" "${share[@]}" \
+  --junitxml "$seconds/compiled.xml"
+exec pytest -m "timing and not nightly" --junitxml "$seconds/timing.xml"

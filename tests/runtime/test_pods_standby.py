@@ -25,6 +25,7 @@ from diloco_jax.workdir import read_summary
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.timing,
+    pytest.mark.nightly,
     pytest.mark.timeout(8 * PATIENCE_S),
 ]
 

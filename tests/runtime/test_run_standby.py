@@ -55,6 +55,7 @@ def check(run_dir: Path, config: Config, tape: list[dict[str, Any]]) -> dict[str
     return summary
 
 
+@pytest.mark.nightly
 def test_the_standby_of_a_local_run_takes_over_and_the_run_ends_in_its_workdir(
     text: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """A standby takes over from a primary that is killed, stopped or parted from it, while
-two islands train; real processes throughout."""
+two islands train; real processes throughout, each with a key of its own where the
+primary is killed."""
 
 from __future__ import annotations
 
@@ -13,9 +14,24 @@ from typing import Any, NamedTuple
 import pytest
 import support
 import tape_checks
-from standby_support import BUDGET_S, TIMEOUT_S, Site, trained
+from standby_support import (
+    ASKING,
+    BUDGET_S,
+    TIMEOUT_S,
+    WHO,
+    Site,
+    handed_out,
+    keys_of,
+    trained,
+)
 
-from diloco_jax.exit_codes import EXIT_REFUSED
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
+from diloco_jax.wire import follow
+from diloco_jax.wire.errors import Refused
+from diloco_jax.wire.following import FollowStream
+from diloco_jax.wire.principal import STANDBY
+from diloco_jax.wire.tls import TlsFiles
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
@@ -41,13 +57,62 @@ def finished(site: Site, struck_unix: float, before: list[dict[str, Any]]) -> Ta
 
 
 @pytest.fixture(scope="module")
-def killed(text, tmp_path_factory) -> Taken:
-    """The primary dies by SIGKILL, its standby in step."""
-    with trained(text, tmp_path_factory.mktemp("killed"), MERGES) as site:
+def keys(tmp_path_factory) -> dict[str, Path]:
+    """Folders of the keys that one command made, by the process that has them."""
+    return keys_of(tmp_path_factory.mktemp("keys"))
+
+
+def followed_with(site: Site, tls: TlsFiles) -> None:
+    """Ask the primary to be followed, as a standby of the same run does."""
+    request = follow.FollowRequest(
+        node="stranger", fingerprint=site.config.run.fingerprint()
+    )
+    FollowStream(
+        site.addresses["one"],
+        request,
+        tls=tls,
+        insecure=False,
+        deadlines=Deadlines(BUDGET_S),
+    ).run(lambda message: pytest.fail(f"it was sent {message}"))
+
+
+@pytest.fixture(scope="module")
+def killed(text, tmp_path_factory, keys) -> Taken:
+    """The primary dies by SIGKILL, its standby in step; no other key follows it. It is
+    back as the other's standby."""
+    with trained(text, tmp_path_factory.mktemp("killed"), MERGES, keys) as site:
+        for name in ("a", ASKING):
+            with pytest.raises(Refused, match=f"the standby.* of {WHO[name]}") as told:
+                followed_with(site, TlsFiles.load(keys[name], WHO[name]))
+            assert told.value.code == "identity"
+        assert site.mandate().in_step, "the standby follows on"
         site.running["one"].kill()
         struck = time.time()
         site.wait("one")
-        return finished(site, struck, site.tape("one"))
+        before = site.tape("one")
+        site.await_status("two", lambda s: s["mandate"]["reign"] == 2)
+        # Its own key says that it led before: with that it follows.
+        site.start("one", "--standby-of", site.addresses["two"])
+        site.await_status("two", lambda s: s["mandate"]["state"] == "in_step")
+        taken = finished(site, struck, before)
+        assert site.wait("one") == 0
+        return taken
+
+
+def test_a_standby_does_not_start_with_an_islands_key_under_its_own_name(
+    text: Path, tmp_path: Path, keys: dict[str, Path]
+) -> None:
+    folder = handed_out(keys["a"], WHO["a"], tmp_path / "wrong")
+    for end in ("pem", "key"):
+        own = folder / f"{WHO['a'].stem}.{end}"
+        own.rename(folder / f"{STANDBY.stem}.{end}")
+    site = Site(text, tmp_path, keys | {"two": folder})
+    try:
+        site.start("two", "--standby-of", site.addresses["one"])
+        assert site.wait("two") == EXIT_CONFIG
+        assert f"certificate of {WHO['a']}" in site.log("two")
+    finally:
+        site.close()
 
 
 @pytest.fixture(scope="module")

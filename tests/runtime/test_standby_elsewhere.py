@@ -28,6 +28,7 @@ from diloco_jax.exit_codes import EXIT_DONE
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.timing,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not rendezvous.HAS_SURVIVORS, reason="workers end with their lead here"
     ),
@@ -166,7 +167,6 @@ def assert_repeats(ended: Ended) -> None:
     assert outcome["merges"] == ended.summary["merges"]
 
 
-@pytest.mark.nightly
 def test_a_lead_that_wakes_up_gets_no_worker_back(
     text: Path, tmp_path: Path, keys: dict[str, Path]
 ) -> None:
@@ -187,7 +187,6 @@ def test_a_lead_that_wakes_up_gets_no_worker_back(
     assert_repeats(ended)
 
 
-@pytest.mark.nightly
 def test_a_standby_that_gathers_brings_the_workers_the_next_term(
     text: Path, tmp_path: Path, keys: dict[str, Path]
 ) -> None:

@@ -26,6 +26,7 @@ from diloco_jax.coordinator.workers import rendezvous
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.timing,
+    pytest.mark.nightly,
     pytest.mark.skipif(
         not rendezvous.HAS_SURVIVORS, reason="workers end with their lead here"
     ),
@@ -164,7 +165,6 @@ def test_the_tape_repeats_the_whole_run(run: Run) -> None:
     assert outcome["merges"] == run.summary["merges"]
 
 
-@pytest.mark.nightly
 def test_a_lead_that_is_back_in_time_leads_on_with_its_workers(text: Path) -> None:
     config = placed(config_of(text), time_budget_s=4 * BUDGET_S, restart_delay_s=0.1)
     with LocalCluster(config, with_standby=True) as cluster:
@@ -186,7 +186,6 @@ def test_a_lead_that_is_back_in_time_leads_on_with_its_workers(text: Path) -> No
     assert tape_checks.ledger_problems(summary, tape, sizes) == []
 
 
-@pytest.mark.nightly
 def test_the_workers_of_a_lead_that_was_stopped_end(text: Path) -> None:
     """They leave it, or it ends them once it finds out that it leads no more."""
     with LocalCluster(config_of(text), with_standby=True) as cluster:
