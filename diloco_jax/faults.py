@@ -56,6 +56,8 @@ class Fault:
     """One fault. `pause_s` is None for a kill, and infinite for a hang; it and `factor`
     are None for a kill."""
 
+    text: str = dataclasses.field(default="", compare=False)
+    """As the config has it."""
     who: str
     incarnation: int
     step: int
@@ -190,6 +192,7 @@ def _parse(text: str, known: list[str], merging: list[str]) -> Fault:
             f"{COORDINATOR!r} alone; write {COORDINATOR}@{match['step']}:kill-prepared"
         )
     return Fault(
+        text=text,
         who=who,
         incarnation=int(match["incarnation"] or 1),
         step=int(match["step"]),

@@ -219,6 +219,18 @@ def held(path: Path, what: str, patience_s: float = RELEASE_S) -> Iterator[None]
         os.close(descriptor)
 
 
+def is_held(path: Path) -> bool:
+    """Tell whether some process holds a folder (`held`)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _is_still(path: Path, descriptor: int) -> bool:
     """Return True if the open file is the one that has the name."""
     try:

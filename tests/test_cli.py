@@ -17,7 +17,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.files import write_json
 from diloco_jax.island.hosts.world import WorldAddress
 from diloco_jax.wire.errors import ConnectionLost, Refused
-from diloco_jax.workdir import read_summary
+from diloco_jax.workdir import held, read_summary
 
 FILE = """
 from diloco_jax.island.hosts.world import WorldAddress
@@ -326,6 +326,17 @@ def test_status_of_a_stopped_run_says_so(finished, capsys):
     assert json.loads(capsys.readouterr().out)["phase"] == "stopped"
     assert cli.main(["status", str(finished)]) == 0
     assert "stopped before its end" in capsys.readouterr().err
+
+
+def test_status_of_a_run_that_is_evaluated_says_so(finished, capsys):
+    with held(finished, "`diloco run`"):
+        assert cli.main(["status", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["health"]["state"] == "evaluating"
+    summary = json.loads((finished / "summary.json").read_bytes())
+    write_json({**summary, "eval_loss": 2.0}, finished / "summary.json")
+    with held(finished, "`diloco run`"):
+        assert cli.main(["status", str(finished), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["phase"] == "done"
 
 
 def test_status_of_a_dead_coordinator_is_an_error(finished, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from diloco_jax.cluster import commands
 from diloco_jax.cluster.children import kill_group, start_child
 
 END_S = 5.0
+SEEN_S = 3.0
+"""Seconds for which the page is still served after the run's end: those who watch it
+see how it ended (it asks every two seconds)."""
 
 
 @contextlib.contextmanager
@@ -29,6 +33,7 @@ def dashboard(workdir: Path, console: Console) -> Iterator[None]:
     console.print(f"dashboard: http://localhost:{port}", highlight=False)
     try:
         yield
+        time.sleep(SEEN_S)
     finally:
         kill_group(child)
         child.wait(END_S)

@@ -34,6 +34,7 @@ from diloco_jax.cluster.status import status_client
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.faults import parse_faults
 from diloco_jax.interrupt import Interrupt
 from diloco_jax.observability.bar import bar
 from diloco_jax.observability.report import closing_report, comparison
@@ -139,7 +140,9 @@ def _run(
         console.print(f"no summary: see {workdir / 'logs'}", highlight=False)
         _say_what_next(workdir, console, interrupt)
         return code or EXIT_FAILED, {}
-    report = closing_report(summary, cluster.outages.by_island())
+    placement = config.placement
+    faults = parse_faults(placement.faults, config.islands, placement.workers)
+    report = closing_report(summary, cluster.outages.by_island(), faults)
     console.print(f"\n{report}", highlight=False, soft_wrap=True)
     if baseline and code == EXIT_DONE:
         from diloco_jax.baseline import run as run_baseline

@@ -11,12 +11,13 @@ from diloco_jax.cluster.pair import address_file
 from diloco_jax.cluster.private import with_own_keys
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.observability.health import EVALUATING
 from diloco_jax.observability.terminal import duration_text
 from diloco_jax.paths import expand
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.workdir import has_begun, read_summary, require_format
+from diloco_jax.workdir import has_begun, is_held, read_summary, require_format
 
 
 def status_client(address: str, placement: Placement) -> Client:
@@ -57,7 +58,8 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     """Return the status of a run: from its coordinator at HOST:PORT, or of a workdir.
 
     If the coordinator of a workdir is gone, this is the run's summary with `phase`
-    "done", or "stopped" if the run had not ended. Raises ConnectionLost if there is no
+    "done", "evaluating" while a `diloco run` computes its loss, or "stopped" if the run
+    had not ended. Raises ConnectionLost if there is no
     summary either. If `placement` names no certificates, those of the workdir's config
     are used.
     """
@@ -79,8 +81,10 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
         except ConnectionLost as error:
             if not summary:
                 raise ConnectionLost(f"{error}. {_cut_off(workdir)}") from error
-    over = summary["phase"] == "done"
-    return {**summary, "phase": "done" if over else "stopped"}
+    phase = "done" if summary["phase"] == "done" else "stopped"
+    if phase == "done" and "eval_loss" not in summary and is_held(workdir):
+        phase = EVALUATING
+    return {**summary, "phase": phase}
 
 
 def _own(workdir: Path, placement: Placement) -> Placement:

@@ -57,6 +57,7 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Params
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability import sinks
+from diloco_jax.observability.health import ENDING
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State
@@ -179,8 +180,9 @@ class Coordinator:
     def conclude(self) -> int:
         """Write the last snapshot and summary, unless it failed; return the code."""
         finished, linger_s = self.lead.finished, self.config.placement.linger_s
-        if finished and linger_s:
-            self._server.hand_over(too_late.TooLate(self.lead, self._announcer.shown()))
+        if finished:
+            # Whoever asks is answered until the summary is there.
+            self._answer(ENDING)
         else:
             self._server.stop(self._deadlines.stop_s / 5)
         last = LastWrites(
@@ -208,9 +210,18 @@ class Coordinator:
         if finished:
             # The summary says that the run is over: nothing is left to do.
             last.summary()
-            too_late.wait(linger_s, lambda: self._interrupted)
+            if linger_s:
+                self._answer("done")
+                too_late.wait(linger_s, lambda: self._interrupted)
+            else:
+                self._server.stop(self._deadlines.stop_s / 5)
         told = not finished or self.seat.finish(self._patience_s)
         return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
+
+    def _answer(self, phase: str) -> None:
+        """Tell those who come after the run's end how far its coordinator is."""
+        status = {**self._announcer.shown(), "phase": phase}
+        self._server.hand_over(too_late.TooLate(self.lead, status))
 
     def close(self) -> None:
         """End service and close the files; also after a start that failed."""

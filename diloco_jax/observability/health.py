@@ -12,7 +12,13 @@ from typing import Any
 
 AWAY = ("absent", "gone", "restarting", "refused", "failed", "quarantined")
 """States of an island whose work is not merged, though the run goes on."""
-WORKS = ("training", "compiling", "joining")
+ENDING = "ending"
+"""Phase of a run that is over, while its coordinator writes what it leaves."""
+EVALUATING = "evaluating"
+"""Phase of a local run after that, while its loss is computed."""
+OVER = ("done", "stopped", ENDING, EVALUATING)
+BEGINS = ("joining", "compiling")
+"""States of an island before its first step."""
 NAMED = 4
 """Most islands that are named for one trouble, and most troubles in a line."""
 STYLES = {"healthy": "green", "degraded": "bold yellow", "down": "bold red"}
@@ -24,21 +30,22 @@ def health_of(status: Mapping[str, Any]) -> dict[str, Any]:
 
     The state is "healthy", or "degraded" with at least one reason: less is merged than
     could be. "down": nothing is merged, since no island trains or the coordinator does
-    not answer. "starting", "done" and "stopped" say it all.
+    not answer. "starting": no island has made a step yet. The phases in `OVER` say it
+    all.
     """
     if "unreachable" in status:
         return {"state": "down", "why": [str(status["unreachable"])]}
     phase = status.get("phase")
-    if phase in ("done", "stopped"):
+    if phase in OVER:
         return {"state": phase, "why": []}
     if phase == "unreachable":
         return {"state": "down", "why": ["the coordinator does not answer"]}
     islands: Mapping[str, Mapping[str, Any]] = status.get("islands", {})
     states = [str(island.get("state", "")) for island in islands.values()]
     why = list(_wrong(status))
-    if phase == "flushing" or any(state in WORKS for state in states):
+    if phase == "flushing" or "training" in states:
         return {"state": "degraded" if why else "healthy", "why": why}
-    if not any(state in AWAY for state in states):
+    if any(state in BEGINS for state in states) or not any(s in AWAY for s in states):
         return {"state": "degraded" if why else "starting", "why": why}
     return {"state": "down", "why": ["no island trains", *why]}
 

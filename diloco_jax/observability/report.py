@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from diloco_jax.faults import Faults
+from diloco_jax.observability.health import EVALUATING
 from diloco_jax.observability.terminal import bytes_text, duration_text
 from diloco_jax.protocol.reasons import STOPPED
 
+NO_FAULTS = Faults()
+
 
 def closing_report(
-    summary: Mapping[str, Any], outages: Mapping[str, Sequence[float | None]]
+    summary: Mapping[str, Any],
+    outages: Mapping[str, Sequence[float | None]],
+    faults: Faults = NO_FAULTS,
 ) -> str:
     """Return the report as lines of plain text. outages: seconds of each outage, by
-    island; None for one that did not end."""
+    island; None for one that did not end. faults: what was to strike."""
     islands: Mapping[str, Mapping[str, Any]] = summary.get("islands", {})
     width = _width(islands)
     lines = [
@@ -44,9 +50,24 @@ def closing_report(
         if island.get("skipped_steps")
     ]
     alerts = [f"alert: {text}" for text in summary.get("alerts", ())]
-    for part in (alerts, skipped, cost):
+    for part in (alerts, skipped, cost, list(_never_struck(summary, faults))):
         lines += ["", *part] if part else []
     return "\n".join(lines)
+
+
+def _never_struck(summary: Mapping[str, Any], faults: Faults) -> Iterator[str]:
+    """Describe the faults that cannot have struck, by what the summary counts."""
+    for fault in faults.faults:
+        if (island := summary.get("islands", {}).get(fault.who)) is None:
+            made, unit, lives = summary.get("merges", 0), "merges", fault.incarnation
+        else:
+            made, unit, lives = island.get("steps", 0), "steps", island.get("joins", 1)
+        came = lives >= fault.incarnation
+        # One that was killed before its last report is in the run once more.
+        if not came or (made < fault.step and lives == fault.incarnation):
+            joined = "" if came else f", and joined {lives} times"
+            text = f"the fault {fault.text} never struck: {fault.who} made {made:,} "
+            yield f"{text}{unit}{joined}"
 
 
 def comparison(summary: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
@@ -77,7 +98,9 @@ def loss_line(found: Mapping[str, Any]) -> str:
 
 def _result(summary: Mapping[str, Any]) -> str:
     if "eval_loss" not in summary:
-        stopped = summary.get("phase", "done") != "done"
+        if summary.get("phase") == EVALUATING:
+            return "over, and being evaluated"
+        stopped = summary.get("phase") == "stopped"
         return f"{'stopped before its end, ' if stopped else ''}not evaluated"
     return loss_line(summary)
 
@@ -94,7 +117,7 @@ def _outage_lines(
         if _returns(island) or outages.get(name)
     ]
     lines = []
-    stopped = summary.get("phase", "done") != "done"
+    stopped = summary.get("phase") == "stopped"
     if of_stops := sum(_of_stops(i, stopped=stopped) for i in islands.values()):
         lines.append(f"stopping the run as a whole cost {of_stops:,} tokens")
     for name in victims:

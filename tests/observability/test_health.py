@@ -25,6 +25,13 @@ def test_a_run_whose_islands_train_is_healthy():
     assert health_of(status(c=first))["state"] == "healthy"
 
 
+@pytest.mark.parametrize("state", ["compiling", "joining"])
+def test_a_run_is_starting_until_an_island_trains(state):
+    waits = {"state": state, "steps": 0, "loss": None}
+    found = {"phase": "running", "islands": {"a": waits, "b": waits}}
+    assert health_of(found) == {"state": "starting", "why": []}
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -54,6 +61,8 @@ def test_it_is_degraded_with_the_reason(given, why):
         ({"phase": "starting", "islands": {}}, "starting"),
         ({"phase": "running", "islands": {"a": {"state": "starting"}}}, "starting"),
         ({"phase": "done", "islands": {"a": {}}}, "done"),
+        ({"phase": "ending", "islands": {"a": {}}}, "ending"),
+        ({"phase": "evaluating", "islands": {"a": {}}}, "evaluating"),
         ({"phase": "stopped", "islands": {"a": {}}}, "stopped"),
     ],
     ids=str,

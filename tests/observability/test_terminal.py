@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from diloco_jax.faults import parse_faults
 from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.terminal import (
     Dashboard,
@@ -253,3 +254,34 @@ def test_who_leads_and_whether_a_standby_could_is_told():
     assert "standby cd copying, 7 records behind" in text_of(
         render({**STATUS, "mandate": mandate}, 90)
     )
+
+
+FAULTS = parse_faults(
+    ["v5p@200:kill", "v6e@50:pause3", "v5p#3@1:kill", "coordinator@25:kill"],
+    ["v5p", "v6e"],
+)
+
+
+def test_report_names_the_faults_that_never_struck():
+    v5p, v6e = SUMMARY["islands"]["v5p"], SUMMARY["islands"]["v6e"]
+    made = {"v5p": {**v5p, "steps": 74, "joins": 1}, "v6e": {**v6e, "steps": 60}}
+    report = closing_report({**SUMMARY, "islands": made}, {}, FAULTS)
+    told = [line for line in report.splitlines() if "never struck" in line]
+    assert told == [
+        "the fault v5p@200:kill never struck: v5p made 74 steps",
+        "the fault v5p#3@1:kill never struck: v5p made 74 steps, and joined 1 times",
+        "the fault coordinator@25:kill never struck: coordinator made 24 merges",
+    ]
+    # It was killed before its report of step 200, and came back.
+    made["v5p"] |= {"steps": 199, "joins": 2}
+    report = closing_report({**SUMMARY, "islands": made}, {}, FAULTS)
+    assert "v5p@200:kill never struck" not in report
+
+
+def test_a_run_that_is_evaluated_was_not_stopped():
+    over = {k: v for k, v in SUMMARY.items() if not k.startswith("eval")}
+    for phase, said in (("evaluating", "being evaluated"), ("done", "not evaluated")):
+        report = closing_report({**over, "phase": phase}, {})
+        assert said in report
+        assert "stopped" not in report
+    assert "stopped before its end" in closing_report({**over, "phase": "stopped"}, {})

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from runtime_support import PATIENCE_S, client, hello, make_config, placed
 
+from diloco_jax.cluster.status import read_status
 from diloco_jax.coordinator import main
+from diloco_jax.coordinator.last_writes import LastWrites
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.island.network.link import ending_of
+from diloco_jax.observability.health import health_of
 from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import read_summary
@@ -63,12 +67,24 @@ def test_islands_that_come_after_the_end_are_told(text: Path, tmp_path: Path) ->
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_without_lingering_it_ends_at_once(text: Path, tmp_path: Path) -> None:
+def test_without_lingering_it_answers_until_the_summary_is_there(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = main.Coordinator(make_config(text), tmp_path, init=True)
     service.start()
+    shown: list[dict[str, Any]] = []
+    write = LastWrites.snapshots
+
+    def watched(last: LastWrites) -> bool:
+        shown.append(read_status(str(tmp_path), service.config.placement))
+        return write(last)
+
+    monkeypatch.setattr(LastWrites, "snapshots", watched)
     try:
         done(service)
         assert service.conclude() == EXIT_DONE
+        assert [status["phase"] for status in shown] == ["ending"]
+        assert health_of(shown[0]) == {"state": "ending", "why": []}
         with client(service.address) as island, pytest.raises(ConnectionLost):
             island.status(PATIENCE_S)
     finally:
