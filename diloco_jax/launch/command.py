@@ -100,10 +100,11 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         return _list(config, options, prices)
     on = _backend_of(options)
     order = make_order(config, path, on, options.init)
+    planned: list[str] = []
     if options.action == "create" and not options.unplanned:
         from diloco_jax.launch.planned import require_planned
 
-        require_planned(config)
+        planned = require_planned(config)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
     record = LaunchRecord(workdir / "launch.json", on)
@@ -135,7 +136,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         return keep_renewed(certificates, tuple(order.secrets))
 
     deployment = render()
-    for line in _zone_remarks(order):
+    for line in (*_zone_remarks(order), *planned):
         _show(line)
     if options.action in ("create", "run"):
         _show_notes(config, order, on, prices)

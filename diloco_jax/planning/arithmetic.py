@@ -21,7 +21,7 @@ from diloco_jax.hardware.rates import MachineRates
 from diloco_jax.hardware.slices import slice_of
 from diloco_jax.models.flops_by_formula import analytic_flops
 from diloco_jax.planning.changes import Change
-from diloco_jax.planning.checks import Shortfall, refusals
+from diloco_jax.planning.checks import Shortfall, mending, refusals
 from diloco_jax.planning.evenness import to_even
 from diloco_jax.planning.price import price_per_hour
 from diloco_jax.planning.results import Advice
@@ -44,6 +44,9 @@ class ArithmeticPlan:
     step_seconds: dict[str, float]
     needs: Needs
     refusals: list[Shortfall]
+    mending: Change
+    """One set of changes after which no check refuses; empty: none is known, or
+    needed."""
     rates: MachineRates
     price_per_hour: dict[str, float] | None
     advice: list[Advice]
@@ -102,6 +105,7 @@ def plan_by_arithmetic(
         step_seconds=steps,
         needs=needs_of(terms),
         refusals=found_refusals,
+        mending=mending(terms),
         rates=rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
         advice=list(to_even(config, fragments, is_no_worse)),

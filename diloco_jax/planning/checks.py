@@ -32,6 +32,8 @@ DISK_EGRESS = 1.16
 """Bytes that a machine sends for each byte that it writes to a persistent disk
 (cloud.google.com/compute/docs/disks/optimizing-pd-performance, 2026-11-24)."""
 GB = 1e9
+MOST_CHANGES = 16
+"""Changes that are tried one after the other before a plan knows no set of them."""
 
 
 class Check(NamedTuple):
@@ -81,6 +83,36 @@ def _refusal(terms: Terms, check: Check, failing: set[str]) -> Shortfall:
             return Shortfall(check=check.name, text=said, change=change)
     text = f"{check.text}; no single setting that this plan knows is enough"
     return Shortfall(check=check.name, text=text, change={})
+
+
+def mending(terms: Terms) -> dict[str, Any]:
+    """Return one set of changes with which no check refuses; empty if none is known.
+
+    It is found change by change, each planned with those before it: what mends one
+    check may ask more of another. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for _ in range(MOST_CHANGES):
+        after = changed(terms, found)
+        failing = [check for check in _checks(after) if not check.holds]
+        if not failing:
+            break
+        tried = ((c.name, change) for c in failing for change in c.changes())
+        change = next((change for n, change in tried if _mends(after, n, change)), None)
+        if change is None:
+            return {}
+        found |= change
+    else:
+        return {}
+    for field in list(found):
+        fewer = {name: value for name, value in found.items() if name != field}
+        if all(check.holds for check in _checks(changed(terms, fewer))):
+            found = fewer
+    return found
+
+
+def _mends(terms: Terms, name: str, change: dict[str, Any]) -> bool:
+    """Tell whether a check holds after a change."""
+    return all(c.holds for c in _checks(changed(terms, change)) if c.name == name)
 
 
 def _checks(terms: Terms) -> list[Check]:

@@ -14,7 +14,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.rates import CONSTANTS, MachineRates
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.planning.checks import refusals
+from diloco_jax.planning.checks import mending, refusals
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
@@ -119,6 +119,7 @@ def plan_run(
         coordinator=needs.coordinator,
         restart_seconds=needs.restart_seconds,
         refusals=refusals(terms),
+        mending=mending(terms),
         rates=rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
     )

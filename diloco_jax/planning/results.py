@@ -47,6 +47,9 @@ class RunPlan:
     restart_seconds: float
     """Seconds from the death of the coordinator's process to its service."""
     refusals: list[Shortfall]
+    mending: Change
+    """One set of changes after which no check refuses; empty: none is known, or
+    needed."""
     rates: MachineRates
     price_per_hour: dict[str, float] | None
     """Its parts, by the prices of `--price`; None without them."""

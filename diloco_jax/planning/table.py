@@ -9,6 +9,7 @@ from rich.table import Table
 
 from diloco_jax.planning import price
 from diloco_jax.planning.arithmetic import ArithmeticPlan
+from diloco_jax.planning.changes import Change, shown
 from diloco_jax.planning.checks import Shortfall
 from diloco_jax.planning.coordinator import CoordinatorPlan
 from diloco_jax.planning.disk import DiskPlan
@@ -22,7 +23,7 @@ def render(plan: Plan, console: Console) -> None:
     """Print the islands side by side, then the run, then the advice."""
     console.print(_islands(plan))
     console.print(_run(plan.run), highlight=False, soft_wrap=True)
-    _refuse(plan.run.refusals, console)
+    _refuse(plan.run.refusals, plan.run.mending, console)
     _advise(plan.advice, console)
     versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
     console.print(f"({versions})", highlight=False, style="dim")
@@ -44,17 +45,18 @@ def render_arithmetic(plan: ArithmeticPlan, console: Console) -> None:
         *_price(plan.price_per_hour),
     ]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-    _refuse(plan.refusals, console)
+    _refuse(plan.refusals, plan.mending, console)
     _advise(plan.advice, console)
 
 
-def _refuse(refusals: list[Shortfall], console: Console) -> None:
+def _refuse(refusals: list[Shortfall], mending: Change, console: Console) -> None:
     for refusal in refusals:
         console.print(f"REFUSED: {refusal.text}", highlight=False, soft_wrap=True)
     if len(refusals) > 1:
         console.print(
-            "each change was tried alone, and one may mend more: make the first, and "
-            "plan again",
+            f"all of them together: set {shown(mending)}"
+            if mending
+            else "no set of changes that this plan knows mends all of them",
             highlight=False,
             soft_wrap=True,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 from config_support import load_config
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.launch.command import LaunchOptions, run
 from diloco_jax.launch.planned import require_planned
+from diloco_jax.models.presets import preset
+from diloco_jax.planning.changes import changed
 
 MANY = 32
 MIXED = Path(__file__).parents[2] / "configs/mixed_12b.py"
@@ -80,3 +83,28 @@ def test_weights_that_are_not_read_here_are_not_judged(
         assert run(config, "configs/two.py", options) == 0
         told = "hf:gs://weights/two are not read here" in capsys.readouterr().err
         assert told == bool(init)
+
+
+def test_what_arithmetic_refuses_at_peak_rates_is_a_note(
+    config: Config, cloud: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One set of changes mends all of it, and then there is no note."""
+    island = IslandConfig(
+        topology="v6e:2x2", mesh_fsdp=4, batch_size=64, compute_dtype="bfloat16"
+    )
+    fast = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, model=preset("100m"), sequence_length=1024),
+        islands=dict.fromkeys(config.islands, island),
+    )
+    options = LaunchOptions(on="tpu_vm", yes=True, dry_run=True)
+    assert run(fast, "configs/two.py", options) == 0
+    notes = [n for n in capsys.readouterr().err.splitlines() if "REFUSED" in n]
+    assert notes == [note for note in require_planned(fast) if "REFUSED" in note]
+    assert len(notes) >= 2
+    mending = require_planned(fast)[-1].removeprefix("all of them together: set ")
+    change = {
+        field: ast.literal_eval(value)
+        for field, _, value in (s.partition(" = ") for s in mending.split(" and "))
+    }
+    assert require_planned(changed(fast, change)) == []

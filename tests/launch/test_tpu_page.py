@@ -1,6 +1,8 @@
 """docs/tpu.md, gke.md and sky.md: the config launches, and the command lines are ones
 that exist."""
 
+import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +12,7 @@ import fake_kubectl
 import pytest
 
 from diloco_jax import checkpoint, cli
+from diloco_jax.config.loading import read_config
 from diloco_jax.launch import sky
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +34,33 @@ def configs(tmp_path, monkeypatch):
     (block,) = blocks("python")
     (tmp_path / "configs" / "two_slices.py").write_text(block)
     monkeypatch.chdir(tmp_path)
+
+
+SLICES_COME_S = 3600.0
+"""Seconds that a second slice may come later, at least."""
+SHARE_OF_PEAK = 0.4
+
+
+def test_the_pages_config_passes_the_plan_and_waits_for_a_slice(configs, capsys):
+    """As long as its first slice trains alone, at a usual share of peak."""
+    words = ["plan", "configs/two_slices.py", "--arithmetic", "--json"]
+    assert cli.main(words) == 0, capsys.readouterr()
+    plan = json.loads(capsys.readouterr().out)
+    config = read_config("configs/two_slices.py")
+    assert config.launch.max_hours < math.inf
+    for name, seconds in plan["step_seconds"].items():
+        tokens = config.islands[name].batch_size * config.run.sequence_length
+        alone_s = config.run.total_tokens / (tokens / seconds * SHARE_OF_PEAK)
+        assert alone_s > SLICES_COME_S / 2, name
+    # The text's own figures.
+    assert "0.6 hours for both" in " ".join(PAGE.split())
+    rates = [
+        config.islands[name].batch_size * config.run.sequence_length / seconds
+        for name, seconds in plan["step_seconds"].items()
+    ]
+    both = config.run.total_tokens / (sum(rates) * SHARE_OF_PEAK * 3600)
+    slow = config.run.total_tokens / (min(rates) * SHARE_OF_PEAK * 3600)
+    assert (round(both, 1), round(slow, 1)) == (0.6, 1.9)
 
 
 def of(tool):
