@@ -14,6 +14,11 @@ from typing import Any
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import naming
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+POINTER_BYTES = 1024
+"""Most bytes of such a file, by its specification."""
+POINTED = "it is a pointer of Git LFS, and `git lfs pull` in its clone fetches the file"
+
 
 class Appended:
     """A file to which bytes are appended whole, or not at all: an append that fails,
@@ -53,6 +58,28 @@ class Appended:
     def _cut(self) -> None:
         os.ftruncate(self._file.fileno(), self._end)
         self._torn = False
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of JSON; raise ValueError, and no other error, if it is none."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def how_to_mend(path: str | Path) -> str:
+    """Say how a file that cannot be read becomes whole."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if is_pointer(file.read(POINTER_BYTES + 1)):
+            return POINTED
+    return "copy it again"
+
+
+def is_pointer(data: bytes) -> bool:
+    """Tell if these are all bytes of a file that a clone without Git LFS has in place
+    of a large one."""
+    return data.startswith(POINTER) and len(data) <= POINTER_BYTES
 
 
 def write_json(value: Mapping[str, Any], path: str | Path) -> None:

@@ -7,7 +7,6 @@ Wherever a command takes such a file, it takes a run's `config.json` too.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import runpy
 import traceback
@@ -23,7 +22,7 @@ from diloco_jax.config.fields import types_of
 from diloco_jax.config.validation import require_sections
 from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.files import write_json
+from diloco_jax.files import parse_json, write_json
 from diloco_jax.paths import expand
 
 # Python's message about a keyword argument that a class does not have.
@@ -89,7 +88,7 @@ def read_config_json(path: str | Path) -> Config:
     if not path.is_file():
         raise ConfigError(f"there is no {path}; give the workdir of a run")
     try:
-        fields = json.loads(path.read_bytes())
+        fields = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as JSON ({error}); restore it from a copy"

@@ -18,12 +18,17 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
-from diloco_jax.data.documents import encoded, find_documents
+from diloco_jax.data.documents import (
+    SourceKind,
+    encoded,
+    find_documents,
+    inventory,
+)
 from diloco_jax.data.progress import ReadProgress
 from diloco_jax.data.text import read_text_file
 from diloco_jax.data.tokenizers.of_bytes import SEPARATOR, VOCAB_SIZE
 from diloco_jax.data.tokenizers.opening import open_tokenizer
-from diloco_jax.data.tokens import SUFFIX, TokenRow, Tokens, read_token_file
+from diloco_jax.data.tokens import TokenRow, Tokens, read_token_file
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +66,8 @@ def load_corpus(
 
     Args:
       paths: text files, and folders in which every regular file counts, hidden ones
-        apart; or token files (`tokens.py`); none = the Python standard library's own
-        sources.
+        apart, and those without documents (`documents.py`); or token files
+        (`tokens.py`); none = the Python standard library's own sources.
       validation_fraction: share of the documents held out. A document's side depends
         on its name alone, so new documents move no others. Where that leaves a side
         without any, as with one file, the end of every document is held out.
@@ -74,19 +79,28 @@ def load_corpus(
       ConfigError: a file that is not its manifest's, a path that is missing,
         empty or not text, or text beside tokens.
     """
-    files = find_documents(paths)
+    found = find_documents(paths)
+    used = [file for file in found if file.kind is not SourceKind.LEFT_OUT]
+    if len(used) < len(found):
+        logger.warning("data.paths: %s", inventory(found))
+    files = [(name, path) for name, path, _ in used]
     large = sum(manifest.is_large(path) for _, path in files)
     samples = max(1, SAMPLES // max(large, 1)) if copied else None
-    tokenised = [path for _, path in files if path.suffix == SUFFIX]
-    if not tokenised:
-        return _load_text(files, paths, validation_fraction, samples)
-    for _, path in files:
-        if path.suffix != SUFFIX:
+    tokenised = [path for _, path, kind in used if kind is SourceKind.TOKENS]
+    for _, path, kind in used:
+        if kind not in (SourceKind.TEXT, SourceKind.TOKENS):
+            raise ConfigError(
+                f"data.paths: {path} is no file of text; make rows of it with `diloco "
+                f"data prepare OUT {path}`, or name it .txt to train on its bytes"
+            )
+        if tokenised and kind is SourceKind.TEXT:
             raise ConfigError(
                 f"data.paths: {tokenised[0]} has tokens, and {path} is text; give "
                 f"files of one kind"
             )
-    return _load_tokens(files, validation_fraction, samples)
+    if tokenised:
+        return _load_tokens(files, validation_fraction, samples)
+    return _load_text(files, paths, validation_fraction, samples)
 
 
 def _load_text(
@@ -226,8 +240,12 @@ def require_prediction(nbytes: int) -> None:
 
 def is_validation(name: str, fraction: float) -> bool:
     """Return True if the document of this name is held out."""
-    head = hashlib.sha256(name.encode()).digest()[:8]
-    return int.from_bytes(head, "big") < fraction * 2**64
+    return place(name) < fraction * 2**64
+
+
+def place(name: str) -> int:
+    """Return a document's place, below 2**64: those below a share are held out."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def _split(

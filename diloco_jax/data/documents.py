@@ -1,15 +1,24 @@
-"""The documents of a corpus: files by name, the same on every machine.
+"""The files of a corpus by name, the same on every machine, and what each one holds.
 
-A document is a file. Its name is the path relative to what was given.
+A file's name is the path relative to what was given. In a folder, files that hold no
+documents are left out, and told; a file that is named by its own path is read or
+refused.
 """
 
 from __future__ import annotations
 
+import codecs
+import collections
+import contextlib
+import enum
+import gzip
 import logging
 import os
 import pathlib
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from diloco_jax.config import ConfigError
 from diloco_jax.data import manifest
@@ -28,17 +37,135 @@ SKIPPED_FOLDERS = frozenset(
 )
 SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
+PACKED = ".gz"
+LINES_ENDINGS = (".jsonl", ".ndjson")
+COLUMNS = (".csv", ".tsv")
+MARKUP = (".html", ".htm", ".ipynb")
+ABOUT = ("readme", "license", "licence", "dataset_info", "dataset_dict")
+"""Beginnings of the names of files that are about the data beside them."""
+HEAD_BYTES = 1 << 16
+"""Beginning of a file .json by which its kind is known."""
+SHOWN = 6
+"""Most endings of one kind that `inventory` names."""
 
-def find_documents(
-    paths: tuple[str, ...], field: str = "data.paths"
-) -> list[tuple[str, pathlib.Path]]:
-    """Return the names and paths of all documents, in order of the names; see
-    `corpus.load_corpus`.
 
-    Raises ConfigError, naming `field`, for a path that is missing or empty, and for two
-    documents of one name.
+class SourceKind(enum.StrEnum):
+    """What a file holds. Endings are compared without regard to case."""
+
+    TEXT = enum.auto()
+    """One document, UTF-8."""
+    LINES = enum.auto()
+    """A JSON object a line."""
+    LIST = enum.auto()
+    """A JSON list of objects."""
+    TABLE = enum.auto()
+    """Parquet."""
+    TOKENS = enum.auto()
+    """An array of numpy."""
+    LEFT_OUT = "left out"
+    """No documents, for all that its name or its beginning says."""
+
+
+class Found(NamedTuple):
+    """A file that was found."""
+
+    name: str
+    path: pathlib.Path
+    kind: SourceKind
+
+
+def find_documents(paths: tuple[str, ...], field: str = "data.paths") -> list[Found]:
+    """Return all files, in order of the names; see `corpus.load_corpus`.
+
+    Raises ConfigError, naming `field`, for a path that is missing or empty, for two
+    files of one name, and if no file holds documents.
     """
-    return list(_user_files(paths, field) if paths else _library())
+    if not paths:
+        return [Found(*file, SourceKind.TEXT) for file in _library()]
+    named = set(map(pathlib.Path, paths))
+    found = [
+        Found(name, path, _kind(path, path in named, field))
+        for name, path in _user_files(paths, field)
+    ]
+    if any(kind not in (SourceKind.TEXT, SourceKind.LEFT_OUT) for *_, kind in found):
+        found = [
+            file._replace(kind=SourceKind.LEFT_OUT)
+            if file.kind is SourceKind.TEXT
+            and file.path not in named
+            and file.path.name.lower().startswith(ABOUT)
+            else file
+            for file in found
+        ]
+    if all(file.kind is SourceKind.LEFT_OUT for file in found):
+        raise ConfigError(
+            f"{field}: {', '.join(paths)} has no documents: {inventory(found)}; name a "
+            f"file by its own path, or convert it to text, JSON lines or Parquet"
+        )
+    return found
+
+
+def inventory(found: Iterable[tuple[str, object, str]]) -> str:
+    """Say how many files of which endings there are of each kind. found: their names,
+    anything, and their kinds."""
+    counts = collections.Counter[tuple[str, str]]()
+    for name, _, kind in found:
+        last = pathlib.PurePath(name.lower()).name
+        ending = pathlib.PurePath(last.removesuffix(PACKED)).suffix
+        counts[kind, last if last.startswith(ABOUT) else ending or last] += 1
+    said: dict[str, list[str]] = {}
+    for (kind, ending), count in counts.most_common():
+        said.setdefault(kind, []).append(f"{count:,} {ending}")
+    return "; ".join(
+        f"{kind}: {', '.join(some[:SHOWN])}{' and others' if some[SHOWN:] else ''}"
+        for kind, some in sorted(said.items())
+    )
+
+
+def is_packed(name: str) -> bool:
+    """Tell if a file is compressed with gzip."""
+    return name.lower().endswith(PACKED)
+
+
+def _kind(path: pathlib.Path, named: bool, field: str) -> SourceKind:
+    """Return what a file holds. named: by its own path, so that it is not left out;
+    ConfigError if it has to be, with the remedy."""
+    name = path.name.lower()
+    ending = pathlib.PurePath(name.removesuffix(PACKED)).suffix
+    if ending in LINES_ENDINGS:
+        return SourceKind.LINES
+    if name.endswith(".parquet"):
+        return SourceKind.TABLE
+    if name.endswith(SUFFIX):
+        return SourceKind.TOKENS
+    if ending == ".json" and (named or not name.startswith(ABOUT)):
+        kind = _kind_of_json(path)
+        wrong = "has neither a JSON list nor a JSON object a line"
+    elif ending in COLUMNS:
+        kind, wrong = SourceKind.LEFT_OUT, "is a table of plain text"
+    elif (ending in MARKUP or ending == ".json") and not named:
+        return SourceKind.LEFT_OUT
+    else:
+        return SourceKind.TEXT
+    if named and kind is SourceKind.LEFT_OUT:
+        raise ConfigError(
+            f"{field}: {path} {wrong}; write its documents as JSON lines or Parquet, "
+            f"or name it .txt if they are its bytes as they stand"
+        )
+    return kind
+
+
+def _kind_of_json(path: pathlib.Path) -> SourceKind:
+    """Return LIST or LINES by the beginning of a file; LEFT_OUT if that is of an object
+    over several lines."""
+    opened = gzip.open if is_packed(path.name) else open
+    head = b""
+    with contextlib.suppress(OSError, EOFError, zlib.error), opened(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    first, ended, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if first.startswith(b"["):
+        return SourceKind.LIST
+    whole = not ended or first.rstrip().endswith(b"}")
+    return SourceKind.LINES if whole or first[:1] != b"{" else SourceKind.LEFT_OUT
 
 
 def encoded(name: str, path: pathlib.Path, field: str = "data.paths") -> bytes:
@@ -83,12 +210,12 @@ def _user_files(paths: Iterable[str], field: str) -> Iterator[tuple[str, pathlib
                 f"{field}: {given} does not exist ({error.strerror}); name a text "
                 f"file or a folder"
             ) from error
-        files = _walk(root, field) if root.is_dir() else [(root.name, root)]
-        if not any(path.stat().st_size for _, path in files):
+        inside = _walk(root, field) if root.is_dir() else [(root.name, root)]
+        if not any(path.stat().st_size for _, path in inside):
             raise ConfigError(
                 f"{field}: {given} is empty; name a file or folder with text"
             )
-        for name, path in files:
+        for name, path in inside:
             if name in found and found[name].resolve() != path.resolve():
                 raise ConfigError(
                     f"{field}: {found[name]} and {path} are both called {name!r}; "
@@ -110,7 +237,7 @@ def _walk(
         raise unreadable(error, field) from error
 
     found = []
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in skipped and f[0] != "."]
         for path in (pathlib.Path(folder, name) for name in folders):
             if path.is_symlink():
@@ -120,7 +247,7 @@ def _walk(
                     field,
                     path,
                 )
-        for path in (pathlib.Path(folder, file) for file in files if file[0] != "."):
+        for path in (pathlib.Path(folder, file) for file in names if file[0] != "."):
             if path.is_file() and not _is_manifest(path):
                 found.append((path.relative_to(root).as_posix(), path))
     return sorted(found)
@@ -132,6 +259,6 @@ def _is_manifest(path: pathlib.Path) -> bool:
     if path.suffix != manifest.SUFFIX:
         return False
     described = path.with_suffix("")
-    if described.suffix == SUFFIX:
+    if described.suffix.lower() == SUFFIX:
         return True
     return described.is_file() and manifest.is_large(described)

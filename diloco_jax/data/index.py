@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import grain
 
 from diloco_jax.data.shares import Shares
-from diloco_jax.data.source import Fields, Row, Source
+from diloco_jax.data.source import Fields, Row, Source, require_row
 
 SEED_STEP, SEEDS = 0x9E3779B1, 1 << 32
 """Distance between the seeds of two sources, and the number of seeds."""
@@ -37,7 +37,8 @@ class GlobalIndex:
 
     def __getitem__(self, position: int) -> Row:
         """Return the row of a position."""
-        return self._source[int(self._order[position])]
+        number = int(self._order[position])
+        return require_row(self._source[number], number)
 
 
 class Mixture:

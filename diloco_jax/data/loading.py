@@ -16,9 +16,22 @@ from diloco_jax.data.index import GlobalIndex, Mixture
 from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.shares import Shares
-from diloco_jax.data.source import Numbered, RowRange, Rows, Source, Together, cut
+from diloco_jax.data.source import (
+    Numbered,
+    RowRange,
+    Rows,
+    Source,
+    Together,
+    cut,
+    require_row,
+)
 from diloco_jax.data.tokenizers.opening import require_tokenizer
 from diloco_jax.data.windows import ValidationWindows, Windows
+
+MOST_ROWS = 2**32
+"""Rows of an epoch that the global index can shuffle."""
+ROWS_TRIED = 16
+"""Rows that a start asks of data of the user's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,15 +154,23 @@ def _own(run: RunConfig) -> Data:
     for name, source in (("train", data.train), ("validation", data.validation)):
         try:
             if not len(source):
-                raise ConfigError(f"{where}: {name} has no row; it needs one")
+                raise ConfigError("it has no row, and needs one")
+            if len(source) > MOST_ROWS:
+                raise ConfigError(
+                    f"it has {len(source):,} rows, and at most {MOST_ROWS:,} are "
+                    f"shuffled; `.repeat()` has no end: leave it out, since a run "
+                    f"repeats its epochs by itself"
+                )
+            for number in range(0, len(source), -(-len(source) // ROWS_TRIED)):
+                require_row(source[number], number)
             row = source[0]
             for key, field in source.fields.items():
                 _require_array(row.get(key), key, field.dtype)
             tokens = BatchReader(source, source.fields, run.sequence_length).batch(
                 np.zeros(1, np.int64)
             )["tokens"]
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {name}: {error}") from error
         except Exception as error:
             raise ConfigError(
                 f"{where}: row 0 of {name} cannot be read: {said(error)}"

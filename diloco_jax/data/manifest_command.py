@@ -32,22 +32,24 @@ def manifest_command(arguments: Sequence[str]) -> int:
         "Read large files once, and write beside each what starts compare.",
     )
     from diloco_jax.data import manifest
-    from diloco_jax.data.documents import find_documents
+    from diloco_jax.data.documents import SourceKind, find_documents
     from diloco_jax.data.prepared.contents import is_prepared
     from diloco_jax.data.text import make_text_manifest
-    from diloco_jax.data.tokens import SUFFIX, make_token_manifest
+    from diloco_jax.data.tokens import make_token_manifest
 
     small = prepared = 0
-    for _, file in find_documents((str(options.path),)):
+    for _, file, kind in find_documents((str(options.path),)):
         if is_prepared(file.parent):
             prepared += 1
+            continue
+        if kind not in (SourceKind.TEXT, SourceKind.TOKENS):
             continue
         if not manifest.is_large(file):
             small += 1
             continue
         if options.missing and manifest.has_size(file):
             continue
-        is_tokens = file.suffix == SUFFIX
+        is_tokens = kind is SourceKind.TOKENS
         made = make_token_manifest(file) if is_tokens else make_text_manifest(file)
         print(
             f"{file}: {made.tokens:,} tokens up to {made.largest}, digest "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from diloco_jax.config import ConfigError
-from diloco_jax.data.source import DERIVED, Fields, Rows
+from diloco_jax.data.source import DERIVED, Fields, Rows, require_row
 
 Arrays = dict[str, np.ndarray]
 """Arrays of a batch by name, [B, ...]."""
@@ -53,16 +53,16 @@ class BatchReader:
     def read(self, number: int, into: Arrays, place: int) -> None:
         """Write a row to its place in a batch.
 
-        Raises ValueError if an array has not the shape that its source says.
+        Raises ConfigError if an array has not the shape that its source says.
         """
-        row = self._rows[number]
+        row = require_row(self._rows[number], number)
         for name, array in into.items():
             value = row.get(name)
             if name in self._derived:
                 array[place] = 1
             elif value is None or value.shape != array.shape[1:]:
                 found = "no" if value is None else f"{value.shape} as shape of"
-                raise ValueError(
+                raise ConfigError(
                     f"row {number} has {found} {name!r}, and its source says "
                     f"{array.shape[1:]}"
                 )

@@ -88,6 +88,16 @@ class Source(Rows, Protocol):
         ...
 
 
+def require_row(row: Row | None, number: int) -> Row:
+    """Raise ConfigError if there is no row of this number."""
+    if row is None:
+        raise ConfigError(
+            f"row {number} is None: a filter leaves holes in its source; number the "
+            f"rows that stay, and give a source of these alone"
+        )
+    return row
+
+
 class RowRange:
     """The rows [start, stop) of a source, as a source."""
 

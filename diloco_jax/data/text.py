@@ -1,22 +1,37 @@
 """Files of text: UTF-8, a byte a token. Large ones are mapped into memory.
 
 A large file is read as a whole once, for its manifest (`manifest.py`); after that, only
-the text that is trained on.
+the text that is trained on. The mark with which some systems begin a file (BOM) is no
+part of its text.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import pathlib
 
 import numpy as np
 
+from diloco_jax import files
 from diloco_jax.config import ConfigError
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import unreadable
 
 LONGEST_REST = 3
 """Bytes of a character after its first."""
+BOM = codecs.BOM_UTF8
+CONVERTED = "convert it to UTF-8 or leave it out"
+PACKED = (b"\x1f\x8b", b"BZh", b"PK\3\4", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
+BEGINNINGS = {
+    (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE): ("it is UTF-32", CONVERTED),
+    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): ("it is UTF-16", CONVERTED),
+    PACKED: ("it is compressed", "unpack it"),
+    (b"\x93NUMPY",): ("it has tokens", "give it as data.paths"),
+    (b"PAR1",): ("it is Parquet", "name it .parquet"),
+    (b"%PDF-",): ("it is PDF", "convert it to text"),
+}
+"""What a file that is no text begins with: what it is, and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +57,15 @@ def read_text_file(path: pathlib.Path, samples: int | None = None) -> TextFile:
             data = path.read_bytes()
             small = np.frombuffer(data, np.uint8)
             _check(path, small, slice(0, len(small)))
-            return TextFile(small, data)
+            data = data.removeprefix(BOM)
+            return TextFile(np.frombuffer(data, np.uint8), data)
         text = np.memmap(path, np.uint8, mode="r")
     except OSError as error:
         raise unreadable(error) from error
-    return TextFile(text, manifest.described(path, text, _check, samples).digest)
+    digest = manifest.described(path, text, _check, samples).digest
+    if bytes(text[: len(BOM)]) == BOM:  # The manifest is of the whole file.
+        return TextFile(text[len(BOM) :], digest + BOM)
+    return TextFile(text, digest)
 
 
 def make_text_manifest(path: pathlib.Path) -> manifest.Manifest:
@@ -54,23 +73,38 @@ def make_text_manifest(path: pathlib.Path) -> manifest.Manifest:
     return manifest.make(path, np.memmap(path, np.uint8, mode="r"), _check)
 
 
-def _check(path: pathlib.Path, text: np.ndarray, part: slice) -> int:
-    """Raise ConfigError unless a part is text; return its largest byte. A character
-    counts to the part in which it begins."""
-    start = _begin(text, part.start)
-    data = text[start : _begin(text, part.stop)].tobytes()
-    offset = data.find(b"\0")
-    problem = "a NUL byte"
+def require_text(
+    data: bytes, path: str | pathlib.Path, at: int, field: str = "data.paths"
+) -> None:
+    """Raise ConfigError, naming file and remedy, if bytes from `at` on are no text."""
+    if wrong := fault(data, at):
+        raise ConfigError(f"{field}: {path} is not text: {'; '.join(wrong)}")
+
+
+def fault(data: bytes, at: int) -> tuple[str, str] | None:
+    """Say why the bytes of a file from `at` on are no text, and the remedy; None if
+    they are."""
+    if not at and files.is_pointer(data):
+        return files.POINTED, "or leave it out"
+    offset, problem = data.find(b"\0"), "a NUL byte"
     try:
         data.decode()
     except UnicodeDecodeError as error:
         if offset < 0 or error.start < offset:
             offset, problem = error.start, "a byte that is not UTF-8"
-    if offset >= 0:
-        raise ConfigError(
-            f"data.paths: {path} is not text: {problem} at offset {start + offset}; "
-            f"convert it to UTF-8 or leave it out"
-        )
+    if offset < 0:
+        return None
+    for marks, found in BEGINNINGS.items():
+        if not at and data.startswith(marks):
+            return found
+    return f"{problem} at offset {at + offset}", CONVERTED
+
+
+def _check(path: pathlib.Path, text: np.ndarray, part: slice) -> int:
+    """Raise ConfigError unless a part is text; return its largest byte. A character
+    counts to the part in which it begins."""
+    start = _begin(text, part.start)
+    require_text(text[start : _begin(text, part.stop)].tobytes(), path, start)
     return int(text[part].max(initial=0))
 
 

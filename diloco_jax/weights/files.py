@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from diloco_jax.errors import ConfigError
+from diloco_jax.files import how_to_mend, parse_json
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -47,7 +48,7 @@ SHARD_BYTES = 5 << 30
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise ConfigError, naming the file, if there is none."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(
             f"there is no {path}; give the folder of a model, with config.json and "
@@ -55,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read as JSON ({error}); copy it again"
+            f"{path} cannot be read as JSON ({error}); {how_to_mend(path)}"
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is no JSON object; copy it again")
@@ -133,7 +134,7 @@ def _mapped(path: Path) -> dict[str, np.ndarray]:
             pass
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"{path} is no whole safetensors file ({error}); copy it again"
+            f"{path} is no whole safetensors file ({error}); {how_to_mend(path)}"
         ) from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

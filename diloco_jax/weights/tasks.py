@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from diloco_jax.config import ConfigError
+from diloco_jax.data.text import BOM
 from diloco_jax.models.likelihood import make_likelihood
 from diloco_jax.weights.speaker import Speaker
 
@@ -66,10 +67,10 @@ class ScoredText(NamedTuple):
 def read_task(path: Path) -> Task:
     """Read a file; raise ConfigError, naming file and item, if it is no task."""
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        found = msgspec.json.decode(path.read_bytes().removeprefix(BOM))
     except FileNotFoundError:
         raise ConfigError(f"--tasks {path}: there is no such file") from None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"--tasks {path} cannot be read as JSON: {error}") from error
     if not isinstance(found, list) or not found:
         raise ConfigError(
@@ -85,6 +86,8 @@ def _item(path: Path, number: int, raw: Any) -> Item:
         item = msgspec.convert(raw, Item)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
+    if "\0" in "".join((item.question, *item.choices)):
+        raise ConfigError(f"{where} has a NUL character (U+0000), which no text has")
     if len(item.choices) < 2 or not all(item.choices):
         raise ConfigError(
             f"{where} has choices = {list(item.choices)}; give two or more, none empty"

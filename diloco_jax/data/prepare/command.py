@@ -30,9 +30,9 @@ class PrepareOptions:
     out: str = positional(metavar="OUT", help="A folder that does not exist yet.")
     sources: tuple[str, ...] = positional(
         metavar="SOURCES",
-        help="Files, and folders of them: .parquet, .jsonl and .jsonl.gz; any other "
-        "file is text, and one document. None = the sources of the Python standard "
-        "library.",
+        help="Files, and folders of them: .parquet; .jsonl and .json, also .gz; any "
+        "other file is text, and one document. None = the sources of the Python "
+        "standard library.",
     )
     tokenizer: str = setting(
         "",
@@ -82,6 +82,7 @@ def data_command(arguments: Sequence[str]) -> int:
         )
     from rich.console import Console
 
+    from diloco_jax.data.documents import inventory
     from diloco_jax.data.prepare.examples import Reader
     from diloco_jax.data.prepare.work import prepare
     from diloco_jax.data.prepare.writing import Recipe
@@ -114,9 +115,21 @@ def data_command(arguments: Sequence[str]) -> int:
             f"{name}: {found.documents:,} documents in {found.rows:,} rows, "
             f"{found.predicted:,} predicted tokens of {found.text_bytes:,} bytes, rows "
             f"filled to {filled:.1%}"
-            + (f", {found.left_out:,} left out" if found.left_out else ""),
+            + (
+                f", {found.left_out:,} with nothing to learn left out"
+                if found.left_out
+                else ""
+            ),
             file=sys.stderr,
         )
+    if made.validation_fraction != options.validation_fraction:
+        print(
+            f"--validation-fraction = {options.validation_fraction:g} by chance left a "
+            f"side without a document; the nearest one was moved there",
+            file=sys.stderr,
+        )
+    kinds = inventory((source.name, source, source.kind) for source in made.sources)
+    print(f"sources: {kinds}", file=sys.stderr)
     print(
         f"{options.out}: digest {made.digest}, tokenizer {made.tokenizer.digest}, in "
         f"{time.monotonic() - began:.1f} s",

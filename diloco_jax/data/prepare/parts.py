@@ -5,13 +5,17 @@ A part is some slices of source files, up to `PART_BYTES` together.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from diloco_jax.data.documents import encoded, find_documents
+from diloco_jax.data.documents import (
+    SourceKind,
+    encoded,
+    find_documents,
+    is_packed,
+)
 from diloco_jax.errors import ConfigError
 
 PART_BYTES = 1 << 26
@@ -19,29 +23,9 @@ MOST_PARTS = 4096
 """Larger sources have larger parts, since every part is a file of rows."""
 DOCUMENT_BYTES = 1 << 20
 """A file of text that is longer counts as several documents, cut at ends of lines."""
+MOST_LIST_BYTES = 1 << 30
+"""A JSON list is read as a whole; a longer one is refused."""
 FIELD = "SOURCES"
-
-
-class SourceKind(enum.StrEnum):
-    """A file that rows are made of."""
-
-    TEXT = enum.auto()
-    """One document, UTF-8."""
-    LINES = enum.auto()
-    """A JSON object a line."""
-    PACKED_LINES = enum.auto()
-    """The same, compressed with gzip, so that it is read as a whole."""
-    TABLE = enum.auto()
-    """Parquet; its slices count groups of rows instead of bytes."""
-
-
-ENDINGS = {
-    ".jsonl": SourceKind.LINES,
-    ".ndjson": SourceKind.LINES,
-    ".jsonl.gz": SourceKind.PACKED_LINES,
-    ".parquet": SourceKind.TABLE,
-}
-"""Kinds by the end of a file's name; any other is text."""
 
 
 class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +37,11 @@ class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
     kind: SourceKind
     size: int
     changed_ns: int
+
+    @property
+    def packed(self) -> bool:
+        """True if it is compressed, so that it is read as a whole."""
+        return self.kind is not SourceKind.TEXT and is_packed(self.name)
 
 
 class SourceSlice(msgspec.Struct, frozen=True):
@@ -68,15 +57,19 @@ Part = tuple[SourceSlice, ...]
 
 
 def find_sources(paths: tuple[str, ...]) -> list[SourceFile]:
-    """List the files of paths, in order of their names. Raise ConfigError for a path
-    that is missing or empty, and for two files of one name."""
+    """List the files of paths, in order of their names, those that are left out too.
+    Raise ConfigError for a path that is missing or empty, for two files of one name,
+    and for files of which no documents are made."""
     found = []
-    for name, path in find_documents(paths, FIELD):
+    for name, path, kind in find_documents(paths, FIELD):
         encoded(name, path, FIELD)
         status = path.stat()
-        kind = next(
-            (k for end, k in ENDINGS.items() if name.endswith(end)), SourceKind.TEXT
-        )
+        if kind is SourceKind.LIST and status.st_size > MOST_LIST_BYTES:
+            raise ConfigError(
+                f"{FIELD}: {path} is a JSON list of {status.st_size:,} bytes, and one "
+                f"of more than {MOST_LIST_BYTES:,} is not read; write an object a "
+                f"line: `jq -c '.[]'`, into a file .jsonl"
+            )
         if status.st_size:
             found.append(
                 SourceFile(
@@ -111,6 +104,8 @@ def make_parts(
     current: list[SourceSlice] = []
     size = 0
     for number, source in enumerate(sources):
+        if source.kind is SourceKind.LEFT_OUT:
+            continue
         for piece in _slices(number, source, limit):
             if current and size + piece.nbytes > limit:
                 parts.append(tuple(current))
@@ -121,7 +116,7 @@ def make_parts(
 
 
 def _slices(number: int, source: SourceFile, limit: int) -> Iterator[SourceSlice]:
-    if source.kind is SourceKind.PACKED_LINES:
+    if source.kind is SourceKind.LIST or source.packed:
         yield SourceSlice(number, 0, source.size, source.size)
     elif source.kind is SourceKind.TABLE:
         yield from _groups(number, source)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import zlib
-from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple, cast
 
+from diloco_jax import files
+from diloco_jax.data.documents import SourceKind, unreadable
 from diloco_jax.data.prepare.examples import Example, Passage, Reader
 from diloco_jax.data.prepare.parts import (
     DOCUMENT_BYTES,
     FIELD,
     SourceFile,
-    SourceKind,
     SourceSlice,
+    require_unchanged,
 )
+from diloco_jax.data.text import BOM, fault, require_text
 from diloco_jax.errors import ConfigError
 
+PAIR = {"prompt", "completion"}
 SEARCHED = 1 << 16
 """Bytes in which an end of a line is looked for before text is cut elsewhere."""
 
@@ -34,6 +37,8 @@ class Document(NamedTuple):
     example: Example
     nbytes: int
     """Bytes that were read for it."""
+    roles: tuple[str, ...] = ()
+    """Roles of its messages."""
 
 
 def read(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
@@ -42,12 +47,23 @@ def read(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Docu
     Raises ConfigError, naming file and place, for content that does not fit the file's
     kind.
     """
-    if source.kind is SourceKind.TEXT:
-        yield from _texts(source, part)
-    elif source.kind is SourceKind.TABLE:
-        yield from _table(source, part, reader)
-    else:
-        yield from _lines(source, part, reader)
+    try:
+        require_unchanged(source)
+        if source.kind is SourceKind.TABLE:
+            yield from _table(source, part, reader)
+        elif source.kind is SourceKind.LIST:
+            yield from _list(source, reader)
+        elif source.kind is SourceKind.LINES:
+            yield from _lines(source, part, reader)
+        else:
+            yield from _texts(source, part)
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.filename:
+            raise unreadable(error, FIELD) from error
+        raise ConfigError(
+            f"{FIELD}: {source.path} cannot be read ({error}); "
+            f"{files.how_to_mend(source.path)}"
+        ) from error
 
 
 def _texts(source: SourceFile, part: SourceSlice) -> Iterator[Document]:
@@ -58,17 +74,8 @@ def _texts(source: SourceFile, part: SourceSlice) -> Iterator[Document]:
             end = _cut(file, stop, source.size)
             file.seek(begin)
             data = file.read(end - begin)
-            at, problem = data.find(b"\0"), "a NUL byte"
-            try:
-                text = data.decode()
-            except UnicodeDecodeError as error:
-                at, problem = error.start, "a byte that is not UTF-8"
-            if at >= 0:
-                raise ConfigError(
-                    f"{FIELD}: {source.path} is not text: {problem} at offset "
-                    f"{begin + at}; convert it to UTF-8, leave it out, or name it "
-                    f"after what it is (.jsonl, .jsonl.gz, .parquet)"
-                )
+            require_text(data, source.path, begin, FIELD)
+            text = (data if begin else data.removeprefix(BOM)).decode()
             number = nominal // DOCUMENT_BYTES
             key = f"{source.name}#{number}" if number else source.name
             yield Document(key, Example([Passage(text, True)]), len(data))
@@ -89,38 +96,56 @@ def _cut(file: BinaryIO, at: int, size: int) -> int:
 
 
 def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
-    packed = source.kind is SourceKind.PACKED_LINES
-    with gzip.open(source.path) if packed else open(source.path, "rb") as file:
+    with _opened(source) as file:
         at = part.start
         if at:
             # A line belongs to the slice in which it begins.
             file.seek(at - 1)
             at += len(file.readline()) - 1
-        while packed or at < part.stop:
-            try:
-                line = file.readline()
-            except (OSError, EOFError, zlib.error) as error:
-                raise ConfigError(
-                    f"{FIELD}: {source.path} cannot be read ({error}); copy it again"
-                ) from error
+        while source.packed or at < part.stop:
+            line = file.readline()
             if not line:
                 return
-            if not line.isspace():
-                yield _document(line, reader, f"{source.path}, offset {at}", len(line))
+            bare = line.removeprefix(BOM)  # Files that were joined have several.
+            if bare.strip():
+                where = f"{source.path}, offset {at}: the line there"
+                try:
+                    found = _parsed(bare, at)
+                except ValueError as error:
+                    raise _no_document(where, error) from error
+                yield _document(found, reader, where, len(line))
             at += len(line)
 
 
-def _document(line: bytes, reader: Reader, where: str, nbytes: int) -> Document:
+def _list(source: SourceFile, reader: Reader) -> Iterator[Document]:
+    with _opened(source) as file:
+        data = file.read()
     try:
-        found = json.loads(line)
-        if not isinstance(found, dict):
-            raise ValueError("it is no object")
-        return _of_content(reader.read(found), nbytes)
+        found = _parsed(data.removeprefix(BOM), 0)
     except ValueError as error:
-        raise ConfigError(
-            f"{FIELD}: {where}: the line there is no document: {error}; mend it, or "
-            f"give --text-field"
-        ) from error
+        raise _no_document(source.path, error) from error
+    for number, item in enumerate(found):
+        where = f"{source.path}, item {number}"
+        yield _document(item, reader, where, source.size // len(found))
+
+
+def _opened(source: SourceFile) -> BinaryIO:
+    opened = gzip.open if source.packed else open
+    return cast(BinaryIO, opened(source.path, "rb"))
+
+
+def _parsed(data: bytes, at: int) -> Any:
+    """Return the value of JSON from offset `at` on; raise ValueError if it is none."""
+    try:
+        return files.parse_json(data)
+    except ValueError as error:
+        raise ValueError((fault(data, at) or [error])[0]) from error
+
+
+def _no_document(where: str, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"{FIELD}: {where} is no document: {error}; mend it, or give --text-field"
+    )
 
 
 def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Document]:
@@ -129,23 +154,48 @@ def _table(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
     with open_table(source.path) as table:
         names = table.schema_arrow.names
     columns = reader.columns(names)
-    groups = range(part.start, part.stop)
-    for number, row in enumerate(rows(source.path, groups, columns)):
+    for number, row in enumerate(rows(source.path, part.start, columns)):
         try:
-            example = reader.read({k: v for k, v in row.items() if v is not None})
+            found = _read(row, reader)
         except ValueError as error:
             raise ConfigError(
                 f"{FIELD}: {source.path}, row {number} of row group {part.start}: "
                 f"{error} (its columns are {', '.join(names)}); give --text-field"
             ) from error
-        yield _of_content(example, sum(len(span.text) for span in example.spans))
+        yield found
 
 
-def _of_content(example: Example, nbytes: int) -> Document:
+def _document(found: Any, reader: Reader, where: str, nbytes: int) -> Document:
+    try:
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+        return _read(found, reader)._replace(nbytes=nbytes)
+    except ValueError as error:
+        raise _no_document(where, error) from error
+
+
+def _read(found: Mapping[str, Any], reader: Reader) -> Document:
+    """Return the document of an object or a row; it is empty if it has null in place of
+    a text. Raise ValueError if it has none of the forms, or U+0000 in a text."""
+    wanted = reader.columns(list(found))
+    given = {name for name in wanted if found[name] is not None}
+    example = Example([])
+    if len(given) == len(wanted) or not given < PAIR - {reader.text_field}:
+        example = reader.read({k: v for k, v in found.items() if v is not None})
     digest, spans = hashlib.sha256(), []
     for span in example.spans:
+        if "\0" in span.text:
+            raise ValueError("its text has a NUL character (U+0000)")
         # JSON may spell half a character, which no tokenizer takes.
         data = span.text.encode(errors="replace")
         digest.update(f"{len(data)}:{int(span.learned)}:".encode() + data)
         spans.append(span._replace(text=data.decode()))
-    return Document(digest.hexdigest(), example._replace(spans=spans), nbytes)
+    spoken = found.get("messages")
+    messages = spoken if isinstance(spoken, list) else []
+    roles = {str(m.get("role")) for m in messages if isinstance(m, dict)}
+    return Document(
+        digest.hexdigest(),
+        example._replace(spans=spans),
+        sum(len(span.text) for span in spans),
+        tuple(sorted(roles)),
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.errors import ConfigError
+from diloco_jax.files import how_to_mend
 
 ROWS_AT_ONCE = 256
 
@@ -17,7 +18,7 @@ def open_table(path: str) -> Iterator[Any]:
     one.
     """
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(
             f"{path} needs the package pyarrow; pip install 'diloco-jax[text]'"
@@ -25,15 +26,23 @@ def open_table(path: str) -> Iterator[Any]:
     try:
         with parquet.ParquetFile(path) as table:
             yield table
-    except (ArrowException, OSError) as error:
+    except Exception as error:  # The library raises errors of many kinds.
         raise ConfigError(
-            f"SOURCES: {path} cannot be read as Parquet ({error}); copy it again, or "
-            f"leave it out"
+            f"SOURCES: {path} cannot be read as Parquet ({error}); "
+            f"{how_to_mend(path)}, write it anew, or leave it out"
         ) from error
 
 
-def rows(path: str, groups: range, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of these groups as dicts of these columns."""
+def rows(path: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a group as dicts of these columns."""
+    first = 0
     with open_table(path) as table:
-        for batch in table.iter_batches(ROWS_AT_ONCE, list(groups), columns=columns):
-            yield from batch.to_pylist()
+        for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns=columns):
+            last = first + batch.num_rows - 1
+            try:
+                found = batch.to_pylist()
+            except Exception as error:
+                where = f"row group {group}, rows {first} to {last}"
+                raise ValueError(f"{where}: {error}") from error
+            yield from found
+            first = last + 1

@@ -7,8 +7,10 @@ started again there goes on with the parts that are not done.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from diloco_jax import files
+from diloco_jax.data.corpus import place
+from diloco_jax.data.documents import SourceKind
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.parts import (
     PART_BYTES,
     Part,
     SourceFile,
-    SourceKind,
     find_sources,
     make_parts,
 )
@@ -29,7 +32,6 @@ from diloco_jax.data.prepare.reading import read
 from diloco_jax.data.prepare.workers import do_parts
 from diloco_jax.data.prepare.writing import PartDone, Recipe, done_path
 from diloco_jax.data.prepared.contents import (
-    FORMAT,
     NAME,
     Contents,
     Counts,
@@ -43,6 +45,7 @@ from diloco_jax.paths import naming
 from diloco_jax.sealed import sync_path
 
 PLAN = "plan.json"
+PLAN_FORMAT = 2
 LOCK = "lock"
 Report = Callable[[float], None]
 """Called with the share that is done."""
@@ -88,10 +91,15 @@ def prepare(
         raise ConfigError(f"OUT: {out} exists; give the name of a new folder")
     if not out.parent.is_dir():
         raise ConfigError(f"OUT: there is no folder {out.parent}; make it first")
-    sources = find_sources(paths)
+    scratch = out.with_name(f"{out.name}.partial")
+    sources = [
+        source
+        for source in find_sources(paths)
+        if not Path(source.path).is_relative_to(scratch)
+    ]
     tokenizer = recipe.tokenizer
     plan = WorkPlan(
-        format=FORMAT,
+        format=PLAN_FORMAT,
         tokenizer=Tokens(
             digest=tokenizer.digest,
             vocab_size=tokenizer.vocab_size,
@@ -106,7 +114,6 @@ def prepare(
         part_bytes=part_bytes,
         sources=tuple(sources),
     )
-    scratch = out.with_name(f"{out.name}.partial")
     try:
         (scratch / "parts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -119,9 +126,10 @@ def prepare(
             _begin(scratch, plan)
             parts = make_parts(sources, part_bytes)
             _try(sources, parts, recipe.reader)
+            recipe = _split(sources, parts, recipe)
             do_parts(scratch, sources, parts, recipe, workers, report)
             return _finish(scratch, out, plan, parts, recipe)
-        except ConfigError:
+        except BaseException:
             if not _begun(scratch):
                 shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -183,6 +191,43 @@ def _try(sources: Sequence[SourceFile], parts: Sequence[Part], reader: Reader) -
             next(read(source, piece, reader), None)
 
 
+def _split(
+    sources: Sequence[SourceFile], parts: Sequence[Part], recipe: Recipe
+) -> Recipe:
+    """Return the recipe by which each side gets a document: where chance leaves one
+    without any, as it does with few documents, the nearest one is moved there.
+
+    Reads until both sides have one. Raises ConfigError if there are not two documents.
+    """
+    places, roles, count = list[int](), set[str](), 0
+    border = recipe.validation_fraction * 2**64
+    for piece in itertools.chain.from_iterable(parts):
+        for document in read(sources[piece.source], piece, recipe.reader):
+            count += 1
+            roles |= set(document.roles)
+            if any(span.learned and span.text for span in document.example.spans):
+                places = sorted({*places, place(document.key)})
+                places = sorted({*places[:2], *places[-2:]})
+                if places[0] < border <= places[-1]:
+                    return recipe
+    if not places:
+        why = "each is empty, or null where its text belongs; give --text-field"
+        if roles and "assistant" not in roles:
+            why = (
+                f"only what 'assistant' says is learned, and their messages have "
+                f"the roles {', '.join(map(repr, sorted(roles)))}; rename it"
+            )
+        raise ConfigError(f"SOURCES: {count:,} documents, and nothing to learn: {why}")
+    if len(places) == 1:
+        raise ConfigError(
+            f"SOURCES: {count:,} documents with one text, which cannot be on both "
+            f"sides, to train on and to validate on; cut it into several documents, "
+            f"or give a file of text as data.paths as it is: its end is held out then"
+        )
+    apart = places[:2] if border <= places[0] else places[-2:]
+    return dataclasses.replace(recipe, validation_fraction=sum(apart) / 2**65)
+
+
 def _first_difference(
     then: Sequence[SourceFile], now: Sequence[SourceFile]
 ) -> tuple[object, object]:
@@ -208,13 +253,18 @@ def _finish(
     prepared = Contents(
         sequence_length=plan.sequence_length,
         row_bytes=recipe.records.nbytes,
-        validation_fraction=plan.validation_fraction,
+        validation_fraction=recipe.validation_fraction,
         turn=plan.turn,
         tokenizer=plan.tokenizer,
         train=_together([result.train for result in done]),
         validation=_together([result.validation for result in done]),
         sources=tuple(
-            Origin(name=source.name, size=source.size, digest=digest.hexdigest()[:16])
+            Origin(
+                name=source.name,
+                size=source.size,
+                digest=digest.hexdigest()[:16],
+                kind=source.kind,
+            )
             for source, digest in zip(plan.sources, digests, strict=True)
         ),
     )

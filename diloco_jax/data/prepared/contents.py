@@ -71,12 +71,14 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in the folder; empty for bytes."""
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """A source file that rows were made of. `digest`: of its documents."""
+class Origin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file of the sources. `digest`: of its documents."""
 
     name: str
     size: int
     digest: str
+    kind: str = ""
+    """A `SourceKind`; folders of before it was noted have none."""
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.errors import ConfigError
+from diloco_jax.files import how_to_mend, parse_json
 
 NAME = "tokenizer.json"
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -39,7 +39,7 @@ class JsonTokenizer:
             self._made: Any = Tokenizer.from_buffer(data)
         except Exception as error:  # The library raises no narrower one.
             raise ConfigError(
-                f"{path} cannot be read as a tokenizer ({error}); copy it again"
+                f"{path} cannot be read as a tokenizer ({error}); {how_to_mend(path)}"
             ) from error
         self._made.no_truncation()
         self._made.no_padding()
@@ -74,7 +74,7 @@ class JsonTokenizer:
             if not beside.is_file():
                 continue
             try:
-                settings = json.loads(beside.read_bytes())
+                settings = parse_json(beside.read_bytes())
                 end = settings.get("eos_token")
             except (OSError, ValueError, AttributeError) as error:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.errors import ConfigError
+from diloco_jax.files import how_to_mend
 
 NAME = "tokenizer.model"
 SUFFIX = ".model"
@@ -34,8 +35,8 @@ class PiecesTokenizer:
             self._made: Any = SentencePieceProcessor(model_proto=data)
         except Exception as error:  # The library raises no narrower one.
             raise ConfigError(
-                f"{path} cannot be read as a model of SentencePiece ({error}); copy it "
-                f"again"
+                f"{path} cannot be read as a model of SentencePiece ({error}); "
+                f"{how_to_mend(path)}"
             ) from error
         self.name = str(path)
         self.digest = hashlib.sha256(data).hexdigest()[:16]
