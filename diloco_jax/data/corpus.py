@@ -18,12 +18,7 @@ import numpy as np
 
 from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
-from diloco_jax.data.documents import (
-    SourceKind,
-    encoded,
-    find_documents,
-    inventory,
-)
+from diloco_jax.data.documents import SourceKind, encoded, find_documents, inventory
 from diloco_jax.data.progress import ReadProgress
 from diloco_jax.data.text import read_text_file
 from diloco_jax.data.tokenizers.of_bytes import SEPARATOR, VOCAB_SIZE

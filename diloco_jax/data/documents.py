@@ -45,7 +45,7 @@ ABOUT = ("readme", "license", "licence", "dataset_info", "dataset_dict")
 """Beginnings of the names of files that are about the data beside them."""
 HEAD_BYTES = 1 << 16
 """Beginning of a file .json by which its kind is known."""
-SHOWN = 6
+SHOWN = 12
 """Most endings of one kind that `inventory` names."""
 
 
@@ -66,7 +66,7 @@ class SourceKind(enum.StrEnum):
     """No documents, for all that its name or its beginning says."""
 
 
-class Found(NamedTuple):
+class SourcePath(NamedTuple):
     """A file that was found."""
 
     name: str
@@ -74,17 +74,19 @@ class Found(NamedTuple):
     kind: SourceKind
 
 
-def find_documents(paths: tuple[str, ...], field: str = "data.paths") -> list[Found]:
+def find_documents(
+    paths: tuple[str, ...], field: str = "data.paths"
+) -> list[SourcePath]:
     """Return all files, in order of the names; see `corpus.load_corpus`.
 
     Raises ConfigError, naming `field`, for a path that is missing or empty, for two
     files of one name, and if no file holds documents.
     """
     if not paths:
-        return [Found(*file, SourceKind.TEXT) for file in _library()]
+        return [SourcePath(*file, SourceKind.TEXT) for file in _library()]
     named = set(map(pathlib.Path, paths))
     found = [
-        Found(name, path, _kind(path, path in named, field))
+        SourcePath(name, path, _kind(path, path in named, field))
         for name, path in _user_files(paths, field)
     ]
     if any(kind not in (SourceKind.TEXT, SourceKind.LEFT_OUT) for *_, kind in found):

@@ -154,10 +154,10 @@ def _own(run: RunConfig) -> Data:
     for name, source in (("train", data.train), ("validation", data.validation)):
         try:
             if not len(source):
-                raise ConfigError("it has no row, and needs one")
+                raise ConfigError("has no row; it needs one")
             if len(source) > MOST_ROWS:
                 raise ConfigError(
-                    f"it has {len(source):,} rows, and at most {MOST_ROWS:,} are "
+                    f"has {len(source):,} rows, and at most {MOST_ROWS:,} are "
                     f"shuffled; `.repeat()` has no end: leave it out, since a run "
                     f"repeats its epochs by itself"
                 )
@@ -170,7 +170,7 @@ def _own(run: RunConfig) -> Data:
                 np.zeros(1, np.int64)
             )["tokens"]
         except ConfigError as error:
-            raise ConfigError(f"{where}: {name}: {error}") from error
+            raise ConfigError(f"{where}: {name} {error}") from error
         except Exception as error:
             raise ConfigError(
                 f"{where}: row 0 of {name} cannot be read: {said(error)}"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prepare_support import LENGTH, documents_of, made, many, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax.data.corpus import is_validation
+from diloco_jax.data.corpus import is_validation, place
 from diloco_jax.data.prepare import parts as parts_module
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.packing import Tokenised, pack
@@ -246,6 +246,56 @@ def test_lines_are_read_once_wherever_parts_end(tmp_path_factory, sizes, limit):
         piece = parts_module.SourceSlice(0, start, stop, stop - start)
         found += [d.example.spans[0].text for d in read(source, piece, Reader())]
     assert found == ["", *(o["text"] for o in objects)]
+
+
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path):
+    objects = [{"text": f"{n}", "messages": None} for n in range(40)]
+    nulls = [
+        {"text": None, "messages": None},
+        {"text": ""},
+        {"prompt": "a", "completion": None},
+    ]
+    (tmp_path / "in").mkdir()
+    write_lines(tmp_path / "in" / "a.jsonl", [*objects, *nulls])
+    names = ("text", "prompt", "completion", "messages")
+    columns = {name: [o.get(name) for o in [*objects, *nulls]] for name in names}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "in" / "b.parquet")
+    prepared, *splits = made(tmp_path)
+    counts = prepared.train.counts + prepared.validation.counts
+    assert (counts.documents, counts.left_out) == (86, 6)
+    assert len(documents_of(*splits)) == 80
+
+
+@pytest.mark.parametrize(("fraction", "sides"), [(1e-6, (11, 1)), (0.999999, (1, 11))])
+@pytest.mark.parametrize("part_bytes", [100, 1 << 20])
+def test_few_documents_are_on_both_sides(fraction, sides, part_bytes, tmp_path):
+    (tmp_path / "in").mkdir()
+    write_lines(
+        tmp_path / "in" / "a.jsonl", [{"text": f"document {n}"} for n in range(12)]
+    )
+    prepared, *_ = made(tmp_path, recipe(fraction=fraction), part_bytes=part_bytes)
+    counts = prepared.train.counts, prepared.validation.counts
+    assert tuple(count.documents for count in counts) == sides
+    (source,) = find_sources((str(tmp_path / "in"),))
+    ((piece,),) = make_parts([source])
+    keys = {document.key for document in read(source, piece, Reader())}
+    held = {key for key in keys if is_validation(key, prepared.validation_fraction)}
+    assert len(held) == sides[1]
+    # The nearest one was moved.
+    assert max(map(place, held)) < min(map(place, keys - held))
+
+
+def test_work_among_its_sources_is_none_of_them(tmp_path, monkeypatch):
+    many(tmp_path, 40)
+    with monkeypatch.context() as inside:
+        inside.setattr("diloco_jax.data.prepare.work._finish", lambda *a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made(tmp_path, out="in/out")
+    assert (tmp_path / "in" / "out.partial" / "parts").exists()
+    prepared, *_ = made(tmp_path, out="in/out")
+    assert [source.name for source in prepared.sources] == [
+        f"{n}.jsonl" for n in range(4)
+    ]
 
 
 # ---- the same files, whoever makes them ------------------------------------------

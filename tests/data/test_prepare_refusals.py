@@ -11,6 +11,10 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.data.prepare import parts as parts_module
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 26906\n"
+DEEP = b"[" * 200_000 + b"]" * 200_000
+CHAT_0 = r"a.json, item 1 is no document: its text has a NUL character \(U\+0000\)"
+
 
 @pytest.mark.parametrize(
     ("name", "data", "shown"),
@@ -24,6 +28,19 @@ from diloco_jax.data.prepare import parts as parts_module
         ("a.jsonl", b'{"messages": [{"role": 1}]}', r"needs a role and a content"),
         ("a.jsonl.gz", b"none", r"a.jsonl.gz cannot be read"),
         ("a.parquet", b"none", r"a.parquet cannot be read as Parquet"),
+        ("a.parquet", POINTER, r"a.parquet cannot be .*`git lfs pull`"),
+        ("a.jsonl", POINTER, r"a.jsonl, offset 0: .*`git lfs pull`"),
+        ("a.JSONL.GZ", POINTER, r"a.JSONL.GZ cannot be .*`git lfs pull`"),
+        ("a.json", POINTER, r"a.json, offset 0: .*`git lfs pull`"),
+        ("a.jsonl", b'{"text": "a\\u0000"}', r"a.jsonl, offset 0: .*U\+0000"),
+        ("a.json", b'[{"text": "a"}, {"prompt": "", "completion": "\\u0000"}]', CHAT_0),
+        ("a.json", b"[{},", r"a.json is no document: Expecting"),
+        ("a.jsonl", b'{"text": "a"}\n' + DEEP, r"offset 14: .*nested too deeply"),
+        ("a.json", DEEP, r"a.json is no document: its brackets are nested"),
+        ("a.jsonl", b'\xff\xfe{\0"\0', r"offset 0: .*it is UTF-16"),
+        ("a.jsonl", b'{"text": "\xff"}', r"a byte that is not UTF-8 at offset 10"),
+        ("a.jsonl", b'{"text": null, "messages": [3]}', r"needs a role and a content"),
+        ("a.jsonl", b'{"prompt": "a"}', r"its fields are prompt; it needs"),
     ],
 )
 def test_what_cannot_be_read_is_named(name, data, shown, tmp_path):
@@ -57,6 +74,77 @@ def test_a_table_without_text_names_its_columns(tmp_path):
     with pytest.raises(ConfigError, match=r"1 documents with one text, which"):
         made(tmp_path, how)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_table_with_a_text_that_is_none_is_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    data = pyarrow.array([b"text", b"caf\xe9 au lait"] * 200, pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), len(data), data.buffers())
+    path = tmp_path / "in" / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": text}), path, row_group_size=300)
+    with pytest.raises(
+        ConfigError, match=r"a.parquet .*group 0, rows 0 to 255: 'utf-8"
+    ):
+        made(tmp_path)
+    parquet.write_table(pyarrow.table({"text": ["a\0b"]}), path)
+    with pytest.raises(ConfigError, match=r"row 0 of row group 0: .*U\+0000"):
+        made(tmp_path)
+    assert not (tmp_path / "out.partial").exists()
+
+
+ROLES = "'assistant' says is learned, and their messages have the roles "
+
+
+@pytest.mark.parametrize(
+    ("objects", "shown"),
+    [
+        ([("user", "q"), ("gpt", "a")], ROLES + "'gpt', 'user'; rename it"),
+        ([("user", "q"), ("Assistant", "a")], ROLES + "'Assistant', 'user'"),
+        ([("user", "q")], ROLES + "'user'"),
+        ({"text": None}, "nothing to learn: each is empty, or null where"),
+        ({"text": ""}, "nothing to learn: each is empty"),
+        ({"prompt": "a", "completion": None}, "nothing to learn: each is empty"),
+        ({"messages": []}, "nothing to learn: each is empty"),
+        ({"text": "one"}, " with one text, which cannot be on both sides"),
+    ],
+)
+def test_what_cannot_be_used_says_why_before_the_work(
+    objects, shown, tmp_path, monkeypatch
+):
+    work = "diloco_jax.data.prepare.work.do_parts"
+    monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
+    (tmp_path / "in").mkdir()
+    if isinstance(objects, list):
+        objects = {"messages": [{"role": r, "content": c} for r, c in objects]}
+    write_lines(tmp_path / "in" / "a.jsonl", [objects] * 9)
+    with pytest.raises(ConfigError, match=rf"SOURCES: 9 documents.*{shown}"):
+        made(tmp_path)
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
+def test_any_failure_before_a_part_is_done_leaves_nothing(
+    error, texts, tmp_path, monkeypatch
+):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr("diloco_jax.data.prepare.work.do_parts", fail)
+    with pytest.raises(error):
+        made(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_source_that_went_away_meanwhile_is_named(texts, tmp_path, monkeypatch):
+    real = parts_module.make_parts
+
+    def late(*arguments):
+        (tmp_path / "in" / "t005.txt").unlink()
+        return real(*arguments)
+
+    monkeypatch.setattr("diloco_jax.data.prepare.work.make_parts", late)
+    with pytest.raises(ConfigError, match=r"t005.txt cannot be read \(No such file"):
+        made(tmp_path)
 
 
 def test_half_a_character_of_json_is_replaced(tmp_path):

@@ -1,5 +1,7 @@
 """Prepared folders are what their manifest says, and rows come back from them."""
 
+import hashlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -40,6 +42,17 @@ def test_files_are_those_of_the_manifest(texts, tmp_path):
     (folder / NAME).write_bytes(msgspec.json.encode(newer))
     with pytest.raises(ConfigError, match="has format 99, this version reads format 1"):
         read_manifest(folder)
+
+
+def test_a_folder_of_before_kinds_were_noted_is_what_it_was(texts, tmp_path):
+    made(tmp_path)
+    path = tmp_path / "out" / NAME
+    manifest = json.loads(path.read_text())
+    assert {source.pop("kind") for source in manifest["sources"]} == {"text"}
+    old = json.dumps(manifest, separators=(",", ":"))
+    path.write_text(old)
+    want = hashlib.sha256(old.encode()).hexdigest()[:16]
+    assert read_manifest(tmp_path / "out").digest == want
 
 
 def test_a_prepared_folder_needs_no_other_manifests(

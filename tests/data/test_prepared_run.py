@@ -280,6 +280,19 @@ assert "pyarrow" not in sys.modules and "tokenizers" not in sys.modules
 
 OWN = '''
 import grain
+
+
+class Changed:
+    def __init__(self, change):
+        self._change = change
+
+    def __mul__(self, rows):
+        return self._change(rows)
+
+
+F = Changed(lambda rows: rows.filter(lambda row: row["tokens"][0] == 0))
+R = Changed(lambda rows: rows.repeat())
+
 import numpy as np
 from diloco_jax.data.loading import Data
 from diloco_jax.data.source import TOKENS, WEIGHTS
@@ -362,6 +375,12 @@ def test_a_factory_that_makes_none_is_named(changes, shown, tmp_path):
         (".astype(np.int32)", ".astype(np.int32).tolist()", r"'tokens' is list"),
         ("% 97", "% 9700", r"tokens from \d+ to \d+, and largest = 96"),
         ('"weights": np', '"other": np', r"'weights' is NoneType"),
+        ("self._rows = g", "self._rows = F * g", r"train row 6 is None: a filter leav"),
+        (
+            "self._rows = g",
+            "self._rows = R * g",
+            r"train has 9,223,.*`.repeat\(\)` has",
+        ),
         ("self._rows[row]", "self._rows / 0", r"cannot be read: TypeError"),
         ("return len(self._rows)", "return None", r"cannot be read: TypeError"),
         ('digest="squares"', 'digest=""', r"digest is empty"),

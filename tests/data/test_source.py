@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.loading import Data, require_vocabulary
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.source import (
@@ -107,6 +108,18 @@ def test_a_row_that_is_not_as_its_source_says_is_an_error():
         ValueError, match=r"\(7,\) as shape of 'tokens', .* says \(5,\)"
     ):
         reader.batch(np.array([3]))
+
+
+def test_a_hole_in_a_source_is_named_where_it_is_drawn():
+    rows = [None, None]
+    source = RowRange(Rows(PLAIN), 0, 2)
+    source._source = rows
+    with pytest.raises(ConfigError, match=r"row [01] is None: a filter leaves holes"):
+        GlobalIndex(source, 0)[0]
+    reader = BatchReader(Rows(PLAIN), PLAIN, T)
+    reader._rows = rows
+    with pytest.raises(ConfigError, match=r"row 1 is None"):
+        reader.batch(np.array([1]))
 
 
 def test_rows_that_fill_up_a_validation_count_for_nothing():

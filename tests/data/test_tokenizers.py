@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
+from diloco_jax import files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -84,6 +85,8 @@ def test_a_tokenizer_is_found_in_its_folder(tokenizers, tmp_path):
         ("words.txt", "a", r"ends neither in .json nor in .model"),
         ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
         ("tokenizer.model", "none", "cannot be read as a model of SentencePiece"),
+        ("tokenizer.json", files.POINTER.decode(), "`git lfs pull`"),
+        ("tokenizer.model", files.POINTER.decode(), "`git lfs pull`"),
     ],
 )
 def test_what_is_no_tokenizer_is_named(name, content, shown, tmp_path):

@@ -17,6 +17,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
+from diloco_jax.files import POINTER
 from diloco_jax.paths import StorageAway
 from diloco_jax.weights import families, files
 from diloco_jax.weights.export import export
@@ -92,6 +93,24 @@ def test_bad_weights_are_named_before_a_run_begins(
     spoil(source)
     with pytest.raises(ConfigError, match=message):
         started_from(config, f"hf:{source}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "shown"),
+    [
+        ("model.safetensors", POINTER, r"model.safetensors is no .*`git lfs pull`"),
+        ("config.json", POINTER, r"config.json cannot be read .*`git lfs pull`"),
+        ("config.json", b"[" * 200_000, r"config.json cannot be read .*nested too"),
+    ],
+)
+def test_a_file_that_is_not_the_one_it_should_be_is_named(
+    name, content, shown, tmp_path
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=shown):
+        files.read_json(tmp_path / name) if ".json" in name else files.read_tensors(
+            tmp_path
+        )
 
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}

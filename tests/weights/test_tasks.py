@@ -151,6 +151,8 @@ ITEM = {"question": "q", "choices": ["a", "b"], "answer": 0}
     [
         (None, "there is no such file"),
         ("[", "cannot be read as JSON"),
+        ("[" * 200_000, "cannot be read as JSON"),
+        ([{**ITEM, "question": "a\0"}], r"item 0 has a NUL character \(U\+0000\)"),
         ({"question": "q"}, "is no list of items; write"),
         ([], "is no list of items"),
         ([ITEM, {**ITEM, "answer": 2}], "item 1: answer = 2, but there are 2 choices"),
@@ -170,6 +172,11 @@ def test_a_file_that_is_no_task_is_named(written, message, tmp_path):
         path.write_text(written if isinstance(written, str) else json.dumps(written))
     with pytest.raises(ConfigError, match=f"--tasks {path}.*{message}"):
         read_task(path)
+
+
+def test_the_mark_before_a_file_is_no_part_of_it(tmp_path):
+    (tmp_path / "t.json").write_text("\ufeff" + json.dumps([ITEM]))
+    assert len(read_task(tmp_path / "t.json").items) == 1
 
 
 def test_two_files_of_one_name_are_refused(workdir, tmp_path, capsys):

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from diloco_jax.data.documents import (
-    SourceKind,
-    encoded,
-    find_documents,
-    is_packed,
-)
+from diloco_jax.data.documents import SourceKind, encoded, find_documents, is_packed
 from diloco_jax.errors import ConfigError
 
 PART_BYTES = 1 << 26

@@ -109,21 +109,14 @@ def _lines(source: SourceFile, part: SourceSlice, reader: Reader) -> Iterator[Do
             bare = line.removeprefix(BOM)  # Files that were joined have several.
             if bare.strip():
                 where = f"{source.path}, offset {at}: the line there"
-                try:
-                    found = _parsed(bare, at)
-                except ValueError as error:
-                    raise _no_document(where, error) from error
+                found = _parsed(bare, at, where)
                 yield _document(found, reader, where, len(line))
             at += len(line)
 
 
 def _list(source: SourceFile, reader: Reader) -> Iterator[Document]:
     with _opened(source) as file:
-        data = file.read()
-    try:
-        found = _parsed(data.removeprefix(BOM), 0)
-    except ValueError as error:
-        raise _no_document(source.path, error) from error
+        found = _parsed(file.read().removeprefix(BOM), 0, source.path)
     for number, item in enumerate(found):
         where = f"{source.path}, item {number}"
         yield _document(item, reader, where, source.size // len(found))
@@ -134,15 +127,15 @@ def _opened(source: SourceFile) -> BinaryIO:
     return cast(BinaryIO, opened(source.path, "rb"))
 
 
-def _parsed(data: bytes, at: int) -> Any:
-    """Return the value of JSON from offset `at` on; raise ValueError if it is none."""
+def _parsed(data: bytes, at: int, where: str) -> Any:
+    """Return the value of JSON from offset `at` on; raise ConfigError if it is none."""
     try:
         return files.parse_json(data)
     except ValueError as error:
-        raise ValueError((fault(data, at) or [error])[0]) from error
+        raise _no_document(where, (fault(data, at) or [error])[0]) from error
 
 
-def _no_document(where: str, error: ValueError) -> ConfigError:
+def _no_document(where: str, error: object) -> ConfigError:
     return ConfigError(
         f"{FIELD}: {where} is no document: {error}; mend it, or give --text-field"
     )
