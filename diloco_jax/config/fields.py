@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import types
 import typing
 from typing import Any, NamedTuple, TypeVar, cast
@@ -158,6 +159,28 @@ def within(config: Any, bound: Bound, *fields: str) -> None:
     """Raise ConfigError unless all of these fields are in these bounds."""
     for field in fields:
         _check_bound(field, getattr(config, field), bound)
+
+
+def check_texts(options: Any, *fields: str) -> None:
+    """Raise ConfigError unless these options, each a text or several, are UTF-8. A
+    command line may have other bytes."""
+    for name in fields:
+        value = getattr(options, name)
+        for text in (value,) if isinstance(value, str) else value:
+            if not is_utf8(text):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is not UTF-8: {os.fsencode(text)!r}; "
+                    f"convert it, and rename a file or folder of such a name"
+                )
+
+
+def is_utf8(text: str) -> bool:
+    """Tell if a text has no half characters, which are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

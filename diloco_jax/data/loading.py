@@ -25,7 +25,7 @@ from diloco_jax.data.source import (
     cut,
     require_row,
 )
-from diloco_jax.data.tokenizers.opening import require_tokenizer
+from diloco_jax.data.tokenizers.opening import open_tokenizer, require_tokenizer
 from diloco_jax.data.windows import ValidationWindows, Windows
 
 MOST_ROWS = 2**32
@@ -118,7 +118,7 @@ def _prepared(run: RunConfig) -> Data:
         train=Together(train),
         validation=Together(validation),
         digest=found.digest,
-        largest=found.vocab_size - 1,
+        largest=found.largest,
         bytes_per_token=found.bytes_per_token,
         mixed=tuple(train) if found.weights else (),
         held_out=dict(zip(run.data.paths, validation, strict=True))
@@ -193,10 +193,20 @@ def _require_array(value: object, name: str, dtype: str) -> None:
 def require_vocabulary(data: Data, run: RunConfig) -> None:
     """Raise ConfigError if the bundled model has no place for a token. The vocabulary
     of a user's own model is not known here."""
-    model = run.model
+    model, path = run.model, tokenizer_of(run.data)
+    tokenizer = None if path is None else open_tokenizer(path)
     if data.largest >= model.vocab_size and not model.factory:
-        raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
-            f"{data.largest}; set it to {data.largest + 1} or more"
+        word = tokenizer.word(data.largest) if tokenizer else ""
+        size = max(data.largest + 1, tokenizer.vocab_size if tokenizer else 0)
+        remedy = (
+            "its weights have no row for it: make the data again without the texts "
+            "that spell it"
+            if model.weights
+            else f"set it to {size} or more"
         )
-    require_tokenizer(tokenizer_of(run.data), model)
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}, but the data has the token "
+            f"{data.largest}{f' ({word})' if word else ''}; {remedy}"
+        )
+    if tokenizer is not None:
+        require_tokenizer(tokenizer, model, path or "the data")

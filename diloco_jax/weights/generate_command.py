@@ -16,6 +16,7 @@ from diloco_jax.config.fields import (
     NOT_NEGATIVE,
     SOME_SHARE,
     check_bounds,
+    check_texts,
     positional,
     setting,
 )
@@ -61,6 +62,7 @@ def generate_command(arguments: Sequence[str]) -> int:
         "weights.",
     )
     check_bounds(options)
+    check_texts(options, "prompt")
     from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.
@@ -80,10 +82,11 @@ def generate_command(arguments: Sequence[str]) -> int:
             report=report,
         )
     began, tokens, shown = time.monotonic(), list[int](), ""
+    prompt = speaker.encode(options.prompt)
     made = generate(
         speaker.model,
         speaker.params,
-        speaker.encode(options.prompt),
+        prompt,
         options.max_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -99,17 +102,17 @@ def generate_command(arguments: Sequence[str]) -> int:
             if report_tokens is not None:
                 report_tokens(len(tokens) / options.max_tokens)
                 continue
-            text = speaker.decode(tokens)
+            text = speaker.continuation(prompt, tokens)
             # A character may be of several tokens.
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
     seconds = time.monotonic() - began
+    text = speaker.continuation(prompt, tokens)
     if options.json:
-        text = speaker.decode(tokens)
         print(json.dumps({"text": text, "tokens": tokens, "seconds": seconds}))
         return EXIT_DONE
-    print(speaker.decode(tokens)[len(shown) :])
+    print(text[len(shown) :])
     rate = f"{len(tokens)} tokens in {seconds:.1f} s, compilation included"
     print(rate, file=sys.stderr)
     return EXIT_DONE

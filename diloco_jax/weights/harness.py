@@ -113,10 +113,11 @@ class Answers:
                 f"tokens, and a context has one at least; leave the task out"
             )
         speaker, tokens = self._speaker, list[int]()
+        prompt = self._encode(context)[most - self._length :]
         for token in generate(
             speaker.model,
             speaker.params,
-            self._encode(context)[most - self._length :],
+            prompt,
             most,
             temperature=float(how.get("temperature") or 0) if _draws(how) else 0.0,
             top_p=float(how.get("top_p") or 1.0),
@@ -125,11 +126,11 @@ class Answers:
             room=self._length,
         ):
             tokens.append(token)
-            text = speaker.decode(tokens)
+            text = speaker.continuation(prompt, tokens)
             found = [text.index(stop) for stop in stops if stop and stop in text]
             if found:
                 return text[: min(found)]
-        return speaker.decode(tokens)
+        return speaker.continuation(prompt, tokens)
 
 
 def _draws(how: dict[str, Any]) -> bool:

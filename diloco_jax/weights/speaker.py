@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,12 +12,9 @@ import jax
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import ConfigError, ModelConfig
+from diloco_jax.config.fields import is_utf8
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE, Bytes
-from diloco_jax.data.tokenizers.opening import (
-    find_tokenizer,
-    open_tokenizer,
-    require_fitting,
-)
+from diloco_jax.data.tokenizers.opening import find_tokenizer, open_tokenizer
 from diloco_jax.data.tokenizers.tokenizer import Tokenizer
 from diloco_jax.evaluation import params_of
 from diloco_jax.models.build import build
@@ -37,6 +35,14 @@ class Speaker:
     decode: Callable[[Sequence[int]], str]
     ends: frozenset[int]
     """Tokens that end a text."""
+
+    def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text that tokens add to a prompt's. Alone, they may lack a space:
+        many tokenizers leave out the first one of a text."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *tokens])
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.decode(tokens)  # A character is not whole yet.
 
 
 def open_speaker(
@@ -73,11 +79,11 @@ def open_speaker(
         model = families.read(found, str(source / CONFIG))
         params, beside = whole(read_folder(source, model), report), source
         spells_bytes = model.vocab_size == VOCAB_SIZE
-    tokenizer = _tokenizer(beside, model, spells_bytes)
+    tokenizer = _tokenizer(beside, spells_bytes, model.vocab_size)
     return Speaker(
         model=model,
         params=jax.tree.map(lambda p: jax.numpy.asarray(p, dtype), params),
-        encode=lambda text: [*tokenizer.start, *tokenizer.encode([text])[0].tolist()],
+        encode=functools.partial(_encode, tokenizer, model.vocab_size),
         decode=tokenizer.decode,
         ends=_ends(beside) or _end(tokenizer),
     )
@@ -91,19 +97,41 @@ def _require_bundled(model: ModelConfig) -> None:
         )
 
 
-def _tokenizer(folder: Path, model: ModelConfig, spells_bytes: bool) -> Tokenizer:
+def _encode(tokenizer: Tokenizer, rows: int, text: str) -> list[int]:
+    """Return the tokens of a text after the tokenizer's start, once, even if the text
+    spells it.
+
+    Raises ConfigError for half a character, and for a token beyond the model's table.
+    """
+    if not is_utf8(text):
+        raise ConfigError(
+            f"the text {text[:40]!r} has half a character, which is not UTF-8; leave "
+            f"it out"
+        )
+    start = list(tokenizer.start)
+    spelled = "".join(map(tokenizer.word, start))
+    if start and tokenizer.encode([spelled])[0].tolist() == start:
+        text = text.removeprefix(spelled)
+    tokens = [*start, *tokenizer.encode([text])[0].tolist()]
+    if (highest := max(tokens, default=0)) >= rows:
+        raise ConfigError(
+            f"the text has the token {highest} ({tokenizer.word(highest)}) of "
+            f"{tokenizer.name}, and the model has rows for {rows} tokens, from 0 to "
+            f"{rows - 1}; leave that word out, or give the model's own tokenizer"
+        )
+    return tokens
+
+
+def _tokenizer(folder: Path, spells_bytes: bool, rows: int) -> Tokenizer:
     path = find_tokenizer(folder) if folder.is_dir() else None
     if path is None:
         if spells_bytes:
             return Bytes()
         raise ConfigError(
-            f"there is no tokenizer in {folder}, and the model's {model.vocab_size} "
-            f"tokens are no bytes; put the model's tokenizer.json or tokenizer.model "
-            f"there"
+            f"there is no tokenizer in {folder}, and the model's {rows} tokens are no "
+            f"bytes; put the model's tokenizer.json or tokenizer.model there"
         )
-    tokenizer = open_tokenizer(path)
-    require_fitting(tokenizer, model)
-    return tokenizer
+    return open_tokenizer(path)
 
 
 def _end(tokenizer: Tokenizer) -> frozenset[int]:

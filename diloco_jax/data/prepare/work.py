@@ -300,7 +300,9 @@ def _require_both_sides(scratch: Path, prepared: Contents) -> None:
 
 
 def _together(splits: Sequence[Split]) -> Split:
-    counts = sum((split.counts for split in splits), Counts())
+    noted = [split.largest for split in splits]
     return Split(
-        counts=counts, shards=tuple(shard for split in splits for shard in split.shards)
+        counts=sum((split.counts for split in splits), Counts()),
+        shards=tuple(shard for split in splits for shard in split.shards),
+        largest=max(noted) if min(noted) >= 0 else -1,
     )

@@ -158,7 +158,7 @@ def _write(
     from array_record.python.array_record_module import ArrayRecordWriter
 
     scratch = folder / f"{name}.{os.getpid()}.tmp"
-    records, rows, tokens, predicted = recipe.records, 0, 0, 0
+    records, rows, tokens, predicted, largest = recipe.records, 0, 0, 0, 0
     writer = None
     try:
         with naming(scratch):
@@ -167,9 +167,10 @@ def _write(
                 writer.write(records.encode([(p.tokens, p.learned) for p in row]))
                 rows += 1
                 tokens += sum(len(piece.tokens) for piece in row)
+                largest = max(largest, *(int(piece.tokens.max()) for piece in row))
                 predicted += sum(int(piece.learned[1:].sum()) for piece in row)
             if writer is None:
-                return Split(counts=counts, shards=())
+                return Split(counts=counts, shards=(), largest=0)
             writer.close()
             with scratch.open("rb") as file:
                 os.fsync(file.fileno())
@@ -178,4 +179,4 @@ def _write(
     finally:
         scratch.unlink(missing_ok=True)
     more = Counts(rows=rows, tokens=tokens, predicted=predicted)
-    return Split(counts=counts + more, shards=(shard,))
+    return Split(counts=counts + more, shards=(shard,), largest=largest)

@@ -53,11 +53,13 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         return Counts(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
-class Split(msgspec.Struct, frozen=True, kw_only=True):
+class Split(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The rows to train on, or to validate on."""
 
     counts: Counts
     shards: tuple[Shard, ...]
+    largest: int = -1
+    """Highest token of the rows; -1, and left out, where an older version made them."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from etils.epath import Path as BucketPath
 
 from diloco_jax import storage
-from diloco_jax.data.tokenizers.of_json import BESIDE
+from diloco_jax.data.tokenizers.beside import BESIDE
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import is_bucket
 

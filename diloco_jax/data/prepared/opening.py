@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diloco_jax.config import ConfigError, DataConfig, RunConfig
+from diloco_jax.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from diloco_jax.data.prepared.contents import (
     NAME,
     SAMPLES,
@@ -32,7 +32,8 @@ class Folders(NamedTuple):
     weights: tuple[float, ...]
     """Shares of several folders; none for one."""
     digest: str
-    vocab_size: int
+    largest: int
+    """Highest token of the rows."""
     bytes_per_token: float
 
 
@@ -97,7 +98,7 @@ def open_folders(run: RunConfig) -> Folders:
         ),
         weights,
         digest,
-        found[0].tokenizer.vocab_size,
+        max(_largest(p, f, run.model) for p, f in zip(paths, found, strict=True)),
         sum(c.text_bytes for c in counts) / sum(c.predicted for c in counts),
     )
 
@@ -142,6 +143,22 @@ def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
             f"data.weights: {error}; raise it, or leave its folder out"
         ) from error
     return weights if len(rows) > 1 else ()
+
+
+def _largest(path: str, prepared: Contents, model: ModelConfig) -> int:
+    """Return the highest token of a folder's rows. Where it is not noted, it is that of
+    the tokenizer; raise ConfigError if the bundled model has no row for that."""
+    noted = [split.largest for split in (prepared.train, prepared.validation)]
+    if min(noted) >= 0:
+        return max(noted)
+    tokens = prepared.tokenizer.vocab_size
+    if tokens > model.vocab_size and not model.factory:
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}, but the tokenizer of {path} has "
+            f"{tokens} tokens, and the folder, of an older version, does not say which "
+            f"its rows have; make it again with `diloco data prepare`"
+        )
+    return tokens - 1
 
 
 def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:

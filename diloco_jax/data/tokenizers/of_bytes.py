@@ -26,7 +26,11 @@ class Bytes:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes; separators become line ends."""
-        return decode(np.asarray(tokens))
+        return decode(np.array([t for t in tokens if 0 <= t < VOCAB_SIZE], np.uint8))
+
+    def word(self, token: int) -> str:
+        """Return the byte as Python writes it; a higher token has none."""
+        return repr(bytes([token])) if 0 <= token < VOCAB_SIZE else ""
 
 
 def encode(text: str) -> np.ndarray:

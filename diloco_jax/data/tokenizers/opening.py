@@ -61,32 +61,13 @@ def tokenizer_of_weights(weights: str) -> Path | None:
     return find_tokenizer(beside) if weights and beside.is_dir() else None
 
 
-def require_fitting(tokenizer: Tokenizer, model: ModelConfig) -> None:
-    """Raise ConfigError if the bundled model has no place for a token. The vocabulary
-    of a user's own model is not known here."""
-    if tokenizer.vocab_size > model.vocab_size and not model.factory:
-        raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}, but the tokenizer "
-            f"{tokenizer.name} has {tokenizer.vocab_size} tokens; set it to "
-            f"{tokenizer.vocab_size} or more, or give the model's own tokenizer"
-        )
-
-
-def require_tokenizer(path: str | None, model: ModelConfig) -> None:
-    """Raise ConfigError if the data's tokenizer does not fit the model, or is another
-    one than that of the weights that the run starts from. None is not checked."""
-    if path is None:
-        return
-    tokenizer = open_tokenizer(path)
-    require_fitting(tokenizer, model)
+def require_tokenizer(tokenizer: Tokenizer, model: ModelConfig, data: str) -> None:
+    """Raise ConfigError if the data's tokenizer is another one than that of the weights
+    that a run starts from. data: names the data."""
     theirs = tokenizer_of_weights(model.weights)
     if theirs is not None:
-        require_digest(
-            tokenizer.digest,
-            open_tokenizer(theirs).digest,
-            path or "the data",
-            str(theirs),
-        )
+        digest = open_tokenizer(theirs).digest
+        require_digest(tokenizer.digest, digest, data, str(theirs))
 
 
 def require_digest(ours: str, theirs: str, data: str, name: str) -> None:

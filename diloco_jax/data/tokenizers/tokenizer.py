@@ -47,6 +47,9 @@ class Tokenizer(Protocol):
         """
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones. Broken characters become
-        replacement marks.
+        """Return the text of tokens, without special ones, and without those that the
+        tokenizer does not have. Broken characters become replacement marks.
         """
+
+    def word(self, token: int) -> str:
+        """Return the word of a token as the files have it, empty if they have none."""
