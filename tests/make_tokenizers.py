@@ -55,8 +55,9 @@ def make_json(folder: Path, *, start: bool = True) -> Path:
     return folder / "tokenizer.json"
 
 
-def make_pieces(folder: Path) -> Path:
-    """Write a BPE of SentencePiece, which falls back to bytes, as tokenizer.model."""
+def make_pieces(folder: Path, *, control: str = "") -> Path:
+    """Write a BPE of SentencePiece, which falls back to bytes, as tokenizer.model.
+    control: a piece that is none of the text."""
     from sentencepiece import SentencePieceTrainer
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,7 @@ def make_pieces(folder: Path) -> Path:
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        control_symbols=control,
         minloglevel=2,
     )
     (folder / "tokenizer.vocab").unlink()

@@ -205,7 +205,7 @@ def require_vocabulary(data: Data, run: RunConfig) -> None:
             else f"set it to {size} or more"
         )
         raise ConfigError(
-            f"model.vocab_size = {model.vocab_size}, but the data has the token "
+            f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
             f"{data.largest}{f' ({word})' if word else ''}; {remedy}"
         )
     if tokenizer is not None:

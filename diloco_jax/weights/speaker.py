@@ -83,7 +83,7 @@ def open_speaker(
     return Speaker(
         model=model,
         params=jax.tree.map(lambda p: jax.numpy.asarray(p, dtype), params),
-        encode=functools.partial(_encode, tokenizer, model.vocab_size),
+        encode=functools.partial(prompt_tokens, tokenizer, model.vocab_size),
         decode=tokenizer.decode,
         ends=_ends(beside) or _end(tokenizer),
     )
@@ -97,7 +97,7 @@ def _require_bundled(model: ModelConfig) -> None:
         )
 
 
-def _encode(tokenizer: Tokenizer, rows: int, text: str) -> list[int]:
+def prompt_tokens(tokenizer: Tokenizer, rows: int, text: str) -> list[int]:
     """Return the tokens of a text after the tokenizer's start, once, even if the text
     spells it.
 

@@ -1,6 +1,8 @@
 """Prepared folders as the data of a run: what fits, is refused, and is counted."""
 
 import dataclasses
+import hashlib
+import json
 import math
 import shutil
 import subprocess
@@ -26,7 +28,7 @@ from diloco_jax.data.loading import load_data
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.work import prepare
 from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.prepared.contents import read_manifest
+from diloco_jax.data.prepared.contents import NAME, read_manifest
 from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.opening import open_tokenizer
 from diloco_jax.data.validation import ValidationBatches
@@ -181,6 +183,30 @@ def test_it_trains_and_counts_rows_by_folder(folders):
     bits = summary["eval_loss"] / math.log(2)
     assert summary["eval_bits_per_byte"] == pytest.approx(bits, rel=0.2)
     assert summary["eval_bits_per_byte"] > bits
+
+
+def test_a_table_needs_rows_for_the_tokens_of_a_folder_alone(in_tokens, tmp_path):
+    _, folder = in_tokens
+    prepared = read_manifest(folder)
+    data = load_data(config_of(folder, vocab_size=512).run)
+    seen = max(
+        int(source[n]["tokens"].max())
+        for source in (data.train, data.validation)
+        for n in range(len(source))
+    )
+    assert data.largest == seen < prepared.tokenizer.vocab_size - 1
+    resolve(config_of(folder, vocab_size=seen + 1))
+    # A folder that does not note it is what it was.
+    older = shutil.copytree(folder, tmp_path / "older")
+    manifest = json.loads((older / NAME).read_text())
+    assert manifest["train"].pop("largest") == prepared.train.largest
+    del manifest["validation"]["largest"]
+    (older / NAME).write_text(json.dumps(manifest, indent=1))
+    compact = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False)
+    digest = hashlib.sha256(compact.encode()).hexdigest()[:16]
+    assert resolve(config_of(str(older), vocab_size=512)).run.data.digest == digest
+    with pytest.raises(ConfigError, match=r"has 512 tokens, and the folder, of an old"):
+        resolve(config_of(str(older), vocab_size=seen + 1))
 
 
 # ---- what is refused -------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import make_tokenizers
@@ -15,16 +16,16 @@ from diloco_jax.config import (
     ConfigError,
     DataConfig,
     IslandConfig,
-    ModelConfig,
     RunConfig,
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import load_checked_corpus
+from diloco_jax.data.loading import load_data, require_vocabulary
+from diloco_jax.data.tokenizers.beside import refusing
 from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.opening import (
     open_tokenizer,
     require_digest,
-    require_fitting,
 )
 
 KINDS = ("bytes", *make_tokenizers.KINDS)
@@ -113,12 +114,45 @@ def test_settings_beside_a_tokenizer_are_those_of_it(content, shown, tmp_path):
         open_tokenizer(made)
 
 
-def test_a_vocabulary_that_does_not_fit_is_refused(tokenizers):
-    tokenizer = opened(tokenizers["json"])
-    require_fitting(tokenizer, ModelConfig(vocab_size=tokenizer.vocab_size))
-    with pytest.raises(ConfigError, match=r"vocab_size = 511, but.* has 512 tokens"):
-        require_fitting(tokenizer, ModelConfig(vocab_size=511))
-    require_fitting(tokenizer, ModelConfig(vocab_size=1, factory="mine:model"))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 2**31}, "unk_token": "a"}},
+        {"model": {"type": "Unigram", "unk_id": 7, "vocab": [["a", 0.0]]}},
+        {"decoder": {"type": "Strip"}},
+        {"post_processor": {"type": "TemplateProcessing", "single": 1}},
+        {"added_tokens": [{"id": -1}]},
+        {"pre_tokenizer": "\ud800"},
+    ],
+)
+def test_whatever_a_library_says_of_a_file_names_it(change, tokenizers, tmp_path):
+    content = json.loads(tokenizers["json"].read_text()) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
+        open_tokenizer(tmp_path)
+
+
+def test_a_panic_of_a_library_names_the_file(tmp_path):
+    class PanicException(BaseException):
+        pass
+
+    with (
+        pytest.raises(ConfigError, match=r"a\.json cannot be read \(no way\)"),
+        refusing(tmp_path / "a.json", "be read"),
+    ):
+        raise PanicException("no way")
+    with pytest.raises(KeyboardInterrupt), refusing(tmp_path, "be read"):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_of_a_padded_table_has_no_text(kind, tokenizers):
+    tokenizer = opened(tokenizers[kind])
+    tokens = tokenizer.encode(["two words"])[0].tolist()
+    more = [tokenizer.vocab_size, 70_000, *tokens, tokenizer.vocab_size]
+    assert tokenizer.decode(more) == "two words"
+    assert [bool(tokenizer.word(token)) for token in (tokens[0], 70_000)] == [1, 0]
 
 
 def test_another_tokenizer_is_refused_with_both_digests():
@@ -167,6 +201,23 @@ def test_the_digest_of_the_data_tells_its_tokenizer(config, tokenizers):
     digest = resolved.run.data.digest
     with pytest.raises(ConfigError, match=f"data.digest = {digest} .* has.* {none}"):
         load_checked_corpus(with_data(resolved, tokenizer="").run.data)
+
+
+def test_a_table_needs_rows_for_the_tokens_of_the_data_alone(config, tmp_path):
+    def run(rows, **model):
+        model = dataclasses.replace(config.run.model, vocab_size=rows, **model)
+        return dataclasses.replace(config.run, model=model)
+
+    np.save(tmp_path / "tokens.npy", np.arange(501))
+    data = load_data(config.run)
+    require_vocabulary(data, run(501))
+    word = open_tokenizer(config.run.data.tokenizer).word(500)
+    shown = rf"vocab_size = 500, but .* up to 500 \({re.escape(word)}\)"
+    with pytest.raises(ConfigError, match=f"{shown}; set it to 512 or more"):
+        require_vocabulary(data, run(500))
+    with pytest.raises(ConfigError, match=f"{shown}; its weights have no row for it"):
+        require_vocabulary(data, run(500, weights="hf:weights"))
+    require_vocabulary(data, run(500, factory="mine:model"))
 
 
 def test_text_and_tokens_of_another_tokenizer_are_refused(config, tmp_path):

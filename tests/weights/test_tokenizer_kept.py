@@ -20,7 +20,7 @@ from diloco_jax.weights.speaker import open_speaker
 )
 def test_generate_speaks_in_the_datas_tokens(kind, name, tmp_path, capsys):
     path = make_tokenizers.KINDS[kind](tmp_path / "made")
-    own_name = path.with_name(f"mine{path.suffix}") if kind == "pieces" else path
+    own_name = path.with_name(f"mine{path.suffix}")
     path.rename(own_name)
     tokenizer = open_tokenizer(own_name)
     (tokens,) = tokenizer.encode([make_tokenizers.library_text(5_000)])

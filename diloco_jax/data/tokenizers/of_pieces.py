@@ -63,6 +63,8 @@ class PiecesTokenizer:
             data = path.read_bytes()
             made: Any = SentencePieceProcessor(model_proto=data)
             self._pieces: int = made.vocab_size()
+            if not self._pieces:
+                raise ValueError("it has no piece")
             own = {
                 made.id_to_piece(token): _Word(token)
                 for token in range(self._pieces)

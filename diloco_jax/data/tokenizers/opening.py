@@ -6,6 +6,7 @@ from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax.config import ModelConfig
+from diloco_jax.data.tokenizers.beside import BESIDE
 from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.of_json import NAME as JSON
 from diloco_jax.data.tokenizers.of_json import JsonTokenizer
@@ -50,7 +51,9 @@ def find_tokenizer(folder: Path) -> Path | None:
 
 def kept_name(path: Path) -> str:
     """Return the name under which a run keeps and exports a file of a tokenizer."""
-    return PIECES if path.suffix == SUFFIX else path.name
+    if path.name in BESIDE:
+        return path.name
+    return PIECES if path.suffix == SUFFIX else JSON
 
 
 def tokenizer_of_weights(weights: str) -> Path | None:
