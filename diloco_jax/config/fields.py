@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import types
 import typing
 from typing import Any, NamedTuple, TypeVar, cast
@@ -161,26 +160,17 @@ def within(config: Any, bound: Bound, *fields: str) -> None:
         _check_bound(field, getattr(config, field), bound)
 
 
-def check_texts(options: Any, *fields: str) -> None:
-    """Raise ConfigError unless these options, each a text or several, are UTF-8. A
-    command line may have other bytes."""
-    for name in fields:
-        value = getattr(options, name)
-        for text in (value,) if isinstance(value, str) else value:
-            if not is_utf8(text):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is not UTF-8: {os.fsencode(text)!r}; "
-                    f"convert it, and rename a file or folder of such a name"
-                )
-
-
-def is_utf8(text: str) -> bool:
-    """Tell if a text has no half characters, which are no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def check_utf8(name: str, *texts: str) -> None:
+    """Raise ConfigError, naming the option, unless texts are UTF-8. A command line may
+    have other bytes, which Python takes for half characters."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{name} is not UTF-8: {text[:40]!r}; convert it, and rename a file or "
+                f"folder of such a name"
+            ) from error
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

@@ -198,12 +198,9 @@ def require_vocabulary(data: Data, run: RunConfig) -> None:
     if data.largest >= model.vocab_size and not model.factory:
         word = tokenizer.word(data.largest) if tokenizer else ""
         size = max(data.largest + 1, tokenizer.vocab_size if tokenizer else 0)
-        remedy = (
-            "its weights have no row for it: make the data again without the texts "
-            "that spell it"
-            if model.weights
-            else f"set it to {size} or more"
-        )
+        remedy = f"set it to {size} or more"
+        if model.weights:
+            remedy = "its weights have no row for it: make the data again without it"
         raise ConfigError(
             f"model.vocab_size = {model.vocab_size}, but the tokens go up to "
             f"{data.largest}{f' ({word})' if word else ''}; {remedy}"

@@ -16,7 +16,7 @@ from diloco_jax.config.fields import (
     NOT_NEGATIVE,
     SOME_SHARE,
     check_bounds,
-    check_texts,
+    check_utf8,
     positional,
     setting,
 )
@@ -62,7 +62,7 @@ def generate_command(arguments: Sequence[str]) -> int:
         "weights.",
     )
     check_bounds(options)
-    check_texts(options, "prompt")
+    check_utf8("--prompt", options.prompt)
     from diloco_jax.before_jax import skip_absent_tpu
 
     # Before anything imports jax.

@@ -12,7 +12,7 @@ import jax
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.config.fields import is_utf8
+from diloco_jax.config.fields import check_utf8
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE, Bytes
 from diloco_jax.data.tokenizers.opening import find_tokenizer, open_tokenizer
 from diloco_jax.data.tokenizers.tokenizer import Tokenizer
@@ -103,11 +103,7 @@ def prompt_tokens(tokenizer: Tokenizer, rows: int, text: str) -> list[int]:
 
     Raises ConfigError for half a character, and for a token beyond the model's table.
     """
-    if not is_utf8(text):
-        raise ConfigError(
-            f"the text {text[:40]!r} has half a character, which is not UTF-8; leave "
-            f"it out"
-        )
+    check_utf8("the text", text)
     start = list(tokenizer.start)
     spelled = "".join(map(tokenizer.word, start))
     if start and tokenizer.encode([spelled])[0].tolist() == start:

@@ -101,7 +101,7 @@ def test_a_prompt_with_a_token_beyond_the_table_is_refused_by_name(tokenizers):
 
 @pytest.mark.parametrize("kind", ["bytes", "json", "pieces"])
 def test_what_no_text_has_is_refused_or_a_token(kind, tokenizers):
-    with pytest.raises(ConfigError, match=r"'caf\\udce9' has half a character"):
+    with pytest.raises(ConfigError, match=r"the text is not UTF-8: 'caf\\udce9'"):
         prompt_tokens(tokenizers[kind], ROWS, "caf\udce9")
     assert prompt_tokens(tokenizers[kind], ROWS, "a\0b")
 
@@ -141,7 +141,7 @@ def test_lm_eval_gets_the_first_space(spoken):
         (["generate", "here", "--prompt", "caf\udce9"], r"--prompt is not UTF-8"),
         (["data", "prepare", "out", "in", "--text-field", "\udce9"], "--text-field is"),
         (["data", "prepare", "out", "in", "--turn", "{role}\udce9"], "--turn is not"),
-        (["data", "prepare", "out", "caf\udce9"], "--sources is not UTF-8"),
+        (["data", "prepare", "out", "caf\udce9"], "SOURCES is not UTF-8"),
     ],
 )
 def test_bytes_of_a_command_line_are_refused_by_the_options_name(

@@ -14,7 +14,7 @@ from diloco_jax.config.fields import (
     BETWEEN,
     NOT_NEGATIVE,
     check_bounds,
-    check_texts,
+    check_utf8,
     positional,
     setting,
 )
@@ -74,7 +74,9 @@ def data_command(arguments: Sequence[str]) -> int:
         "data.paths. What is interrupted goes on with the same command.",
     )
     check_bounds(options)
-    check_texts(options, "sources", "text_field", "turn")
+    check_utf8("SOURCES", *options.sources)
+    check_utf8("--text-field", options.text_field)
+    check_utf8("--turn", options.turn)
     if not options.text_field:
         raise ConfigError("--text-field is empty; give the name of a field or column")
     if is_bucket(options.out):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.config.fields import is_utf8
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend, parse_json
 
@@ -42,22 +41,23 @@ def read_beside(path: Path, name: str) -> dict[str, Any]:
 
     Raises ConfigError, naming the file, if it is no JSON object."""
     beside = path.with_name(name)
-    if not beside.is_file():
-        return {}
     try:
-        found = parse_json(beside.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(beside, str(error)) from error
-    if not isinstance(found, dict):
-        raise _unreadable(beside, f"it is of type {type(found).__name__}")
+        found = parse_json(beside.read_bytes()) if beside.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"it is of type {type(found).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{beside} cannot be read as a JSON object ({error}); copy it again, or "
+            f"leave it out"
+        ) from error
     return found
 
 
 def named_token(
-    path: Path, field: str, token_of: Callable[[str], int | None]
-) -> int | None:
+    path: Path, field: str, token_of: Callable[[str], int | None], default: int
+) -> int:
     """Return the token that the files beside a tokenizer's name as its `bos_token` or
-    `eos_token`; None if they name none.
+    `eos_token`; the default if they name none.
 
     Raises ConfigError, naming the file, if it is none of the tokenizer's words."""
     for name in NAMING:
@@ -65,18 +65,13 @@ def named_token(
         if named is None:
             continue
         word = named.get("content") if isinstance(named, dict) else named
-        found = token_of(word) if isinstance(word, str) and is_utf8(word) else None
+        found: int | None = None
+        with contextlib.suppress(TypeError, RuntimeError, UnicodeError):
+            found = token_of(word)
         if found is None:
             raise ConfigError(
                 f"{path.with_name(name)}: {field} = {named!r} is no token of {path}; "
                 f"give the files of one tokenizer"
             )
         return found
-    return None
-
-
-def _unreadable(beside: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"{beside} cannot be read as a JSON object ({why}); copy it again, or leave it "
-        f"out"
-    )
+    return default

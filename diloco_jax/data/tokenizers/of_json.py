@@ -50,11 +50,9 @@ class JsonTokenizer:
         at = next((i for i in range(len(whole)) if whole[i:][: len(bare)] == bare), 0)
         self.start = tuple(whole[:at])
         after = whole[at + len(bare) :]
-        self.end = (
-            after[0]
-            if after
-            else named_token(path, "eos_token", self._made.token_to_id)
-        )
+        token_of = self._made.token_to_id
+        end = after[0] if after else named_token(path, "eos_token", token_of, -1)
+        self.end: int | None = end if end >= 0 else None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text, int32 [n]."""
