@@ -64,7 +64,7 @@ def named_token(
         named = read_beside(path, name).get(field)
         if named is None:
             continue
-        word = named.get("content") if isinstance(named, dict) else named
+        word: Any = named.get("content") if isinstance(named, dict) else named
         found: int | None = None
         with contextlib.suppress(TypeError, RuntimeError, UnicodeError):
             found = token_of(word)
