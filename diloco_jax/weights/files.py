@@ -29,6 +29,7 @@ DTYPES = {
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 BESIDE = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,7 +39,7 @@ BESIDE = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 """Files beside a model's weights that an export hands on."""
 SHARD_BYTES = 5 << 30

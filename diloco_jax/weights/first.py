@@ -7,6 +7,7 @@ snapshot of a run of this package.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco_jax import run_files
+from diloco_jax import files, run_files
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -28,6 +29,7 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.core.fragments import Piece, get_piece
+from diloco_jax.data.prepared.contents import is_prepared, read_manifest
 from diloco_jax.data.prepared.opening import tokenizer_of
 from diloco_jax.data.tokenizers.opening import (
     find_tokenizer,
@@ -39,7 +41,13 @@ from diloco_jax.models.model import Model, Params
 from diloco_jax.paths import is_bucket
 from diloco_jax.weights import families, names
 from diloco_jax.weights.buckets import at_hand
-from diloco_jax.weights.files import BESIDE, CONFIG, read_json, read_tensors
+from diloco_jax.weights.files import (
+    BESIDE,
+    CONFIG,
+    GENERATION,
+    read_json,
+    read_tensors,
+)
 from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 
 
@@ -162,14 +170,44 @@ def keep_source(weights: str, workdir: Path) -> None:
 
 def keep_tokenizer(data: DataConfig, workdir: Path) -> None:
     """Keep the files of the data's tokenizer in its workdir, for exports, unless the
-    folder that the run started from had one."""
+    folder that the run started from had one. Tokens that end answers of the data's
+    chats join those that end a text."""
     folder = workdir / run_files.SOURCE
     path = tokenizer_of(data)
-    if not path or (folder.is_dir() and find_tokenizer(folder) is not None):
-        return
-    folder.mkdir(exist_ok=True)
-    for file in open_tokenizer(path).files:
-        shutil.copyfile(file, folder / kept_name(file))
+    if path and not (folder.is_dir() and find_tokenizer(folder) is not None):
+        folder.mkdir(exist_ok=True)
+        for file in open_tokenizer(path).files:
+            shutil.copyfile(file, folder / kept_name(file))
+    found = [read_manifest(path) for path in data.paths if is_prepared(path)]
+    if taught := [end for prepared in found for end in prepared.ends]:
+        _keep_ends(folder, [found[0].tokenizer.end], taught)
+
+
+def _keep_ends(folder: Path, own: list[int | None], taught: list[int]) -> None:
+    path = folder / GENERATION
+    settings = read_json(path) if path.is_file() else {}
+    ends = [end for end in (*(end_tokens(folder) or own), *taught) if end is not None]
+    settings["eos_token_id"] = list(dict.fromkeys(ends))
+    files.write_text(json.dumps(settings, indent=2) + "\n", path)
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """Return the tokens that end a text, as the files of a model's folder have them.
+
+    Raises ConfigError, naming the file, if they are no tokens."""
+    for name in (GENERATION, CONFIG):
+        if (folder / name).is_file():
+            ends = families.text_config(read_json(folder / name)).get("eos_token_id")
+            if ends is None:
+                continue
+            found = ends if isinstance(ends, list) else [ends]
+            if not all(type(end) is int for end in found):
+                raise ConfigError(
+                    f"{folder / name}: eos_token_id = {ends!r}; it is a number of a "
+                    f"token, or a list of them: copy the file again"
+                )
+            return found
+    return []
 
 
 def fill(params: Params, piece: Piece, value: np.ndarray) -> None:

@@ -22,7 +22,7 @@ from diloco_jax.models.model import Params
 from diloco_jax.weights import families
 from diloco_jax.weights.adapted import base_run, merged
 from diloco_jax.weights.files import CONFIG, read_json
-from diloco_jax.weights.first import read_folder, whole
+from diloco_jax.weights.first import end_tokens, read_folder, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def open_speaker(
         params=jax.tree.map(lambda p: jax.numpy.asarray(p, dtype), params),
         encode=functools.partial(prompt_tokens, tokenizer, model.vocab_size),
         decode=tokenizer.decode,
-        ends=_ends(beside) or _end(tokenizer),
+        ends=frozenset(end_tokens(beside)) or _end(tokenizer),
     )
 
 
@@ -134,19 +134,3 @@ def _end(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the token that ends a document. Text of bytes goes on with the next."""
     known = tokenizer.end is not None and not isinstance(tokenizer, Bytes)
     return frozenset([tokenizer.end] if known and tokenizer.end is not None else [])
-
-
-def _ends(folder: Path) -> frozenset[int]:
-    for name in ("generation_config.json", CONFIG):
-        if (folder / name).is_file():
-            ends = families.text_config(read_json(folder / name)).get("eos_token_id")
-            if ends is None:
-                continue
-            found = ends if isinstance(ends, list) else [ends]
-            if not all(type(end) is int for end in found):
-                raise ConfigError(
-                    f"{folder / name}: eos_token_id = {ends!r}; it is a number of a "
-                    f"token, or a list of them: copy the file again"
-                )
-            return frozenset(found)
-    return frozenset()

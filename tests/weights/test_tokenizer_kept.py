@@ -11,7 +11,9 @@ from diloco_jax import cli
 from diloco_jax.config import Config, DataConfig, IslandConfig, ModelConfig, RunConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
+from diloco_jax.data.prepared.contents import Contents, Split, Tokens
 from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.weights.first import end_tokens, keep_tokenizer
 from diloco_jax.weights.speaker import open_speaker
 
 
@@ -53,3 +55,42 @@ def test_generate_speaks_in_the_datas_tokens(kind, name, tmp_path, capsys):
     assert said[0]["tokens"] == said[1]["tokens"]
     assert open_tokenizer(out).digest == tokenizer.digest
     assert (out / name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("beside", "want"),
+    [
+        ({}, [1, 7]),  # The tokenizer's own, and that of the turns.
+        ({"config.json": {"eos_token_id": 3}}, [3, 7]),
+        ({"generation_config.json": {"eos_token_id": [3, 7], "top_k": 4}}, [3, 7]),
+    ],
+)
+def test_the_end_of_an_answer_ends_a_text(beside, want, tmp_path, monkeypatch):
+    source = tmp_path / "run" / "source"
+    make_tokenizers.make_json(source)
+    for name, found in beside.items():
+        (source / name).write_text(json.dumps(found))
+    manifest = Contents(
+        sequence_length=8,
+        row_bytes=8,
+        validation_fraction=0.5,
+        turn="chatml",
+        ends=(7,),
+        tokenizer=Tokens(digest="", vocab_size=9, start=(), end=1, file=""),
+        train=Split(counts=None, shards=()),
+        validation=Split(counts=None, shards=()),
+        sources=(),
+    )
+    monkeypatch.setattr(
+        "diloco_jax.weights.first.is_prepared", lambda path: path == "p"
+    )
+    monkeypatch.setattr("diloco_jax.weights.first.read_manifest", lambda path: manifest)
+    tokenizer = "diloco_jax.weights.first.tokenizer_of"
+    monkeypatch.setattr(tokenizer, lambda data: None)
+    keep_tokenizer(DataConfig(paths=("text",)), tmp_path / "run")
+    assert 7 not in end_tokens(source) or beside
+    for _ in range(2):  # A start that crashed is made again.
+        keep_tokenizer(DataConfig(paths=("p", "text")), tmp_path / "run")
+        assert end_tokens(source) == want
+    kept = json.loads((source / "generation_config.json").read_text())
+    assert kept.get("top_k") == beside.get("generation_config.json", {}).get("top_k")

@@ -50,9 +50,10 @@ class PrepareOptions:
         "text", help="Field, or column, with the text of a document."
     )
     turn: str = setting(
-        "chatml",
+        "",
         help="How a turn of a chat is written: chatml, llama3, gemma3, or a text with "
-        "{role} and {content}.",
+        "{role} and {content}; empty = the chat_template beside the tokenizer, or "
+        "else chatml.",
     )
     workers: int = setting(
         0,
@@ -87,18 +88,16 @@ def data_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.data.documents import inventory
-    from diloco_jax.data.prepare.examples import Reader
+    from diloco_jax.data.prepare.examples import reader_for
     from diloco_jax.data.prepare.work import prepare
     from diloco_jax.data.prepare.writing import Recipe
     from diloco_jax.data.tokenizers.opening import open_tokenizer
     from diloco_jax.observability.bar import bar
 
-    try:
-        reader = Reader(options.text_field, options.turn)
-    except ValueError as error:
-        raise ConfigError(f"--turn: {error}") from error
+    tokenizer = open_tokenizer(options.tokenizer, "--tokenizer")
+    reader = reader_for(tokenizer, options.text_field, options.turn)
     recipe = Recipe(
-        tokenizer=open_tokenizer(options.tokenizer, "--tokenizer"),
+        tokenizer=tokenizer,
         reader=reader,
         sequence_length=options.sequence_length,
         validation_fraction=options.validation_fraction,
@@ -123,9 +122,17 @@ def data_command(arguments: Sequence[str]) -> int:
                 f", {found.left_out:,} with nothing to learn left out"
                 if found.left_out
                 else ""
+            )
+            + (
+                f", {found.cut:,} answers not learned: the chat_template leaves out a "
+                f"part of them, or of what they answer, once others follow"
+                if found.cut
+                else ""
             ),
             file=sys.stderr,
         )
+    if reader.unfit and made.train.counts.chats + made.validation.counts.chats:
+        print(f"warning: --turn: {reader.unfit}", file=sys.stderr)
     if made.validation_fraction != options.validation_fraction:
         print(
             f"--validation-fraction = {options.validation_fraction:g} by chance left a "

@@ -110,7 +110,7 @@ def prepare(
         sequence_length=recipe.sequence_length,
         validation_fraction=recipe.validation_fraction,
         text_field=recipe.reader.text_field,
-        turn=recipe.reader.turn,
+        turn=recipe.reader.writes,
         part_bytes=part_bytes,
         sources=tuple(sources),
     )
@@ -250,11 +250,14 @@ def _finish(
     for part, result in zip(parts, done, strict=True):
         for piece, digest in zip(part, result.digests, strict=True):
             digests[piece.source].update(digest.encode())
+    end = recipe.reader.turn_end
+    taught = any(result.train.counts.chats for result in done)
     prepared = Contents(
         sequence_length=plan.sequence_length,
         row_bytes=recipe.records.nbytes,
         validation_fraction=recipe.validation_fraction,
         turn=plan.turn,
+        ends=(end,) if taught and end is not None else (),
         tokenizer=plan.tokenizer,
         train=_together([result.train for result in done]),
         validation=_together([result.validation for result in done]),

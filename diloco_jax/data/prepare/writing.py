@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_jax import files
 from diloco_jax.data.corpus import is_validation
-from diloco_jax.data.prepare.examples import Passage, Reader
+from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.packing import Tokenised, pack
 from diloco_jax.data.prepare.parts import Part, SourceFile
 from diloco_jax.data.prepare.reading import Document, read
@@ -33,6 +33,8 @@ from diloco_jax.paths import naming
 SUFFIX = ".arrayrecord"
 OPTIONS = "group_size:1"
 """A record is read alone, since rows are drawn one by one."""
+TRAILING = 4
+"""Tokens at the end of a text among which one that ends it is looked for."""
 AT_ONCE = 256
 """Documents that a tokenizer gets together."""
 
@@ -103,7 +105,11 @@ def write_part(
             spans = document.example.spans
             learned = sum(len(span.text.encode()) for span in spans if span.learned)
             counts[side] += Counts(
-                documents=1, left_out=int(not learned), text_bytes=learned
+                documents=1,
+                left_out=int(not learned),
+                text_bytes=learned,
+                chats=int(document.example.chat and learned > 0),
+                cut=document.example.cut,
             )
             if learned:
                 sides[side].append(tokenised)
@@ -121,34 +127,52 @@ def write_part(
 
 
 def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
-    """Yield the tokens of documents, with those that begin and end one."""
-    tokenizer = recipe.tokenizer
-    spans = [_joined(document.example.spans) for document in some]
-    texts = [span.text for joined in spans for span in joined]
-    encoded = iter(tokenizer.encode(texts))
-    for document, joined in zip(some, spans, strict=True):
-        tokens = [next(encoded) for _ in joined]
-        learned = [span.learned for span in joined]
-        start, end = tokenizer.start, tokenizer.end
-        if not start and end is not None and learned[:1] == [True]:
+    """Yield the tokens of documents, with those that begin and end one.
+
+    The spans of a document are one text for the tokenizer: many put a space before
+    whatever they are given. A token is learned if a character of it is.
+    """
+    tokenizer, end = recipe.tokenizer, recipe.tokenizer.end
+    ends = {end, recipe.reader.turn_end} - {None}
+    texts, flags = [], []
+    for document in some:
+        spans = document.example.spans
+        texts.append("".join(span.text for span in spans))
+        sizes = [len(span.text) for span in spans]
+        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
+    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
+    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
+    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
+    for document, flag, is_mixed in zip(some, flags, mixed, strict=True):
+        if is_mixed:
+            found, places = next(placed)
+            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
+            before = np.concatenate([[0], np.cumsum(flag)])
+            begin = np.minimum(begin, len(flag) - 1)
+            learned = before[np.maximum(stop, begin + 1)] > before[begin]
+        else:
+            tokens = next(alike)
+            learned = np.full(len(tokens), flag.any())
+        start = tokenizer.start
+        if not start and end is not None and learned[:1].all():
             start = (end,)  # The first token, too, is predicted from something.
-        flags = [
-            np.full(len(part), flag) for part, flag in zip(tokens, learned, strict=True)
-        ]
-        tokens.insert(0, np.array(start, np.int32))
-        flags.insert(0, np.zeros(len(start), bool))
-        if document.example.ends and end is not None:
-            tokens.append(np.array([end], np.int32))
-            flags.append(np.array([any(learned[-1:])]))
-        yield Tokenised(np.concatenate(tokens), np.concatenate(flags).astype(bool))
+        if start and tuple(tokens[: len(start)]) == start:
+            learned[: len(start)] = False  # The text has them already.
+        else:
+            tokens = np.concatenate([np.array(start, np.int32), tokens])
+            learned = np.concatenate([np.zeros(len(start), bool), learned])
+        wants = document.example.ends and not _has_ended(tokens, ends, tokenizer)
+        if wants and end is not None:
+            tokens = np.append(tokens, np.int32(end))
+            learned = np.append(learned, flag[-1:].any())
+        yield Tokenised(tokens, learned)
 
 
-def _joined(spans: Sequence[Passage]) -> list[Passage]:
-    """Return neighbours of one kind as one span, as they are one text for a reader."""
-    return [
-        Passage("".join(span.text for span in group), learned)
-        for learned, group in itertools.groupby(spans, lambda span: span.learned)
-    ]
+def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
+    """Tell if one of these tokens ends a document, but for spaces after it."""
+    last = tokens[:0:-1][:TRAILING].tolist()
+    at = next((n for n, token in enumerate(last) if token in ends), None)
+    return at is not None and not tokenizer.decode(last[:at]).strip()
 
 
 def _write(

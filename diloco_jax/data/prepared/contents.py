@@ -18,7 +18,7 @@ from diloco_jax.data.prepared.records import RecordFormat
 from diloco_jax.errors import ConfigError
 
 NAME = "prepared.json"
-FORMAT = 1
+FORMAT = 2
 TRAIN, VALIDATION = "train", "validation"
 CHUNK_BYTES = 1 << 20
 SAMPLES = 16
@@ -47,6 +47,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the text of which the predictions count."""
     left_out: int = 0
     """Documents in which no prediction counts."""
+    chats: int = 0
+    """Documents of messages in which some count."""
+    cut: int = 0
+    """Answers that do not count, since the template leaves out a part of them."""
 
     def __add__(self, other: Counts) -> Counts:
         names = self.__struct_fields__
@@ -94,6 +98,8 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     validation_fraction: float
     turn: str
     """How turns of a chat are written."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer of the chats."""
     tokenizer: Tokens
     train: Split
     validation: Split

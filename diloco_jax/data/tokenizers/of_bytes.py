@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco_jax.data.tokenizers.tokenizer import Placed
+
 SEPARATOR = 0
 VOCAB_SIZE = 256
 
@@ -23,6 +25,19 @@ class Bytes:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the bytes of each text, int32 [bytes]."""
         return [encode(text).astype(np.int32) for text in texts]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """Return the bytes of each text, and the characters that they are of."""
+        characters = [
+            [(n, n + 1) for n, c in enumerate(t) for _ in c.encode()] for t in texts
+        ]
+        return list(
+            zip(map(np.ndarray.tolist, self.encode(texts)), characters, strict=True)
+        )
+
+    def token_of(self, word: str) -> int | None:
+        """Return None: there are no words."""
+        return None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes; separators become line ends."""

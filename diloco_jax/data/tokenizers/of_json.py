@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.data.tokenizers.beside import BESIDE, named_token, refusing
+from diloco_jax.data.tokenizers.tokenizer import Placed
 from diloco_jax.errors import ConfigError
 
 NAME = "tokenizer.json"
@@ -50,15 +51,27 @@ class JsonTokenizer:
         at = next((i for i in range(len(whole)) if whole[i:][: len(bare)] == bare), 0)
         self.start = tuple(whole[:at])
         after = whole[at + len(bare) :]
-        token_of = self._made.token_to_id
-        end = after[0] if after else named_token(path, "eos_token", token_of, -1)
+        end = after[0] if after else named_token(path, "eos_token", self.token_of, -1)
         self.end: int | None = end if end >= 0 else None
+        # It would leave spaces out of a token's place, and nothing else is asked of it.
+        self._made.post_processor = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text, int32 [n]."""
         with refusing(Path(self.name), "encode a text"):
             made = self._made.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in made]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """Return the tokens of each text, and the characters of each token."""
+        with refusing(Path(self.name), "encode a text"):
+            made = self._made.encode_batch(list(texts), add_special_tokens=False)
+        return [(one.ids, one.offsets) for one in made]
+
+    def token_of(self, word: str) -> int | None:
+        """Return the token of a word, None if there is none."""
+        found: int | None = self._made.token_to_id(word)
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""

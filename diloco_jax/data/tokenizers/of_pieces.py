@@ -24,6 +24,7 @@ from diloco_jax.data.tokenizers.beside import (
     read_beside,
     refusing,
 )
+from diloco_jax.data.tokenizers.tokenizer import Placed
 from diloco_jax.errors import ConfigError
 
 NAME = "tokenizer.model"
@@ -96,6 +97,23 @@ class PiecesTokenizer:
                     made = self._later() if offset else self._made
                     tokens += made.encode(part) if token is None else [token]
                 found.append(np.array(tokens, np.int32))
+        return found
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """Return the tokens of each text, and the characters of each token."""
+        found = list[Placed]()
+        for text in texts:
+            tokens, places = list[int](), list[tuple[int, int]]()
+            for offset, part, token in self._stretches(text):
+                made = self._later() if offset else self._made
+                if token is None:
+                    one = made.encode(part, return_type="offset_mapping")
+                    tokens += one["ids"]
+                    places += [(offset + b, offset + e) for b, e in one["offsets"]]
+                else:
+                    tokens.append(token)
+                    places.append((offset, offset + len(part)))
+            found.append((tokens, places))
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -8,6 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
+Placed = tuple[Sequence[int], Sequence[tuple[int, int]]]
+"""Tokens, and of each its first character in the text and the one after its last. A
+token of a part of a character may have an empty place before it."""
+
 
 class Tokenizer(Protocol):
     """Turns text into tokens and back. Two tokenizers of one digest give the same
@@ -45,6 +49,12 @@ class Tokenizer(Protocol):
 
         A text that spells a special token becomes that token.
         """
+
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """Return the tokens of each text, as `encode` does, with their places."""
+
+    def token_of(self, word: str) -> int | None:
+        """Return the token of a word, None if the tokenizer has no such word."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones, and without those that the
