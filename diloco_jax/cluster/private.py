@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,16 +40,16 @@ def with_keys(config: Config, workdir: Path) -> Config:
     """Return the config of a local run with the keys in its workdir, which are made if
     they are missing.
 
-    A run with certificates of its config, or with `placement.insecure`, has none, even
-    if it had some before it was stopped.
+    A run with certificates of its config, or with `placement.insecure`, has none. Those
+    that it had before it was stopped are put aside.
     """
     placement, folder = config.placement, workdir / run_files.KEYS
     host, _ = addresses.parse_address(placement.bind)
     own = are_own(placement, workdir)
     foreign = placement.certificates and not own
     if foreign or placement.insecure or not addresses.is_loopback(host):
-        if not own:
-            shutil.rmtree(folder, ignore_errors=True)
+        if not own and folder.exists():
+            folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}"))
         return config
     names = (*config.islands, *placement.admit)
     if not folder.exists():

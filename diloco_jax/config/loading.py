@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 
 from diloco_jax import config as configs
+from diloco_jax import run_files
 from diloco_jax.config import Config, named, trust
 from diloco_jax.config.fields import types_of
 from diloco_jax.config.validation import require_sections
 from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.files import parse_json, write_json
-from diloco_jax.paths import expand
+from diloco_jax.paths import absolute, expand
 
 # Python's message about a keyword argument that a class does not have.
 UNKNOWN_FIELD = re.compile(
@@ -83,7 +84,8 @@ def write_config_json(config: Config, path: str | Path) -> None:
 
 def read_config_json(path: str | Path) -> Config:
     """Read a file of `write_config_json`; ConfigError if there is no such file, or it
-    has unknown fields or wrong types."""
+    has unknown fields or wrong types. If the workdir was moved or copied, paths inside
+    it are those of where it is now."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"there is no {path}; give the workdir of a run")
@@ -93,7 +95,31 @@ def read_config_json(path: str | Path) -> Config:
         raise ConfigError(
             f"{path} cannot be read as JSON ({error}); restore it from a copy"
         ) from error
-    return from_builtins(fields, path)
+    config = from_builtins(fields, path)
+    if not (path.parent / run_files.FACTS).is_file():
+        return config
+    return _moved(config, Path(absolute(str(path.parent))))
+
+
+def _moved(config: Config, workdir: Path) -> Config:
+    """Return the config of the run in `workdir`, which may have begun elsewhere."""
+    placement, data = config.placement, config.run.data
+    before = placement.workdir
+
+    def here(path: str) -> str:
+        inside = before and Path(path).is_relative_to(before)
+        return str(workdir / Path(path).relative_to(before)) if inside else path
+
+    names = ("workdir", "certificates", "checkpoints", "mandate")
+    moved: dict[str, Any] = {name: here(getattr(placement, name)) for name in names}
+    data = dataclasses.replace(
+        data, paths=tuple(map(here, data.paths)), tokenizer=here(data.tokenizer)
+    )
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, data=data),
+        placement=dataclasses.replace(placement, **moved),
+    )
 
 
 def from_builtins(fields: Any, source: object) -> Config:

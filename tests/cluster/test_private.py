@@ -74,8 +74,11 @@ def test_a_run_that_says_otherwise_has_none(
 ) -> None:
     config = config_of(**placement)
     with_keys(config_of(), workdir)
+    before = {path.name: path.read_bytes() for path in (workdir / "keys").iterdir()}
     assert with_keys(config, workdir) == config, "it had keys before it was stopped"
-    assert os.listdir(workdir) == []
+    (aside,) = workdir.iterdir()
+    assert aside.name.startswith("keys."), "put aside, and nobody's keys are deleted"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
     assert with_own_keys(config.placement, workdir) == config.placement
     command = commands.coordinator_command(workdir, "127.0.0.1:0", "--init")
     assert "--certificates" not in command
