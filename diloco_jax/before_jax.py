@@ -35,6 +35,14 @@ def prepare_environment(
     machine.fit_threads(environment, MIN_NPROC if devices > 1 else 1)
 
 
+def dial_directly(host: str, environment: MutableMapping[str, str]) -> None:
+    """Have gRPC of jax dial a host without the proxy that variables may name; call it
+    before jax does. Its own variable replaces the general ones."""
+    names = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+    others = next((environment[name] for name in names if environment.get(name)), "")
+    environment[names[0]] = f"{others},{host}" if others else host
+
+
 def skip_absent_tpu(
     environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
 ) -> None:

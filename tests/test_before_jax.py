@@ -3,7 +3,11 @@
 import pytest
 
 from diloco_jax import before_jax, machine
-from diloco_jax.before_jax import prepare_environment, skip_absent_tpu
+from diloco_jax.before_jax import (
+    dial_directly,
+    prepare_environment,
+    skip_absent_tpu,
+)
 
 
 def chosen(root, **environment):
@@ -90,3 +94,19 @@ def test_threads_follow_what_the_process_may_use(
     monkeypatch.setattr(machine, "schedulable", lambda: there)
     prepare_environment(devices, environment := {})
     assert environment.get("NPROC") == threads
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "10.0.0.1"),
+        ({"no_proxy": "localhost"}, "localhost,10.0.0.1"),
+        ({"NO_PROXY": "localhost"}, "localhost,10.0.0.1"),
+        ({"no_grpc_proxy": "other", "no_proxy": "localhost"}, "other,10.0.0.1"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": ""}, "10.0.0.1"),
+    ],
+)
+def test_a_world_is_dialled_without_a_proxy(given, expected):
+    environment = dict(given)
+    dial_directly("10.0.0.1", environment)
+    assert environment == {**given, "no_grpc_proxy": expected}

@@ -239,6 +239,11 @@ def channel_options(deadlines: Deadlines) -> list[tuple[str, Any]]:
         ("grpc.initial_reconnect_backoff_ms", int(deadlines.retry_min_s * 1000)),
         ("grpc.min_reconnect_backoff_ms", int(deadlines.connect_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", int(deadlines.retry_max_s * 1000)),
+        # A name may move to another address; gRPC would believe the old one for 30 s.
+        (
+            "grpc.dns_min_time_between_resolutions_ms",
+            int(deadlines.retry_min_s * 1000),
+        ),
         ("grpc.keepalive_time_ms", half_budget_ms),
         ("grpc.keepalive_timeout_ms", half_budget_ms),
         # Without it, a peer that is stopped and not gone is noticed after a minute.

@@ -239,10 +239,11 @@ def test_jax_is_told_all_once_every_host_is_there(monkeypatch):
     monkeypatch.setattr(world, "await_all", lambda *asked: done.append(asked))
     monkeypatch.setattr(jax.distributed, "initialize", lambda **told: done.append(told))
     monkeypatch.setattr(world.jax.config, "update", lambda *_: None)
-    for name, value in GKE.items():
+    for name, value in {**GKE, "no_grpc_proxy": "localhost"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"hosts = 2 .* this slice has 1"):
         join_world(WorldAddress(), 2, budget_s=10.0, meet_s=1200.0)
+    assert dict(os.environ)["no_grpc_proxy"] == "localhost,pod-0.run"
     assert done == [
         (WorldAddress(address="pod-0.run:8482", index=1), 2, 1200.0),
         {

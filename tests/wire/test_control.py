@@ -13,6 +13,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import encoding
+from diloco_jax.wire.client import channel_options
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -253,3 +254,13 @@ def test_stop_ends_everything_within_its_grace(serve, connect, handlers):
         if thread.name.startswith("diloco") or not thread.daemon:
             thread.join(WAIT_S)
             assert not thread.is_alive(), thread.name
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "again_ms"), [(2.0, 20), (20.0, 200), (600.0, 500)]
+)
+def test_a_name_that_moved_is_asked_for_as_often_as_it_is_dialled(budget_s, again_ms):
+    """By itself gRPC believes an address for 30 s."""
+    options = dict(channel_options(Deadlines(budget_s)))
+    assert options["grpc.dns_min_time_between_resolutions_ms"] == again_ms
+    assert options["grpc.initial_reconnect_backoff_ms"] == again_ms

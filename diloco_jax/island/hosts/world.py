@@ -17,10 +17,12 @@ from typing import Any
 
 import jax
 
+from diloco_jax.before_jax import dial_directly
 from diloco_jax.config import ConfigError
 from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting
 from diloco_jax.island.hosts.roll_call import await_all
 from diloco_jax.process_end import leave_at_once
+from diloco_jax.wire.addresses import parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +131,7 @@ def join_world(
         raise HostsError(
             f"the {count} hosts of this island did not meet: {error}"
         ) from error
+    dial_directly(parse_address(place.address)[0], os.environ)
     # jax's handler swallows SIGTERM, with which an island is asked to say goodbye.
     jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
     jax.distributed.initialize(
