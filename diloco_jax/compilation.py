@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.paths import is_bucket
+from diloco_jax.paths import is_bucket, of_home
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,11 @@ _OF_WRITES = (
 """First arguments of the function of jax that writes an entry."""
 
 
-def of_user() -> Path:
-    """Return the cache that a user's commands share on this machine."""
-    return Path(os.environ.get(VARIABLE) or _ours())
+def of_user() -> Path | None:
+    """Return the cache that a user's commands share on this machine; None if the user
+    has no home."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else _ours()
 
 
 def of_run(workdir: Path) -> Path:
@@ -37,8 +39,9 @@ def of_run(workdir: Path) -> Path:
     return workdir / run_files.CACHE
 
 
-def use_cache(folder: Path) -> None:
-    """Cache every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder."""
+def use_cache(folder: Path | None) -> None:
+    """Cache every compilation in `JAX_COMPILATION_CACHE_DIR`, or in this folder; None:
+    nowhere else."""
     import jax  # Late: a launcher that asks where the cache is needs no jax.
 
     settings: dict[str, int | str] = {
@@ -50,10 +53,11 @@ def use_cache(folder: Path) -> None:
     }
     if named := os.environ.get(VARIABLE):
         folder = Path(named)
-    else:
+    elif folder is not None:
         settings["jax_compilation_cache_dir"] = str(folder)
-    # Other programs may share a folder that the user named: whole entries stay there.
-    _tidy(folder, MAX_BYTES if not named or folder == _ours() else None)
+    if folder is not None:
+        # Others may share a folder that the user named: whole entries stay there.
+        _tidy(folder, MAX_BYTES if not named or folder == _ours() else None)
     for name, value in settings.items():
         jax.config.update(name, value)  # type: ignore[no-untyped-call]
     if not is_bucket(str(folder)):
@@ -69,9 +73,9 @@ def counted() -> str:
 
 
 def cache_home() -> Path:
-    """Return the folder of everything that a user's commands share on this machine."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "diloco_jax"
+    """Return the folder of everything that a user's commands share on this machine;
+    raise FileNotFoundError if the user has no home."""
+    return of_home("XDG_CACHE_HOME", "~/.cache") / "diloco_jax"
 
 
 class _Counter:
@@ -134,9 +138,11 @@ def _have_every_host_write() -> None:
     compiler._cache_write = write  # type: ignore[assignment]
 
 
-def _ours() -> Path:
+def _ours() -> Path | None:
     """Return the cache's folder where the environment names none."""
-    return cache_home() / "jax"
+    with contextlib.suppress(FileNotFoundError):
+        return cache_home() / "jax"
+    return None
 
 
 def _tidy(folder: Path, max_bytes: int | None) -> None:

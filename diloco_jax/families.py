@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs import CODECS
-from diloco_jax.core.members import Family
+from diloco_jax.core.members import Family, importable
 from diloco_jax.core.merge import RULES as MERGE_RULES
 from diloco_jax.core.outer import OPTIMIZERS
 from diloco_jax.core.weighting import WEIGHTINGS
@@ -71,12 +71,8 @@ def _try(named: Named, folder: str) -> str:
     folder: the folder that relative paths start from."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "diloco_jax.families", json.dumps(named)],
-            env={
-                **os.environ,
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
+            [sys.executable, "-P", "-m", "diloco_jax.families", json.dumps(named)],
+            env={**os.environ, **importable(), "JAX_PLATFORMS": "cpu"},
             cwd=folder,
             capture_output=True,
             text=True,

@@ -84,7 +84,7 @@ class Fault:
         if self.pause_s == math.inf:
             threading.Event().wait()
         subprocess.Popen(
-            [sys.executable, "-c", _WAKE.format(s=self.pause_s, pid=os.getpid())],
+            [sys.executable, "-P", "-c", _WAKE.format(s=self.pause_s, pid=os.getpid())],
             start_new_session=True,
         )
         os.kill(os.getpid(), signal.SIGSTOP)

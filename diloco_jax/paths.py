@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def expand(path: str | Path) -> Path:
             f"{path}: {error} Write the folder's whole name, or ./{path} for a folder "
             f"of that name"
         ) from error
+
+
+def of_home(variable: str, otherwise: str) -> Path:
+    """Return the folder that a variable names or, without it, another one, in the
+    user's home; raise FileNotFoundError if the user has none."""
+    try:
+        return Path(os.environ.get(variable) or otherwise).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error} Set HOME or {variable}.") from error
 
 
 def absolute(path: str) -> str:

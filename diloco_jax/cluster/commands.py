@@ -11,7 +11,8 @@ from diloco_jax import run_files
 from diloco_jax.compilation import VARIABLE, of_user
 from diloco_jax.wire import addresses
 
-DILOCO = (sys.executable, "-m", "diloco_jax.cli")
+DILOCO = (sys.executable, "-P", "-m", "diloco_jax.cli")
+"""The command, in whose process no file of the current folder replaces a module."""
 ALLOCATOR = {
     "GLIBC_TUNABLES": (
         "glibc.malloc.hugetlb=1"
@@ -83,7 +84,7 @@ def dashboard_command(workdir: Path, port: int) -> list[str]:
 
 def coordinator_environment() -> dict[str, str]:
     """Return the coordinator's additions to this process's environment."""
-    return {VARIABLE: str(of_user()), **ALLOCATOR, "JAX_PLATFORMS": "cpu"}
+    return {**_environment(), "JAX_PLATFORMS": "cpu"}
 
 
 def island_environment() -> dict[str, str]:
@@ -92,4 +93,10 @@ def island_environment() -> dict[str, str]:
     Islands on one machine compute on its CPU, unless JAX_PLATFORMS says otherwise.
     """
     platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
-    return {VARIABLE: str(of_user()), **ALLOCATOR, "JAX_PLATFORMS": platforms}
+    return {**_environment(), "JAX_PLATFORMS": platforms}
+
+
+def _environment() -> dict[str, str]:
+    """Return what both add. Without a home, each process has the cache of the run."""
+    cache = of_user()
+    return ALLOCATOR if cache is None else {VARIABLE: str(cache), **ALLOCATOR}

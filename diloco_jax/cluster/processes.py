@@ -42,8 +42,7 @@ class ManagedProcess:
     restarts: largest number in a row; see `diloco_jax.restarts`.
 
     commands: returns the children's command lines for their n-th attempt (from 1,
-    within this launcher); called just before each start. Start from the main thread
-    only: the kernel ties a child's life to the thread that started it.
+    within this launcher); called just before each start.
     refusable: a refusal by the peer ends it for good; else it is a crash.
     spares: tells if one more process may be made ready for the next attempt, by its
     command as it is then; for one command, which takes `--spare`.

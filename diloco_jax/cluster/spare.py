@@ -15,7 +15,7 @@ told."""
 
 
 class Spare:
-    """One such process. Make it in the main thread, as every child."""
+    """One such process."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path

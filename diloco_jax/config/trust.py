@@ -20,6 +20,7 @@ from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import write_text
+from diloco_jax.paths import of_home
 
 CODE = (
     "model.factory",
@@ -114,8 +115,7 @@ def _digest(key: bytes, run: RunConfig, placement: Placement) -> str:
 def _key(*, make: bool) -> bytes:
     """Return the user's key; make it if there is none. Raises OSError, or ValueError if
     it is damaged."""
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    path = Path(home).expanduser() / "diloco" / "key"
+    path = of_home("XDG_STATE_HOME", "~/.local/state") / "diloco" / "key"
     if make and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         whole = path.with_name(f".key-{secrets.token_hex(8)}")

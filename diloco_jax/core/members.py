@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,9 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 M = TypeVar("M")
+
+PATH = "DILOCO_PATH"
+"""Variable with the folders from which the process that started this one imports."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,8 +116,21 @@ def find_beside(path: Path) -> None:
         sys.path.append(folder)
 
 
+def importable() -> dict[str, str]:
+    """Return the variable by which a child finds members where this process does. The
+    child looks there last: its own modules are those that are installed."""
+    _find_as_parent()
+    return {PATH: os.pathsep.join(os.path.abspath(folder) for folder in sys.path)}
+
+
+def _find_as_parent() -> None:
+    for folder in os.environ.get(PATH, "").split(os.pathsep):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+
+
 def _file(place: str) -> Path:
-    path = Path(place).expanduser().absolute()
+    path = Path(os.path.expanduser(place)).absolute()
     if not path.is_file():
         raise ValueError(
             f"there is no file {path}; correct the path, which counts from where the "
@@ -123,6 +140,7 @@ def _file(place: str) -> Path:
 
 
 def _import(place: str, name: str) -> ModuleType:
+    _find_as_parent()
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -143,6 +161,7 @@ def _execute(path: Path) -> ModuleType:
     # Dataclasses look up the module that they are in.
     sys.modules[name] = module
     find_beside(path)
+    _find_as_parent()
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -156,7 +175,7 @@ def _execute(path: Path) -> ModuleType:
 def _line(error: Exception, reference: str) -> str:
     """Return the line of the named file where the error arose, or ""."""
     place = reference.rpartition(":")[0]
-    path = str(Path(place).expanduser().absolute())
+    path = str(Path(os.path.expanduser(place)).absolute())
     if not place.endswith(".py") and place in sys.modules:
         path = str(getattr(sys.modules[place], "__file__", ""))
     frames = traceback.extract_tb(error.__traceback__)

@@ -22,6 +22,7 @@ from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.models.flops_by_formula import analytic_flops
 from diloco_jax.observability import segments
+from diloco_jax.paths import expand
 from diloco_jax.wire.errors import WireError
 from diloco_jax.workdir import holds_run, read_facts
 
@@ -208,7 +209,7 @@ class OfAddress:
 
 def opened(target: str, placement: Placement) -> Telling:
     """Return what reads a workdir or HOST:PORT; ConfigError if it is neither."""
-    workdir = Path(target).expanduser()
+    workdir = expand(target)
     if workdir.is_dir():
         return OfWorkdir(workdir, placement)
     if ":" not in target:

@@ -26,7 +26,7 @@ def check_devices(answers_within_s: float = ANSWERS_WITHIN_S) -> Iterator[Findin
     """Yield what jax finds here; on a host of a TPU anything else is a problem."""
     environment = dict(os.environ)
     skip_absent_tpu(environment)
-    command = [sys.executable, "-c", ASK]
+    command = [sys.executable, "-P", "-c", ASK]
     try:
         done = subprocess.run(
             command,

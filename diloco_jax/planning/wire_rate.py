@@ -53,7 +53,7 @@ def core_seconds(size: int, repetitions: int) -> tuple[float, float]:
     payload = bytes(size)
     with tempfile.TemporaryDirectory(prefix="diloco-wire-") as folder:
         make_certificates(folder, [], 1, islands=[ISLAND])
-        command = [sys.executable, "-m", __name__, folder, str(size)]
+        command = [sys.executable, "-P", "-m", __name__, folder, str(size)]
         with served(command) as (address,):
             client = client_of(address, TlsFiles.load(folder, island(ISLAND)))
             medians: list[float] = []

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.core.members import importable
 from diloco_jax.errors import ConfigError
 
 Progress = Callable[[str, float], None]
@@ -47,11 +48,11 @@ class Workers:
         """
         with log.open("wb") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=dict(environment),
+                env={**environment, **importable()},
                 text=True,
             )
         self._running.add(process)

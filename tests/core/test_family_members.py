@@ -1,5 +1,6 @@
 """Members by name: from the table, from a file, or refused."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig, SyncConfig
+from diloco_jax.core import members
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.members import load
 from diloco_jax.core.merge import RULES
@@ -278,3 +280,26 @@ def test_one_fingerprint_wherever_the_file_lies() -> None:
         for name in ("/a/own.py:sign", "b/own.py:sign", "own.py:other")
     )
     assert here == there != other
+
+
+def test_a_child_finds_members_where_its_parent_does(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    given = members.importable()
+    (tmp_path / "rules_of_the_parent.py").write_text("HALF = 0.5")
+    (tmp_path / "random.py").write_text("raise RuntimeError('of the folder')")
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    with pytest.raises(ValueError, match="rules_of_the_parent"):
+        load("rules_of_the_parent:HALF")
+    monkeypatch.setenv(*next(iter(given.items())))
+    assert load("rules_of_the_parent:HALF") == 0.5
+    assert sys.path[-1] == str(tmp_path), "what is installed comes first"
+    monkeypatch.delitem(sys.modules, "rules_of_the_parent")
+    assert members.importable() == {
+        members.PATH: os.pathsep.join(map(os.path.abspath, sys.path))
+    }
+
+
+def test_a_notebook_s_own_folder_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert members.importable()[members.PATH].startswith(f"{tmp_path}{os.pathsep}")

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -306,14 +307,19 @@ def content(folder: Path):
 
 
 @pytest.mark.dist
-def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers):
+def test_any_number_of_workers_makes_the_same_files(tmp_path, tokenizers, monkeypatch):
     many(tmp_path)
+    # Workers import what is installed, whatever the current folder holds.
+    (tmp_path / "socket.py").write_text("raise RuntimeError('of the folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     how = recipe(open_tokenizer(tokenizers["json"]))
     shares = []
     one, *_ = made(tmp_path, how, "one", part_bytes=20_000, report=shares.append)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     two, *_ = made(tmp_path, how, "two", part_bytes=20_000, workers=2)
+    assert "PYTHONSAFEPATH" not in os.environ, "as it was"
     assert len(one.train.shards) > 8
     assert content(tmp_path / "one") == content(tmp_path / "two")
     assert one.digest == two.digest

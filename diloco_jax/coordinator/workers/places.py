@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from diloco_jax.config import Config
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor
+from diloco_jax.core.members import importable
 from diloco_jax.machine import fit_threads
 from diloco_jax.protocol.holding import RestoreFragments
 from diloco_jax.protocol.working import BeginWorker
@@ -25,7 +26,7 @@ from diloco_jax.wire.duplex import End
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "diloco_jax.coordinator.workers.process")
+COMMAND = (sys.executable, "-P", "-m", "diloco_jax.coordinator.workers.process")
 
 
 class Unreachable(Exception):  # noqa: N818
@@ -106,7 +107,7 @@ class Here:
 
     def start(self) -> End:
         """Start a process, and connect to it. Raises OSError if there is no room."""
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment = {**os.environ, **importable(), "JAX_PLATFORMS": "cpu"}
         fit_threads(environment)
         last = rendezvous.last_life(self._workdir, self._worker)
         self.life = 1 + max(self.life, last)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -20,6 +21,7 @@ from diloco_jax.data.tokenizers.of_bytes import Bytes
 from diloco_jax.data.tokenizers.opening import open_tokenizer
 from diloco_jax.errors import ConfigError
 
+SAFE_PATH = "PYTHONSAFEPATH"
 TOLD_EVERY_S = 0.2
 WATCH_S = 1.0
 """Seconds between two looks of a worker at whether the command still runs."""
@@ -39,6 +41,19 @@ class _Work:
 _work: _Work
 
 
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Have children import what is installed, and nothing of the current folder."""
+    given = SAFE_PATH in os.environ
+    os.environ.setdefault(SAFE_PATH, "1")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[SAFE_PATH]
+
+
+@_safe_path()
 def do_parts(
     folder: Path,
     sources: Sequence[SourceFile],

@@ -28,6 +28,7 @@ from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
+WORKER = "diloco_jax.simulation.replay.worker"
 STDERR = 2
 ENDS_WITHIN_S = 10.0
 """Seconds in which a process whose pipe broke must end."""
@@ -177,7 +178,7 @@ class _Process:
         self.connection, theirs = Pipe()
         number = theirs.fileno()
         self.child = start_child(
-            [sys.executable, "-m", "diloco_jax.simulation.replay.worker", str(number)],
+            [sys.executable, "-P", "-m", WORKER, str(number)],
             environment,
             subprocess.DEVNULL,
             STDERR,

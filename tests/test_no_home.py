@@ -1,0 +1,75 @@
+"""Users without a home: no cache, no key, and no failure."""
+
+from __future__ import annotations
+
+import pwd
+from pathlib import Path
+
+import jax
+import pytest
+
+from diloco_jax import compilation, merge_route
+from diloco_jax.cluster import commands
+from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig, trust
+from diloco_jax.merge_route import passes_of
+from diloco_jax.paths import of_home
+
+VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "JAX_COMPILATION_CACHE_DIR")
+RUN = RunConfig(model=ModelConfig(factory="theirs.py:make"))
+
+
+@pytest.fixture(autouse=True)
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a container whose user has a number alone."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_there_is_no_cache_of_the_user() -> None:
+    assert compilation.of_user() is None
+    for environment in (
+        commands.coordinator_environment(),
+        commands.island_environment(),
+    ):
+        assert compilation.VARIABLE not in environment
+        assert "JAX_PLATFORMS" in environment
+
+
+def test_no_cache_is_used_but_one_that_is_given(tmp_path: Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation.use_cache(compilation.of_user())
+        assert jax.config.jax_compilation_cache_dir is None
+        compilation.use_cache(tmp_path)
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_merges_go_by_xla(caplog) -> None:
+    merge_route._passes.cache_clear()
+    assert passes_of("auto") is None
+    assert "Set HOME or XDG_CACHE_HOME" in caplog.text
+    with pytest.raises(ConfigError, match="Set HOME or XDG_CACHE_HOME"):
+        passes_of("native")
+
+
+def test_every_folder_is_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    trust.seal(RUN, Placement(), path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"theirs\.py:make.*--trust-code"):
+        trust.require(RUN, Placement(), path, trust_code=False)
+
+
+def test_a_variable_does_for_a_home(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compilation.of_user() == tmp_path / "diloco_jax" / "jax"
+    with pytest.raises(FileNotFoundError, match="Set HOME or XDG_STATE_HOME"):
+        of_home("XDG_STATE_HOME", "~/.local/state")
