@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diloco_jax import machine
+from diloco_jax.compilation import cache_home
 from diloco_jax.doctor.finding import Finding, note, ok, problem
 from diloco_jax.errors import ConfigError
 from diloco_jax.wire import addresses
@@ -39,6 +40,8 @@ def check_system(folder: Path) -> Iterator[Finding]:
     yield _memory()
     yield _disk(folder)
     yield _ports()
+    yield _temporary()
+    yield _home()
     yield _open_files()
     yield _clock()
     if sys.platform == "linux":
@@ -101,6 +104,22 @@ def _ports() -> Finding:
             f"two ports in a row of this machine cannot be opened and reached: {error}",
             "allow connections over the loopback interface",
         )
+
+
+def _temporary() -> Finding:
+    given = f"TMPDIR = {os.environ.get('TMPDIR', '')!r}"
+    try:
+        return ok("temporary", f"files are made in {tempfile.gettempdir()}")
+    except FileNotFoundError as error:
+        remedy = "set TMPDIR to a folder to write in"
+        return problem("temporary", f"{error.strerror} ({given})", remedy)
+
+
+def _home() -> Finding:
+    try:
+        return ok("home", f"what is compiled is kept in {cache_home()}")
+    except FileNotFoundError as error:
+        return note("home", "no cache for the programs of several runs", str(error))
 
 
 def _open_files() -> Finding:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import logging
+import os
 import ssl
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -161,12 +163,8 @@ class TlsFiles:
         # No stricter than gRPC, which serves the other port.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         context.load_verify_locations(cadata=self.authority_pem.decode())
-        with tempfile.TemporaryDirectory() as folder:
-            # The standard library reads keys only from files; a folder of mkdtemp is
-            # private.
-            pair = Path(folder) / "pair.pem"
-            pair.touch(0o600)
-            pair.write_bytes(self.certificate_pem + self.key_pem)
+        # The standard library reads keys only from files.
+        with _private_file(self.certificate_pem + self.key_pem) as pair:
             context.load_cert_chain(pair)
 
     def _check(self) -> None:
@@ -225,6 +223,22 @@ class Renewed(Generic[Made]):
                 if (found := self.files.read_again()) is not None:
                     self.files, self._made = found, self._make(found)
             return self._made
+
+
+@contextlib.contextmanager
+def _private_file(content: bytes) -> Iterator[str]:
+    """Yield the name of a file that its user alone can open: in memory where the system
+    has that, since no folder for temporary files may be writable."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("pair"), "wb") as memory:
+            memory.write(content)
+            memory.flush()
+            yield f"/proc/self/fd/{memory.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            yield file.name
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
