@@ -21,11 +21,14 @@ from diloco_jax.errors import ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
 from diloco_jax.process_end import end_process, end_when_asked
+from diloco_jax.streams import hold_streams
 
 T = TypeVar("T")
 
 MEMBERS = ("coordinator", "island")
 """Commands that leave a run in order when asked to end."""
+LASTING = ("run", "chaos", "worker", *MEMBERS)
+"""Commands that go on if nobody reads their output any more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def script() -> NoReturn:
     """Be the `diloco` command: run it, and end this process with the exit code."""
+    hold_streams(unread=any(name in LASTING for name in sys.argv[1:2]))
     if sys.argv[1:2] and sys.argv[1] not in MEMBERS:
         sys.exit(main())
     end_when_asked()
@@ -84,6 +88,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except (WireError, StorageAway) as error:
         return _fail(str(error), EXIT_FAILED)
     except OSError as error:
+        if "No usable temporary directory" in str(error):
+            return _fail(_no_temporary_folder(error), EXIT_CONFIG)
         message = disk_failure(error, after=_goes_on(name))
         if not message:
             raise
@@ -259,6 +265,11 @@ def _goes_on(name: str) -> str:
         return " and do it again"
     after = "; what was running goes on after that"
     return f"{after}, a local run with `diloco run --resume WORKDIR`"
+
+
+def _no_temporary_folder(error: OSError) -> str:
+    given = os.environ.get("TMPDIR", "")
+    return f"{error.strerror} (TMPDIR = {given!r}); set TMPDIR to a folder to write in"
 
 
 def _fail(message: str, code: int) -> int:

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -31,13 +32,35 @@ SHOW_CURSOR = "\x1b[?25h"
 """Terminal code that shows the cursor, which progress bars hide."""
 
 
-def signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this process to end.
+Handler = Callable[[int, FrameType | None], None]
 
-    SIGHUP is left out where it is ignored, as under `nohup`."""
+
+def signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a process of a run, or a command, to end.
+
+    SIGHUP is left out where it is ignored, as under `nohup`. SIGINT is not: scripts
+    ignore it for all that they start with `&`, and nobody asked for that."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return (signal.SIGINT, signal.SIGTERM)
     return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heed_signals(handler: Handler) -> dict[signal.Signals, Any]:
+    """Handle these signals, if this is the main thread; return the handlers before."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number in signals()}
+
+
+@contextlib.contextmanager
+def heeding_signals(handler: Handler) -> Iterator[None]:
+    """Handle them so while the block runs."""
+    before = heed_signals(handler)
+    try:
+        yield
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
 
 
 class Interrupt:

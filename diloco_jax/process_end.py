@@ -17,9 +17,11 @@ from typing import NoReturn
 
 
 def end_when_asked() -> None:
-    """End this process at SIGTERM until it handles that itself. The first process of a
+    """End this process at SIGINT and SIGTERM until it handles these itself, also where
+    a script ignores SIGINT for what it starts with `&`. The first process of a
     container must say so: the kernel brings it no signal that it does not handle, and a
     notice during its first seconds, as it imports jax, would be lost."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, _asked_to_end)
 
@@ -39,7 +41,7 @@ def leave_at_once(exit_code: int) -> NoReturn:
     """End this process with its output written, and nothing else done. At an exit JAX
     would wait for the other hosts of an island, and abort when they are gone."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # Nobody reads it, or closed.
             stream.flush()
     os._exit(exit_code)

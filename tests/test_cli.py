@@ -399,3 +399,17 @@ def test_a_command_unlike_any_other_is_not_guessed(name, capsys):
     message = capsys.readouterr().err
     assert "did you mean" not in message
     assert "there are run, coordinator" in message
+
+
+def test_no_folder_for_temporary_files_is_a_matter_of_the_environment(
+    monkeypatch, capsys
+):
+    def command(arguments):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setenv("TMPDIR", "/read-only")
+    monkeypatch.setitem(cli.COMMANDS, "simulate", (command, "", ""))
+    assert cli.main(["simulate"]) == 2
+    said = capsys.readouterr().err
+    assert "TMPDIR = '/read-only'" in said
+    assert "set TMPDIR to a folder" in said

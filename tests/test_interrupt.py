@@ -12,12 +12,22 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from interruption import until_it_is_raised
 
 from diloco_jax import cli, interrupt
-from diloco_jax.interrupt import RAISES, Interrupt, Interruptible
+from diloco_jax.interrupt import (
+    RAISES,
+    Interrupt,
+    Interruptible,
+    heed_signals,
+    heeding_signals,
+    signals,
+)
+from diloco_jax.island.signals import ended_by_signals
+from diloco_jax.process_end import end_when_asked
 
 SIGNALS = 3000
 
@@ -255,3 +265,49 @@ def test_a_request_to_end_that_is_discarded_once_ends_every_command(
     monkeypatch.setitem(cli.COMMANDS, name, (command, *cli.COMMANDS[name][1:]))
     assert cli.main([name]) == 1
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_process_of_a_run_hears_the_same_signals(hangup, number, ignored):
+    """Scripts ignore SIGINT for what they start with `&`, and nohup SIGHUP."""
+    before = signal.getsignal(number)
+    heard, asked = [], threading.Event()
+
+    def note(number, frame=None):
+        heard.append(number)
+        asked.set()
+
+    def note_island(name):
+        note(signal.Signals[name])
+
+    if ignored:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with heeding_signals(note):
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is (signal.SIG_IGN if ignored else before)
+        expected = [] if ignored and number == signal.SIGHUP else [number]
+        assert heard == expected
+        asked.clear()
+        with ended_by_signals(note_island):
+            os.kill(os.getpid(), number)
+            assert asked.wait(10 if expected else 0) == bool(expected)
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_island_s_own_handlers_are_the_main_thread_s(hangup):
+    before = [signal.getsignal(number) for number in signals()]
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(heed_signals, print).result() == {}
+    assert [signal.getsignal(number) for number in signals()] == before
+
+
+def test_a_script_s_background_process_hears_ctrl_c_while_it_starts():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        end_when_asked()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

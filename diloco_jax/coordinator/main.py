@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +50,7 @@ from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
+from diloco_jax.interrupt import heed_signals
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Params
@@ -401,10 +400,8 @@ class Coordinator:
         return self.config.placement.outage_budget_s
 
     def heed_signals(self) -> None:
-        """Let SIGTERM and Ctrl-C ask this process to end, in the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._asked_to_end)
+        """Let signals ask this process to end, if this is the main thread."""
+        heed_signals(self._asked_to_end)
 
     def _asked_to_end(self, number: int, frame: Any) -> None:
         # Nothing else here: a handler may find any lock held, even a log stream's.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import signal
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +21,7 @@ from diloco_jax.coordinator.standby.mirror import Mirror
 from diloco_jax.coordinator.standby.name import adopt, copied_from, node_of
 from diloco_jax.coordinator.standby.waiting import Waiting
 from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.interrupt import heeding_signals
 from diloco_jax.protocol.standby import following
 from diloco_jax.protocol.standby.events import (
     AnswerPrimary,
@@ -124,13 +122,14 @@ class StandbyNode:
         self._server = server_of(config, Waiting(self.shown), tls)
 
     def run(self) -> StandbyOutcome:
-        """Follow until this node leads, or there is nothing to follow, or until SIGTERM
-        or Ctrl-C, which are heeded if this is the main thread.
+        """Follow until this node leads, or there is nothing to follow, or until it is
+        asked to end by a signal, which is heeded if this is the main thread.
 
         Raises Refused if the primary does not take this standby, and ConfigError if
         the workdir is in use or hangs.
         """
-        with self._heeding_signals(), self._lock:
+        # Afterwards signals end the coordinator that is starting then.
+        with heeding_signals(self._asked_to_end), self._lock:
             bound = self._server.start()
             logger.info("standby %s of %s, at %s", self.node, self._primary, bound)
             try:
@@ -144,23 +143,6 @@ class StandbyNode:
                 self._mirror.clear(outcome.run_id)
         # Who asks it to end while it takes over does not want it to lead.
         return StandbyOutcome("") if self._interrupted else outcome
-
-    @contextlib.contextmanager
-    def _heeding_signals(self) -> Iterator[None]:
-        """Inside, SIGTERM and Ctrl-C ask this standby to end. After it they do what
-        they did before, and end the coordinator that is starting then."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {
-            number: signal.signal(number, self._asked_to_end)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _wait(self) -> None:
         with self._changed:
