@@ -38,6 +38,7 @@ from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.work import prepare
+from diloco_jax.data.tokenizers.tokenizer import Placed
 from diloco_jax.data.prepare.writing import Recipe
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
@@ -76,9 +77,21 @@ class Quads:
             found.append((whole % self.vocab_size).astype(np.int32))
         return found
 
+    def encode_placed(self, texts: Sequence[str]) -> list[Placed]:
+        """Not needed here: no text is a chat."""
+        raise NotImplementedError
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Not needed here."""
         raise NotImplementedError
+
+    def token_of(self, word: str) -> int | None:
+        """Return None: no word is a token."""
+        return None
+
+    def word(self, token: int) -> str:
+        """Return nothing: no token is a word."""
+        return ""
 
 
 def main() -> int:

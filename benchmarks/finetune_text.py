@@ -30,7 +30,7 @@ ROWS_AT_A_TIME = 4
 def prepare(work: Path, weights: Path, sequence_length: int) -> Path:
     """Make packed rows of the files that are not held out; return their folder."""
     text, rows = work / "text", work / "rows"
-    for name, path in find_documents(()):
+    for name, path, _ in find_documents(()):
         if not is_held_out(name):
             (text / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, text / name)
@@ -62,7 +62,7 @@ class HeldOut:
         one whose tokens do not end at the end of a character is left out."""
         tokenizer = open_tokenizer(weights)
         found = []
-        for name, path in find_documents(()):
+        for name, path, _ in find_documents(()):
             if is_held_out(name) and path.stat().st_size >= SHORTEST_BYTES:
                 found += _beginning(tokenizer, path, length)
         chosen = [found[i * len(found) // documents] for i in range(documents)]
