@@ -38,10 +38,10 @@ from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.prepare.examples import Reader
 from diloco_jax.data.prepare.work import prepare
-from diloco_jax.data.tokenizers.tokenizer import Placed
 from diloco_jax.data.prepare.writing import Recipe
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
+from diloco_jax.data.tokenizers.tokenizer import Placed
 from diloco_jax.hardware.rates import constants_of
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.arithmetic import plan_by_arithmetic
