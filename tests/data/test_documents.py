@@ -30,13 +30,13 @@ def write(folder, **contents):
     ("name", "content", "kind"),
     [
         ("a.JSONL", LINES, "lines"),
-        ("a.Ndjson.GZ", gzip.compress(LINES.encode()), "lines"),
+        ("a.Ndjson.GZ", gzip.compress(LINES.encode(), mtime=0), "lines"),
         ("a.json", LINES, "lines"),
         ("a.json", "\ufeff\n " + LINES, "lines"),
         ("a.json", '{"text": "a"}', "lines"),
         ("a.json", POINTER, "lines"),
         ("a.json", '[{"text": "a"}]', "list"),
-        ("a.json.gz", gzip.compress(b" \n[1]"), "list"),
+        ("a.json.gz", gzip.compress(b" \n[1]", mtime=0), "list"),
         ("a.json", '{\n  "text": "a"\n}', "left out"),
         ("a.PARQUET", b"PAR1", "table"),
         ("a.NPY", b"tokens", "tokens"),
@@ -173,7 +173,7 @@ def test_the_mark_before_a_text_is_no_part_of_it(name, tmp_path):
             write(tmp_path / "in", **{f"{number}.txt": BOM + b"text %d" % number})
     elif name == "a.jsonl.gz":  # Files that were joined have a mark each.
         members = (b"\n" + BOM + b"\n", BOM + lines, BOM)
-        data = b"".join(gzip.compress(part) for part in members)
+        data = b"".join(gzip.compress(part, mtime=0) for part in members)
         write(tmp_path / "in", **{name: data})
     else:
         write(tmp_path / "in", **{name: BOM + b"\r\n" + lines})
@@ -207,7 +207,7 @@ def test_raw_text_begins_after_its_mark(tmp_path, monkeypatch):
         ("text".encode("utf-16"), "it is UTF-16; convert it to UTF-8"),
         ("text".encode("utf-16-be"), "a NUL byte at offset 0; convert"),
         ("\ufefftext".encode("utf-32-be"), "it is UTF-32; convert it"),
-        (gzip.compress(b"text"), "it is compressed; unpack it"),
+        (gzip.compress(b"text", mtime=0), "it is compressed; unpack it"),
         (b"\x93NUMPY\1\0v\0", "it has tokens; give it as data.paths"),
         (b"PAR1\xff", "it is Parquet; name it .parquet"),
     ],
