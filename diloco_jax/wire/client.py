@@ -22,7 +22,7 @@ from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.encoding import encode
 from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError, WireError
-from diloco_jax.wire.reachability import explain
+from diloco_jax.wire.reachability import explain, large_lost
 from diloco_jax.wire.server import SERVICE
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import Renewed, TlsFiles
@@ -206,7 +206,12 @@ class Client:
         # Kept short: the caller has waited already, and a socket answers at once or
         # never.
         files = self._secured.files if self._secured is not None else None
-        return explain(self.address, files, self._deadlines.connect_s / 4) or error
+        cause = explain(self.address, files, self._deadlines.connect_s / 4)
+        if cause is None and isinstance(error, errors.NoAnswer):
+            return ConnectionLost(
+                f"{error}; it can be connected to, so {large_lost(self.address)}"
+            )
+        return cause or error
 
     def _control_channel(self) -> Any:
         """Return a channel with the newest certificates."""

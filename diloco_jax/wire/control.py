@@ -57,7 +57,7 @@ class ControlStream:
         try:
             first = self.receive(connect_s)
             if first is None:
-                raise ConnectionLost(
+                raise errors.NoAnswer(
                     f"{self._peer} did not answer a Hello within {connect_s:g} s; is "
                     f"it a diloco coordinator, and is it running?"
                 )

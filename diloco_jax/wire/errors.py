@@ -29,6 +29,10 @@ class ConnectionLost(WireError):  # noqa: N818
     help."""
 
 
+class NoAnswer(ConnectionLost):
+    """The peer did not answer in time, and nothing else is known of it."""
+
+
 class ProtocolError(WireError):
     """One side broke the rules of the wire; the session or transfer is over."""
 
@@ -93,7 +97,7 @@ _STATUS: tuple[tuple[type[WireError], grpc.StatusCode, type[WireError]], ...] = 
 # The statuses that gRPC itself raises.
 _RAISED: dict[grpc.StatusCode, type[WireError]] = {
     **{code: there for _, code, there in _STATUS},
-    grpc.StatusCode.DEADLINE_EXCEEDED: ConnectionLost,
+    grpc.StatusCode.DEADLINE_EXCEEDED: NoAnswer,
     grpc.StatusCode.CANCELLED: ConnectionLost,
     grpc.StatusCode.UNKNOWN: ConnectionLost,
     grpc.StatusCode.UNIMPLEMENTED: RemoteProtocolError,

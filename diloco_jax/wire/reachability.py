@@ -40,6 +40,16 @@ def explain(address: str, tls: TlsFiles | None, timeout_s: float) -> WireError |
         return _with_tls(address, host, connection, tls)
 
 
+def large_lost(address: str) -> str:
+    """Return what is to be tried where a peer accepts connections and what it sends
+    does not come."""
+    return (
+        f"its machine or the network between is overloaded, or large packets are lost "
+        f"on the way (MTU, firewall): try `ping -M do -s 1472 "
+        f"{parse_address(address)[0]}`, and lower the MTU of this machine if that fails"
+    )
+
+
 def _without_tls(address: str, connection: socket.socket) -> WireError | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -73,8 +83,7 @@ def _with_tls(
         # A slow peer may have certificates all the same.
         return ConnectionLost(
             f"{address}: no TLS handshake within {connection.gettimeout():g} s; check "
-            f"that this is the coordinator's address, and that its machine and the "
-            f"network between are not overloaded"
+            f"that this is the coordinator's address; {large_lost(address)}"
         )
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError) as error:
         # A server without TLS answers in its own way; a relay has nobody to ask.

@@ -1,11 +1,13 @@
 """The hosts of an island meet where their environment says."""
 
+import functools
 import http.server
 import os
 import threading
 
 import jax
 import pytest
+from jax._src import xla_bridge
 from jax._src.clusters import cloud_tpu_cluster
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
@@ -268,3 +270,26 @@ def test_hosts_that_do_not_come_end_the_island_before_jax_aborts_it(monkeypatch)
         HostsError, match=r"2 hosts .* let host 1 in .*within 0\.1 s; .*hosts_budget_s"
     ):
         join_world(place, 2, budget_s=10.0, meet_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("knows", "given"), [("hostname: str | None", {"hostname": "10.0.0.7"}), ("", {})]
+)
+def test_gloo_listens_where_the_hosts_met(monkeypatch, knows, given):
+    """By itself it takes the address of this machine's name, often 127.0.1.1."""
+
+    def make(**arguments):
+        return arguments
+
+    make.__doc__ = knows
+    module = xla_bridge._jax
+    monkeypatch.setattr(module, "make_gloo_tcp_collectives", make)
+    world._have_gloo_listen("10.0.0.7")
+    made = module.make_gloo_tcp_collectives
+    assert made() == given
+    assert isinstance(made, functools.partial) == bool(given)
+
+
+def test_this_jax_can_be_told_where_gloo_listens():
+    make = xla_bridge._jax.make_gloo_tcp_collectives
+    assert "hostname" in getattr(make, "func", make).__doc__

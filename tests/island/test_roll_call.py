@@ -132,3 +132,13 @@ def test_a_host_waits_for_a_name_that_is_made_later(port, pool, monkeypatch):
     known.set()
     lead.result(WAIT_S)
     follower.result(WAIT_S)
+
+
+def test_each_host_learns_the_address_at_which_it_was_met(port, pool):
+    """gloo listens there, whatever the machine's own name resolves to."""
+    hosts = [pool.submit(await_all, at(port, index), 2, WAIT_S) for index in (1, 0)]
+    assert [host.result(WAIT_S) for host in hosts] == ["127.0.0.1"] * 2
+    near, far = SimpleNamespace(), SimpleNamespace()
+    near.getsockname = lambda: ("127.0.0.1", 1)
+    far.getsockname = lambda: ("::ffff:10.0.0.7", 1, 0, 0)
+    assert roll_call._address_here(near, far) == "10.0.0.7"

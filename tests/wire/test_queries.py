@@ -7,11 +7,14 @@ import subprocess
 import sys
 import types
 
+import grpc
 import pytest
 from wire_support import WAIT_S
 
-from diloco_jax.wire import server
-from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire import client as clients
+from diloco_jax.wire import errors, server
+from diloco_jax.wire.errors import ConnectionLost, RemoteProtocolError
 
 
 def test_status(serve, connect):
@@ -44,6 +47,35 @@ def test_failing_status_points_to_the_log(serve, connect, handlers, monkeypatch)
     monkeypatch.setattr(handlers, "status", lambda: {"x": object()})
     with pytest.raises(RemoteProtocolError, match=r"TypeError\); see its log"):
         connect(address).status(WAIT_S)
+
+
+class TooLate(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def details(self):
+        return "Deadline Exceeded"
+
+
+def test_answers_that_do_not_come_from_a_port_that_is_there_may_be_too_large(
+    serve, connect
+):
+    """TCP connects with packets of some bytes; an MTU swallows only large ones."""
+    _, address = serve()
+    late = errors.from_rpc(TooLate(), address)
+    explained = str(connect(address)._explained(late))
+    assert explained.startswith(f"{address}: Deadline Exceeded; it can be connected to")
+    assert "`ping -M do -s 1472 127.0.0.1`, and lower the MTU" in explained
+
+
+def test_a_peer_that_does_not_shake_hands_may_send_too_large_packets(monkeypatch):
+    monkeypatch.setattr(clients, "explain", lambda *_: None)
+    assert "ping -M do" in clients.large_lost("10.0.0.1:7000")
+    lost = ConnectionLost("gone")
+    client = clients.Client.__new__(clients.Client)
+    client.address, client._secured = "10.0.0.1:7000", None
+    client._deadlines = Deadlines(60.0)
+    assert client._explained(lost) is lost
 
 
 def test_a_process_that_forgets_to_close_ends_quietly():

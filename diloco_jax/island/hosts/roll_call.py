@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 
 from diloco_jax.island.hosts.meeting import WorldAddress
-from diloco_jax.wire.addresses import parse_address
+from diloco_jax.wire.addresses import is_loopback, parse_address
 
 HERE = struct.Struct("!8sI")
 """A greeting, and the host's number."""
@@ -25,24 +25,27 @@ AGAIN_S = 1.0
 """Pause before host 0 is tried again, and between two looks at the time."""
 
 
-def await_all(place: WorldAddress, count: int, patience_s: float) -> None:
-    """Return once all `count` hosts are here. Raise TimeoutError with the names of
-    the missing ones if that takes longer; OSError if host 0 cannot listen there."""
+def await_all(place: WorldAddress, count: int, patience_s: float) -> str:
+    """Return, once all `count` hosts are here, the address at which this host met them.
+    Raise TimeoutError with the names of the missing ones if that takes longer; OSError
+    if host 0 cannot listen there."""
     host, port = parse_address(place.address, "the meeting place of the hosts")
     deadline = time.monotonic() + patience_s
     if place.index:
-        missing = _come(host, port, place.index, deadline)
+        missing, here = _come(host, port, place.index, deadline)
     else:
-        missing = _wait(port, count, deadline)
+        missing, here = _wait(port, count, deadline)
     if missing:
         raise TimeoutError(
             f"{missing} at {place.address} within {patience_s:g} s; look into the log "
             f"of the host that is missing, or raise placement.hosts_budget_s"
         )
+    return here
 
 
-def _wait(port: int, count: int, deadline: float) -> str:
-    """Listen as host 0; return which hosts did not come, or nothing."""
+def _wait(port: int, count: int, deadline: float) -> tuple[str, str]:
+    """Listen as host 0; return which hosts did not come, or nothing, and the address at
+    which they reached it."""
     came: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
         server = opened.enter_context(_listen(port))
@@ -51,7 +54,7 @@ def _wait(port: int, count: int, deadline: float) -> str:
         while len(came) < count - 1:
             if time.monotonic() >= deadline:
                 absent = [str(n) for n in range(1, count) if n not in came]
-                return f"hosts {', '.join(absent)} of this island did not come"
+                return f"hosts {', '.join(absent)} of this island did not come", ""
             for key, _ in looks.select(AGAIN_S):
                 if key.fileobj is not server:
                     # It says nothing more: it is gone, and comes again.
@@ -68,7 +71,13 @@ def _wait(port: int, count: int, deadline: float) -> str:
                 came[index] = peer
                 looks.register(peer, selectors.EVENT_READ, index)
         _release(came)
-    return ""
+        return "", _address_here(*came.values())
+
+
+def _address_here(*peers: socket.socket) -> str:
+    """Return this end's address, of several one that other machines reach."""
+    found = [str(peer.getsockname()[0]).removeprefix("::ffff:") for peer in peers]
+    return min(found, key=is_loopback)
 
 
 def _listen(port: int) -> socket.socket:
@@ -100,8 +109,9 @@ def _release(came: Mapping[int, socket.socket]) -> None:
             peer.recv(1)
 
 
-def _come(host: str, port: int, index: int, deadline: float) -> str:
-    """Say this host's number to host 0 until it says go; return why it did not."""
+def _come(host: str, port: int, index: int, deadline: float) -> tuple[str, str]:
+    """Say this host's number to host 0 until it says go; return why it did not, and the
+    address from which it was reached."""
     why = "no answer"
     while (left_s := deadline - time.monotonic()) > 0:
         try:
@@ -109,8 +119,8 @@ def _come(host: str, port: int, index: int, deadline: float) -> str:
                 peer.sendall(HERE.pack(GREETING, index))
                 peer.settimeout(left_s)
                 if peer.recv(len(GO), socket.MSG_WAITALL) == GO:
-                    return ""
+                    return "", _address_here(peer)
         except OSError as error:
             why = str(error)
         time.sleep(min(AGAIN_S, max(0.0, deadline - time.monotonic())))
-    return f"host 0 of this island did not let host {index} in ({why})"
+    return f"host 0 of this island did not let host {index} in ({why})", ""

@@ -9,6 +9,7 @@ when a host dies, only the others of its island end too.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -126,7 +127,7 @@ def join_world(
     """
     place = where if where.address else find_meeting(count, os.environ)
     try:
-        await_all(place, count, meet_s)
+        _have_gloo_listen(await_all(place, count, meet_s))
     except (OSError, TimeoutError) as error:
         raise HostsError(
             f"the {count} hosts of this island did not meet: {error}"
@@ -152,6 +153,19 @@ def join_world(
             f"set islands.NAME.hosts = {found}"
         )
     return Hosts(_store(), jax.process_index(), count)
+
+
+def _have_gloo_listen(address: str) -> None:
+    """Have gloo, which carries what hosts compute on CPUs, listen at this address.
+
+    jax lets it take the one of this machine's name, which on Debian is 127.0.1.1 and
+    elsewhere may be none, and has no setting for it."""
+    from jax._src import xla_bridge
+
+    module: Any = xla_bridge._jax  # type: ignore[attr-defined]
+    make = module.make_gloo_tcp_collectives
+    if "hostname" in str(make.__doc__):
+        module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
 def hosts_here(folder: str) -> Hosts | None:
