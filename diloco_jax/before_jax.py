@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import MutableMapping
+import sys
+from collections.abc import Mapping, MutableMapping
 from importlib import metadata, util
 from pathlib import Path
 
 from diloco_jax import libtpu, machine
+from diloco_jax.errors import ConfigError
 from diloco_jax.hardware import tpus
 
 FLAG_LISTS = ("XLA_FLAGS", libtpu.VARIABLE)
@@ -25,8 +28,10 @@ def prepare_environment(
 
     Variables of a multi-slice job that it inherited are cleared: an island's world is
     one slice, and with them jax would wait for the others. Real accelerators are not
-    touched.
+    touched. Raises ConfigError as `require_flags` and `require_platforms` do.
     """
+    require_flags(environment)
+    require_platforms(environment)
     for name in [name for name in environment if name.startswith(MULTI_SLICE)]:
         del environment[name]
     flags = environment.get("XLA_FLAGS", "").split()
@@ -50,12 +55,67 @@ def skip_absent_tpu(
 
     Otherwise jax would ask an installed libtpu for a TPU, which asks a metadata server
     and complains on standard error. Nothing is chosen if a platform is set already, or
-    if there is a sign of a TPU or a plugin for another accelerator.
+    if there is a sign of a TPU or a plugin for another accelerator. Raises ConfigError
+    as `require_flags` and `require_platforms` do.
     """
+    require_flags(environment)
+    require_platforms(environment, root)
     chosen = "JAX_PLATFORMS" in environment
-    named = any(name.startswith(("TPU_", "JAX_FORCE_TPU")) for name in environment)
-    if not (chosen or named or _plugins() or tpus.may_be_here(root)):
+    if not (chosen or _plugins() or _may_have_tpu(environment, root)):
         environment["JAX_PLATFORMS"] = "cpu"
+
+
+def require_platforms(
+    environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> None:
+    """Raise ConfigError if JAX_PLATFORMS names what cannot be here: jax ends then, for
+    some platforms without a word."""
+    value = environment.get("JAX_PLATFORMS", "")
+    here = {"cpu"}
+    if libtpu.installed_version() and _may_have_tpu(environment, root):
+        here.add("tpu")
+    missing = {name.strip() for name in value.split(",")} - {"", *here}
+    if missing and not (_plugins() and "tpu" not in missing):
+        raise ConfigError(
+            f"JAX_PLATFORMS = {value!r}, and jax has {', '.join(sorted(here))} here; "
+            f"unset it, or pip install 'diloco-jax[tpu]' or 'diloco-jax[cuda]' on a "
+            f"machine that has one"
+        )
+
+
+def require_flags(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if XLA does not take XLA_FLAGS: it ends the process."""
+    given = environment.get("XLA_FLAGS", "").split()
+    flags = " ".join(flag for flag in given if flag.split("=")[0] != HOST_DEVICES)
+    # jax, where it is imported, has threads, beside which no fork is safe.
+    if flags and "jax" not in sys.modules and (said := _refusal(flags)):
+        raise ConfigError(f"XLA_FLAGS = {flags!r}: {said}; take that flag out")
+
+
+@functools.cache
+def _refusal(flags: str) -> str:
+    """Return what XLA says against flags, or nothing. A fork of this process asks, as
+    nothing but an end tells; it has no import to do, and takes milliseconds."""
+    from jaxlib import xla_client
+
+    ears, mouth = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.environ["XLA_FLAGS"] = flags
+            os.dup2(mouth, 2)
+            xla_client.CompileOptions()  # Reads them.
+        finally:
+            os._exit(0)
+    os.close(mouth)
+    with open(ears, errors="replace") as told:
+        said = told.read().partition("\n")[0].rpartition("] ")[2]
+    return said if os.waitpid(child, 0)[1] else ""
+
+
+def _may_have_tpu(environment: Mapping[str, str], root: Path) -> bool:
+    named = any(name.startswith(("TPU_", "JAX_FORCE_TPU")) for name in environment)
+    return named or tpus.may_be_here(root)
 
 
 def _plugins() -> bool:

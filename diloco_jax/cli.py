@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NoReturn, TypeVar
 
-from diloco_jax import config_commands
-from diloco_jax.errors import ConfigError, disk_failure, suggest
+from diloco_jax import config_commands, machine
+from diloco_jax.errors import UNNAMEABLE, ConfigError, disk_failure, suggest
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.interrupt import Interruptible
 from diloco_jax.process_end import end_process, end_when_asked
+from diloco_jax.shell_variables import set_variables_right
 from diloco_jax.streams import hold_streams
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ MEMBERS = ("coordinator", "island")
 """Commands that leave a run in order when asked to end."""
 LASTING = ("run", "chaos", "worker", *MEMBERS)
 """Commands that go on if nobody reads their output any more."""
+THREADED = {"run": 2, "chaos": 2, "coordinator": 1, "worker": 1, "island": 1}
+"""Commands of many threads, with the number of processes that they become at least."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no command {name!r}{suggest(name, list(COMMANDS))}; there are {known}",
             EXIT_CONFIG,
         )
+    set_variables_right()
+    try:
+        machine.require_threads(THREADED.get(name, 0))
+    except ConfigError as error:
+        return _fail(str(error), EXIT_CONFIG)
     with contextlib.nullcontext() if name in MEMBERS else Interruptible():
         return _run(name, arguments[1:])
 
@@ -90,7 +98,14 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except OSError as error:
         if "No usable temporary directory" in str(error):
             return _fail(_no_temporary_folder(error), EXIT_CONFIG)
+        if error.errno in UNNAMEABLE:
+            return _fail(f"{error}; give another path", EXIT_CONFIG)
         message = disk_failure(error, after=_goes_on(name))
+        if not message:
+            raise
+        return _fail(message, EXIT_FAILED)
+    except RuntimeError as error:
+        message = machine.thread_shortage(error)
         if not message:
             raise
         return _fail(message, EXIT_FAILED)

@@ -51,7 +51,16 @@ def use_cache(folder: Path | None) -> None:
         # that all processes wait for: 0.2 s for each write with 2400 entries.
         "jax_compilation_cache_max_size": -1,
     }
-    if named := os.environ.get(VARIABLE):
+    named = os.environ.get(VARIABLE, "")
+    if named and not is_bucket(named):
+        try:
+            Path(named).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning(
+                "%s = %s is no folder (%s): %s is used", VARIABLE, named, error, folder
+            )
+            named = ""
+    if named:
         folder = Path(named)
     elif folder is not None:
         settings["jax_compilation_cache_dir"] = str(folder)

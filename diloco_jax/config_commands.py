@@ -117,10 +117,12 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         config, options.init.removeprefix(DRAWN), trust_code=options.trust_code
     )
     workdir = _workdir(config)
+    from diloco_jax.before_jax import require_flags
     from diloco_jax.machine import fit_threads
 
     # Before anything imports jax.
     fit_threads()
+    require_flags()
     with uncollected():
         from diloco_jax.config.resolving import resolve
         from diloco_jax.coordinator import going_on
@@ -177,7 +179,9 @@ def island_command(arguments: Sequence[str]) -> int:
     options.check(config)
     from diloco_jax.island.environment import prepare_island
     from diloco_jax.memory import one_arena
+    from diloco_jax.wire.addresses import require_loopback
 
+    require_loopback(options.coordinator)
     # Before anything imports jax, or starts a thread.
     one_arena()
     prepare_island(config.island(options.name))

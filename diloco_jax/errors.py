@@ -8,6 +8,8 @@ from diloco_jax.core.members import suggest as suggest
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a write that finds no space."""
+UNNAMEABLE = (errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of a path's name: the user has to give another."""
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 """Errors of a folder that has changed meanwhile: it was checked before the command."""
 

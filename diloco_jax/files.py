@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from diloco_jax.errors import ConfigError
 from diloco_jax.paths import naming
@@ -99,6 +100,21 @@ def write_text(text: str, path: Path) -> None:
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def lock(file: int | IO[Any], path: Path) -> bool:
+    """Hold an open file for this process alone; return False if another one holds it.
+    Raise ConfigError if its file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be locked ({error.strerror}), as on some network file "
+            f"systems; give a folder on a local disk of this machine"
+        ) from error
+    return True
 
 
 def json_number(value: float | None) -> float | None:

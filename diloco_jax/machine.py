@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import sys
+import threading
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+
+from diloco_jax.errors import ConfigError
+
+FEWEST_THREADS, THREADS_PER_CORE = 32, 4
+"""Threads of a coordinator or a host of an island at least: 40 of each on 2 cores."""
 
 
 def cores(root: Path = Path("/")) -> int:
@@ -47,6 +54,38 @@ def fit_threads(
     threads = max(given or cores(), fewest)
     if threads != (given or schedulable()):
         environment["NPROC"] = str(threads)
+
+
+def require_threads(processes: int = 1) -> None:
+    """Raise ConfigError unless the system lets this process start the threads of so
+    many processes of a run. They are started: limits of users, containers and memory
+    count together, and so do other programs' threads."""
+    wanted = processes * (FEWEST_THREADS + THREADS_PER_CORE * cores())
+    end, started = threading.Event(), list[threading.Thread]()
+    try:
+        while len(started) < wanted:
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        short = f"{len(started)} of about {wanted} threads could be started"
+        raise ConfigError(f"{short}: {thread_shortage(error)}") from error
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+
+
+def thread_shortage(error: Exception) -> str:
+    """Return the message for an error for want of threads, empty for other errors."""
+    if "can't start new thread" not in str(error):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return (
+        f"{error}; raise `ulimit -u` "
+        f"({'unlimited' if limit == resource.RLIM_INFINITY else limit} here, for all "
+        f"processes of this user) or the container's limit of pids"
+    )
 
 
 def instructions() -> str:

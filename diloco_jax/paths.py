@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco_jax.errors import ConfigError
+from diloco_jax.errors import UNNAMEABLE, ConfigError
 
 S3 = "s3://"
 
@@ -23,14 +23,24 @@ def is_bucket(folder: str) -> bool:
 
 
 def expand(path: str | Path) -> Path:
-    """Replace `~` by the user's folder; raise ConfigError if there is none."""
+    """Replace `~` by the user's folder; raise ConfigError if there is none, or if no
+    file can have this name."""
     try:
-        return Path(path).expanduser()
+        expanded = Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(
             f"{path}: {error} Write the folder's whole name, or ./{path} for a folder "
             f"of that name"
         ) from error
+    try:
+        os.stat(expanded)
+    except ValueError as error:
+        raise ConfigError(f"path {str(path)!r}: {error}; give another") from error
+    except OSError as error:
+        if error.errno in UNNAMEABLE:
+            named = f"path {str(path)[:60]!r}, of {len(str(path))} characters"
+            raise ConfigError(f"{named}: {error.strerror}; give another") from error
+    return expanded
 
 
 def of_home(variable: str, otherwise: str) -> Path:

@@ -26,7 +26,7 @@ from diloco_jax.config import (
     trust,
 )
 from diloco_jax.config.loading import read_config_json, write_config_json
-from diloco_jax.files import require_writable, write_json
+from diloco_jax.files import lock, require_writable, write_json
 
 FORMAT = 13
 """The format of config, log, snapshots and tape. It is one higher when a workdir of
@@ -241,16 +241,12 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 def _lock(descriptor: int, path: Path, what: str, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                holder = "" if path.is_dir() else path.read_text()
-                raise ConfigError(
-                    f"{path if path.is_dir() else path.parent} is in use by {what}"
-                    f"{f', process {holder},' if holder else ''} on this machine; end "
-                    f"that first, or give another workdir"
-                ) from None
+    while not lock(descriptor, path):
+        if time.monotonic() >= deadline:
+            holder = "" if path.is_dir() else path.read_text()
+            raise ConfigError(
+                f"{path if path.is_dir() else path.parent} is in use by {what}"
+                f"{f', process {holder},' if holder else ''} on this machine; end "
+                f"that first, or give another workdir"
+            )
         time.sleep(POLL_S)

@@ -1,5 +1,8 @@
 """The environment that jax finds when a process imports it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from diloco_jax import before_jax, machine
@@ -8,6 +11,7 @@ from diloco_jax.before_jax import (
     prepare_environment,
     skip_absent_tpu,
 )
+from diloco_jax.errors import ConfigError
 
 
 def chosen(root, **environment):
@@ -50,7 +54,34 @@ def test_who_chose_or_has_an_accelerator_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(before_jax, "_plugins", lambda: False)
     assert chosen(tmp_path, TPU_WORKER_ID="0") is None
     assert chosen(tmp_path, JAX_PLATFORMS="") == ""
-    assert chosen(tmp_path, JAX_PLATFORMS="tpu") == "tpu"
+    monkeypatch.setattr(before_jax.libtpu, "installed_version", lambda: "0.0.44")
+    given = {"JAX_PLATFORMS": "tpu", "TPU_WORKER_ID": "0"}
+    assert chosen(tmp_path, **given) == "tpu"
+
+
+@pytest.mark.parametrize("value", ["cuda", "cpuu", "tpu", "cpu,rocm"])
+def test_a_platform_that_cannot_be_here_is_refused(tmp_path, monkeypatch, value):
+    """jax ends with a bare AssertionError for some."""
+    monkeypatch.setattr(before_jax, "_plugins", lambda: False)
+    monkeypatch.setattr(before_jax.libtpu, "installed_version", lambda: "0.0.44")
+    with pytest.raises(ConfigError, match=rf"JAX_PLATFORMS = '{value}'.*cpu.*unset"):
+        chosen(tmp_path, JAX_PLATFORMS=value)
+    assert chosen(tmp_path, JAX_PLATFORMS="cpu") == "cpu"
+
+
+def test_flags_that_xla_does_not_take_are_refused():
+    """In a process that has not imported jax: XLA ends the one that reads them."""
+    script = (
+        "from diloco_jax.before_jax import require_flags\n"
+        "require_flags({'XLA_FLAGS': '--xla_force_host_platform_device_count=4'})\n"
+        "require_flags({'XLA_FLAGS': '--xla_backend_optimization_level=0'})\n"
+        "require_flags({'XLA_FLAGS': '--xla_no_such_flag=1'})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert "ConfigError: XLA_FLAGS = '--xla_no_such_flag=1'" in done.stderr
+    assert "xla_no_such_flag" in done.stderr.rpartition("': ")[2]
 
 
 def test_a_process_forgets_the_multi_slice_job_it_was_started_in():

@@ -1,15 +1,17 @@
 """The `diloco` command: exit codes, what goes where, and what is imported when."""
 
 import errno
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
 
-from diloco_jax import cli
+from diloco_jax import before_jax, cli
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.cluster.processes import ManagedProcess
 from diloco_jax.config import Config, DataConfig, OuterConfig, RunConfig
@@ -187,6 +189,7 @@ def test_run_computes_on_what_its_islands_compute_on(
     path, fake, monkeypatch, asked, set_to
 ):
     fake("diloco_jax.cluster.run", (0, {}))
+    monkeypatch.setattr(before_jax, "_plugins", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", asked)
     assert cli.main(["run", path]) == 0
     assert os.environ["JAX_PLATFORMS"] == set_to
@@ -413,3 +416,45 @@ def test_no_folder_for_temporary_files_is_a_matter_of_the_environment(
     said = capsys.readouterr().err
     assert "TMPDIR = '/read-only'" in said
     assert "set TMPDIR to a folder" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("x" * 300, "File name too long"), ("a\0b", "embedded null byte")],
+)
+def test_a_name_that_no_file_can_have_is_refused(path, capsys, name, said):
+    for words in (["run", path, "--workdir", name], ["status", name]):
+        assert cli.main(words) == 2
+        assert said in capsys.readouterr().err
+    assert cli.main(["eval", name]) == 2
+
+
+def test_a_machine_without_threads_is_refused_before_anything_starts(
+    path, monkeypatch, capsys, tmp_path
+):
+    started = itertools.count()
+
+    def start(thread):
+        if next(started) > 20:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(threading.Thread, "join", lambda thread: None)
+    workdir = tmp_path / "run"
+    assert cli.main(["run", path, "--workdir", str(workdir)]) == 2
+    assert "21 of about" in (said := capsys.readouterr().err)
+    assert "raise `ulimit -u`" in said
+    assert not workdir.exists()
+
+
+def test_a_thread_that_cannot_be_started_later_is_no_traceback(path, fake, capsys):
+    fake("diloco_jax.cluster.run", RuntimeError("can't start new thread"))
+    assert cli.main(["run", path]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: can't start new thread; raise `ulimit -u`")
+
+
+def test_a_path_that_proves_too_long_is_the_user_s(path, fake, capsys):
+    fake("diloco_jax.cluster.run", OSError(errno.ENAMETOOLONG, "too long", "w/x"))
+    assert cli.main(["run", path]) == 2
+    assert "'w/x'; give another path" in capsys.readouterr().err

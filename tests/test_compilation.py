@@ -115,7 +115,19 @@ def test_what_is_no_entry_stays(entries, tmp_path):
 def test_a_folder_that_is_not_there_is_empty(entries, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "none"))
     compilation.use_cache(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "none"]
+
+
+def test_a_file_in_the_place_of_the_cache_is_told_and_not_used(
+    tmp_path, monkeypatch, caplog
+):
+    settings = {}
+    monkeypatch.setattr(jax.config, "update", settings.__setitem__)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "file"))
+    compilation.use_cache(tmp_path / "own")
+    assert "is no folder" in caplog.text
+    assert settings["jax_compilation_cache_dir"] == str(tmp_path / "own")
 
 
 def test_the_user_s_cache_is_where_the_environment_says(tmp_path, monkeypatch):

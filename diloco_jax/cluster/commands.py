@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from diloco_jax import run_files
+from diloco_jax import before_jax, run_files
 from diloco_jax.compilation import VARIABLE, of_user
 from diloco_jax.wire import addresses
 
@@ -91,7 +91,10 @@ def island_environment() -> dict[str, str]:
     """Return an island's additions to this process's environment.
 
     Islands on one machine compute on its CPU, unless JAX_PLATFORMS says otherwise.
+    Raises ConfigError if jax cannot have its platform or flags here.
     """
+    before_jax.require_platforms()
+    before_jax.require_flags()
     platforms = os.environ.get("JAX_PLATFORMS") or "cpu"
     return {**_environment(), "JAX_PLATFORMS": platforms}
 

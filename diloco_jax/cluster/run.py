@@ -75,6 +75,7 @@ def run(
     """
     config.validate()
     require_here(config.placement)
+    addresses.require_loopback(config.placement.bind)
     standby = standby or pair.is_local(config.placement)
     if standby:
         pair.require_pairable(config.placement)

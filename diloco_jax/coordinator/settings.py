@@ -250,5 +250,6 @@ def require_ports(
     )
     ports = 2 if workers_left else placement.ports
     addresses.require_free(placement.bind, ports)
+    addresses.require_loopback(placement.bind)
     if placement.metrics_bind:
         addresses.require_free(placement.metrics_bind, 1)

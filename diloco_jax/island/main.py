@@ -17,7 +17,7 @@ from typing import Generic
 
 import msgspec
 
-from diloco_jax import compilation, environment
+from diloco_jax import compilation, environment, machine
 from diloco_jax.config import Config, ConfigError, shared_fields
 from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
@@ -137,8 +137,10 @@ def _live(
             # Asked to end, or refused on the control stream, while it was joining.
             ending = island.mailbox.ending or Ending(EXIT_FAILED, str(error))
         except Exception as error:
-            logger.exception("island %s failed", name)
-            ending = Ending(EXIT_FAILED, f"{type(error).__name__}: {error}")
+            if not (short := machine.thread_shortage(error)):
+                logger.exception("island %s failed", name)
+            text = short or f"{type(error).__name__}: {error}"
+            ending = Ending(EXIT_FAILED, text)
         hanging.end()
         island.stop(ending)
         island.close()

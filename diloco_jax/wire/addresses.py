@@ -124,6 +124,22 @@ def require_free(address: str, ports: int = 2) -> None:
             raise ConfigError(f"cannot bind {each}: {obstacle}")
 
 
+def require_loopback(address: str) -> None:
+    """Raise ConfigError if this machine is to reach itself there over loopback, and
+    cannot: nothing that is started would find the others."""
+    host = parse_address(on_this_machine(address))[0]
+    if not is_loopback(host):
+        return
+    try:
+        with listen(resolve(format_address(host, 0))) as server:
+            socket.create_connection(server.getsockname()[:2], 5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{host}: this machine cannot reach itself ({error.strerror}); bring its "
+            f"loopback interface up, as with `ip link set lo up`"
+        ) from error
+
+
 def reserve(numeric: str) -> tuple[str, socket.socket]:
     """Return a numeric address to bind, for port 0 one whose port is free, and a socket
     that listens at the bulk port beside it. Raises ConfigError."""

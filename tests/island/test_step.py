@@ -1,6 +1,7 @@
 """The inner step: accumulation, meshes, bad gradients, and that it learns."""
 
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,14 @@ def rows(batch_size: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
 
 def host(tree):
     return jax.tree.map(np.array, tree)
+
+
+def test_a_step_calls_nothing_deprecated():
+    """With PYTHONWARNINGS=error a warning ended the island."""
+    trainer = make_trainer(inner=optax.adamw(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.lower(16)
 
 
 def test_a_step_is_gradient_descent_scaled_by_the_learning_rate():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import socket
 
@@ -158,3 +159,16 @@ def _has_ipv6() -> bool:
             return True
     except OSError:
         return False
+
+
+def test_a_machine_that_cannot_reach_itself_is_named(monkeypatch):
+    addresses.require_loopback("127.0.0.1:7000")
+
+    def fail(*args):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1.*ip link set lo up"):
+        addresses.require_loopback("127.0.0.1:7000")
+    # Another machine is none of its business.
+    addresses.require_loopback("192.0.2.1:7000")

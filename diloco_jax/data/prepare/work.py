@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import shutil
@@ -142,13 +141,11 @@ def _alone(scratch: Path) -> Iterator[None]:
     Workers do not inherit the lock: they end with the command.
     """
     with (scratch / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not files.lock(file, scratch / LOCK):
             raise ConfigError(
                 f"OUT: another command works in {scratch}; wait for it, or give "
                 f"another folder"
-            ) from error
+            )
         yield
 
 

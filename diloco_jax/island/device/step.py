@@ -284,7 +284,7 @@ class Trainer:
         frozen: Params,
     ) -> tuple[TrainState, Metrics]:
         loss, counted, grads = self._loss_and_grads(state.params, batch, frozen)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         def applied(state: TrainState) -> TrainState:
