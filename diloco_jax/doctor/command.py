@@ -64,6 +64,7 @@ def examine(
     kinds of checks that are done."""
     from diloco_jax.doctor.devices import check_devices
     from diloco_jax.doctor.packages import check_packages
+    from diloco_jax.doctor.surroundings import check_surroundings
     from diloco_jax.doctor.system import check_system
 
     version = metadata.version("diloco-jax")
@@ -72,6 +73,7 @@ def examine(
     kinds: list[Callable[[], Iterator[Finding]]] = [
         check_packages,
         lambda: check_system(folder),
+        lambda: check_surroundings(folder),
         check_devices,
     ]
     for done, check in enumerate(kinds, start=1):

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 
 from diloco_jax.before_jax import skip_absent_tpu
-from diloco_jax.doctor.finding import Finding, note, ok, problem
+from diloco_jax.doctor.finding import Finding, note, ok, problem, refused
+from diloco_jax.errors import ConfigError
 from diloco_jax.hardware.tpus import generation_here
 
 ANSWERS_WITHIN_S = 120.0
@@ -25,7 +26,11 @@ print(json.dumps([jax.default_backend(), jax.local_device_count(), kinds]))
 def check_devices(answers_within_s: float = ANSWERS_WITHIN_S) -> Iterator[Finding]:
     """Yield what jax finds here; on a host of a TPU anything else is a problem."""
     environment = dict(os.environ)
-    skip_absent_tpu(environment)
+    try:
+        skip_absent_tpu(environment)
+    except ConfigError as error:
+        yield refused("devices", error)
+        return
     command = [sys.executable, "-P", "-c", ASK]
     try:
         done = subprocess.run(

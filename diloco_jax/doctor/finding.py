@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from diloco_jax.errors import ConfigError
+
 
 class Level(enum.StrEnum):
     """Weight of a finding."""
@@ -40,3 +42,10 @@ def note(what: str, found: str, remedy: str) -> Finding:
 def problem(what: str, found: str, remedy: str) -> Finding:
     """Return a finding that keeps some command from working."""
     return Finding(what=what, level=Level.PROBLEM, found=found, remedy=remedy)
+
+
+def refused(what: str, error: ConfigError) -> Finding:
+    """Return the problem that commands refuse, with the end of the message as its
+    remedy."""
+    found, _, remedy = str(error).rpartition("; ")
+    return problem(what, found, remedy)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diloco_jax import machine
-from diloco_jax.compilation import cache_home
 from diloco_jax.doctor.finding import Finding, note, ok, problem
+from diloco_jax.doctor.surroundings import existing
 from diloco_jax.errors import ConfigError
 from diloco_jax.wire import addresses
 
@@ -40,8 +40,6 @@ def check_system(folder: Path) -> Iterator[Finding]:
     yield _memory()
     yield _disk(folder)
     yield _ports()
-    yield _temporary()
-    yield _home()
     yield _open_files()
     yield _clock()
     if sys.platform == "linux":
@@ -55,19 +53,17 @@ def _memory() -> Finding:
 
 def _disk(folder: Path) -> Finding:
     """Write, and force to the disk, what one second of a good disk takes."""
-    existing = next(
-        p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()
-    )
-    free = shutil.disk_usage(existing).free
+    folder = existing(folder)
+    free = shutil.disk_usage(folder).free
     try:
-        rate = _written_per_s(existing, min(TRIAL_BYTES, free // 4))
+        rate = _written_per_s(folder, min(TRIAL_BYTES, free // 4))
     except OSError as error:
         return problem(
             "disk",
-            f"{existing} cannot be written: {error.strerror}",
+            f"{folder} cannot be written: {error.strerror}",
             "give a folder that can, as --folder here and as --workdir of runs",
         )
-    found = f"{existing}: {rate / 1e6:,.0f} MB/s, {free / GIB:,.1f} GiB free"
+    found = f"{folder}: {rate / 1e6:,.0f} MB/s, {free / GIB:,.1f} GiB free"
     if free < FREE_BYTES:
         return note("disk", found, "free some space: diloco plan says what a run needs")
     if rate < SLOW_DISK:
@@ -102,24 +98,8 @@ def _ports() -> Finding:
         return problem(
             "ports",
             f"two ports in a row of this machine cannot be opened and reached: {error}",
-            "allow connections over the loopback interface",
+            "allow connections over the loopback interface: `ip link set lo up`",
         )
-
-
-def _temporary() -> Finding:
-    given = f"TMPDIR = {os.environ.get('TMPDIR', '')!r}"
-    try:
-        return ok("temporary", f"files are made in {tempfile.gettempdir()}")
-    except FileNotFoundError as error:
-        remedy = "set TMPDIR to a folder to write in"
-        return problem("temporary", f"{error.strerror} ({given})", remedy)
-
-
-def _home() -> Finding:
-    try:
-        return ok("home", f"what is compiled is kept in {cache_home()}")
-    except FileNotFoundError as error:
-        return note("home", "no cache for the programs of several runs", str(error))
 
 
 def _open_files() -> Finding:

@@ -157,28 +157,3 @@ def test_a_clock_that_nothing_keeps_right_is_noted(monkeypatch):
     assert system._clock().level is Level.NOTE
     monkeypatch.setattr(system, "_clock_state", lambda: 0)
     assert system._clock().level is Level.OK
-
-
-def test_no_folder_for_temporary_files_is_a_problem(monkeypatch):
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(system.tempfile, "gettempdir", none)
-    monkeypatch.setenv("TMPDIR", "/read-only")
-    finding = system._temporary()
-    assert finding.level is Level.PROBLEM
-    assert "TMPDIR = '/read-only'" in finding.found
-    assert "set TMPDIR" in finding.remedy
-
-
-def test_a_user_without_a_home_is_noted(monkeypatch):
-    def none() -> str:
-        raise FileNotFoundError("Set HOME or XDG_CACHE_HOME.")
-
-    assert system._home().level is Level.OK
-    monkeypatch.setattr(system, "cache_home", none)
-    finding = system._home()
-    assert (finding.level, finding.remedy) == (
-        Level.NOTE,
-        "Set HOME or XDG_CACHE_HOME.",
-    )
