@@ -44,7 +44,7 @@ def use_cache(folder: Path | None) -> None:
     nowhere else."""
     import jax  # Late: a launcher that asks where the cache is needs no jax.
 
-    settings: dict[str, int | str] = {
+    settings: dict[str, int | str | None] = {
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
         # With a bound, jax looks at every entry before it writes one, under a lock
@@ -57,9 +57,9 @@ def use_cache(folder: Path | None) -> None:
             Path(named).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             logger.warning(
-                "%s = %s is no folder (%s): %s is used", VARIABLE, named, error, folder
+                "%s = %s is not used: it is no folder (%s)", VARIABLE, named, error
             )
-            named = ""
+            named, settings["jax_compilation_cache_dir"] = "", None
     if named:
         folder = Path(named)
     elif folder is not None:
