@@ -68,6 +68,11 @@ class Deadlines:
         return 2 * self.retry_max_s
 
     @property
+    def another_key_s(self) -> float:
+        """Time for which an island whose key was revoked waits for another one."""
+        return 3 * self.budget_s
+
+    @property
     def mandate_s(self) -> float:
         """Time for which a coordinator holds the mandate without renewing it."""
         return self.budget_s

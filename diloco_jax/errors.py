@@ -10,6 +10,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a write that finds no space."""
 UNNAMEABLE = (errno.ENAMETOOLONG, errno.ELOOP)
 """Errors of a path's name: the user has to give another."""
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+"""Errors of a process, or a machine, that has too many files open."""
+PASSING = FULL + OUT_OF_FILES
+"""Errors of a write that may be repeated: nothing of it is on the disk."""
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR)
 """Errors of a folder that has changed meanwhile: it was checked before the command."""
 
@@ -34,6 +38,18 @@ def disk_failure(error: OSError, *, after: str) -> str:
     """
     where = f"{error.filename}: " if error.filename is not None else ""
     what = f"{where}{error.strerror}"
-    if error.errno in FULL:
-        return f"{what}: make room there{after}"
+    if error.errno in PASSING:
+        return f"{what}: {remedy(error)}{after}"
     return f"{what}; check that place" if error.errno in UNUSABLE else ""
+
+
+def lack(error: OSError) -> str:
+    """Name what a write lacks that may be repeated (`PASSING`)."""
+    return "a free file" if error.errno in OUT_OF_FILES else "space"
+
+
+def remedy(error: OSError) -> str:
+    """Say what lets it succeed."""
+    if error.errno in OUT_OF_FILES:
+        return "raise the limit on open files (ulimit -n, LimitNOFILE=)"
+    return "make room there"

@@ -1,8 +1,9 @@
-"""Repeat writes while a disk is full.
+"""Repeat writes while a disk is full, or the process has no file left to open.
 
-Islands train on while the coordinator cannot write. So a write that finds no space is
-repeated for as long as islands last without the coordinator, and people are told. No
-other error of a disk is repeated, since what is on the disk is then unknown.
+Islands train on while the coordinator cannot write. So a write that finds no space, or
+no free file, is repeated for as long as islands last without the coordinator, and
+people are told. No other error of a disk is repeated, since what is on the disk is then
+unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco_jax.errors import FULL
+from diloco_jax.errors import PASSING, lack, remedy
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ class DiskWait:
         return over
 
     def until_written(self, what: str, write: Callable[[], None]) -> None:
-        """Repeat `write` until the disk has room.
+        """Repeat `write` until there is room for it.
 
-        Raises OSError, naming the file, the deadline and the remedy, if there is no
-        room in time. Any other error of the disk is raised at once.
+        Raises OSError, naming the file, the deadline and the remedy, if there is none
+        in time. Any other error of the disk is raised at once.
         """
         began = time.monotonic()
         while True:
@@ -55,44 +56,45 @@ class DiskWait:
                 write()
                 break
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in PASSING:
                     raise
                 waited_s = time.monotonic() - began
                 if self._ended() or waited_s >= self._patience_s:
                     raise given_up(what, waited_s, self._patience_s, error) from error
                 self._tell(
                     what,
-                    f"{what} waits for space in {error.filename} ({error.strerror}), "
-                    f"and no merge ends meanwhile; islands train on. Free some space "
-                    f"there within {self._patience_s:g} s (4 * "
+                    f"{what} waits for {lack(error)} in {error.filename} "
+                    f"({error.strerror}), and no merge ends meanwhile; islands train "
+                    f"on: {remedy(error)} within {self._patience_s:g} s (4 * "
                     f"placement.outage_budget_s), or the coordinator ends",
                 )
             self.touch()
             time.sleep(AGAIN_S)
         if self._waiting.pop(what, None):
             waited_s = time.monotonic() - began
-            self._over.append(f"{what} waited {waited_s:.1f} s for a full disk")
+            self._over.append(f"{what} waited {waited_s:.1f} s to be written")
 
     def once(self, what: str, write: Callable[[], None]) -> None:
-        """Call `write` once; a full disk raises an alert instead of an error."""
+        """Call `write` once, as `put_off` runs a block."""
         with self.put_off(what):
             write()
 
     @contextmanager
     def put_off(self, what: str) -> Iterator[None]:
-        """Run the block; a full disk raises an alert instead of an error.
+        """Run the block; a full disk, or no free file, raises an alert instead of an
+        error.
 
         The caller tries again later.
         """
         try:
             yield
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in PASSING:
                 raise
             self._tell(
                 what,
                 f"{what} cannot be written to {error.filename} ({error.strerror}) and "
-                f"is tried again; free some space there",
+                f"is tried again; {remedy(error)}",
             )
         else:
             self._waiting.pop(what, None)
@@ -109,6 +111,6 @@ def given_up(what: str, waited_s: float, patience_s: float, error: OSError) -> O
         error.errno,
         f"{what} could not be written for {waited_s:.0f} s ({error.strerror}), of "
         f"{patience_s:g} (4 * placement.outage_budget_s) in which islands wait for it; "
-        f"mend that disk, or free some space, and start the coordinator again",
+        f"mend that disk, or {remedy(error)}, and start the coordinator again",
         error.filename,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config import Config
-from diloco_jax.errors import FULL
+from diloco_jax.errors import PASSING
 from diloco_jax.observability.curves import Curves
 from diloco_jax.observability.segments import SEGMENT_BYTES
 from diloco_jax.observability.sinks import Point, RunOf, find
@@ -134,10 +134,10 @@ class Metrics:
                 self._lines.append(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in PASSING:
                 raise
             if len(self._waiting) == 1:
-                logger.warning("%s has no space, its lines wait", self._lines.path)
+                logger.warning("%s cannot be written, its lines wait", self._lines.path)
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             self._left_out += 1

@@ -1,36 +1,43 @@
 """The thread that holds a bulk port's connections while they have no transfer.
 
-An idle connection costs an open file and no thread. So a peer that shakes hands slowly,
-or stays silent, holds up nobody else.
+A connection without a transfer costs an open file and no thread. So a peer that shakes
+hands slowly, stays silent, or does not read why it is refused, holds up nobody else.
+Connections are counted from the handshake to their end, and by certificate as soon as
+it is known.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import selectors
 import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire import addresses
+from diloco_jax.errors import OUT_OF_FILES
+from diloco_jax.wire import addresses, errors
 from diloco_jax.wire.connection import BulkConnection, prepare
+from diloco_jax.wire.errors import Busy, WireError
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
+_DRAIN_BYTES = 256 << 10
+REFUSED_EACH = 4
+"""Connections of a certificate that is refused: enough to be told why."""
 TOLD_EVERY_S = 60.0
 """Seconds between two lines of the log about connections of strangers, which may be
 many."""
 
 
 class Acceptor:
-    """Accept connections, shake hands, and wait for requests on idle connections."""
+    """Accept connections, shake hands, wait for requests on idle connections, and see
+    off those that have had their last answer."""
 
     def __init__(
         self,
@@ -39,16 +46,23 @@ class Acceptor:
         begin: Callable[[BulkConnection], None],
         deadlines: Deadlines,
         most: int,
+        *,
+        most_each: int,
+        check: Callable[[BulkConnection], object],
     ) -> None:
         """Make the acceptor; `start` starts its thread.
 
         Args:
           context: returns the TLS context of the next connection; None = no TLS.
           begin: serves a connection on which a request arrives; it returns at once.
-          most: largest number of idle connections; beyond it the oldest one is closed.
+          most: largest number of connections; beyond it the oldest one is closed that
+            shakes hands, is seen off, or is idle.
+          most_each: largest number with one certificate; those beyond are closed.
+          check: raises WireError if the peer's certificate does not count.
         """
         self._listener, self._context, self._begin = listener, context, begin
         self._deadlines, self._most = deadlines, most
+        self._most_each, self._check = most_each, check
         self._awake, self._alarm = socket.socketpair()
         self._lock = threading.Lock()
         self._back: list[BulkConnection] = []
@@ -62,6 +76,14 @@ class Acceptor:
         """When connections that shake hands are closed, oldest first."""
         self._idle: dict[BulkConnection, None] = {}
         """Connections that may ask for something, longest silence first."""
+        self._leaving: dict[BulkConnection, float] = {}
+        """When connections that have had their last answer are closed, oldest first."""
+        self._known: set[BulkConnection] = set()
+        """All that have shaken hands: idle, leaving, or served elsewhere."""
+        self._own: Counter[bytes] = Counter()
+        """How many those are, by certificate."""
+        self._checked = time.monotonic()
+        self._place = bytearray(_DRAIN_BYTES)
         self._told: dict[str, tuple[int, float]] = {}
         """By what failed: how often since the last line of the log, and its time."""
 
@@ -70,15 +92,15 @@ class Acceptor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the listener and all idle connections."""
+        """Close the listener and all connections without a transfer."""
         with self._lock:
             self._stopping = True
         self._ring()
         self._thread.join(self._deadlines.stop_s)
 
     def give_back(self, connection: BulkConnection) -> None:
-        """Wait for the next request on a connection whose transfer is done; after
-        `stop`, close it. Any thread may call this.
+        """Take a connection whose transfer is done: wait for its next request, or see
+        it off; after `stop`, close it. Any thread may call this.
         """
         with self._lock:
             if not self._stopping:
@@ -105,7 +127,7 @@ class Acceptor:
                     logger.exception("the bulk port failed on a connection")
             self._close_late()
         self._listener.close()
-        for connection in (*self._idle, *self._returned()):
+        for connection in (*self._idle, *self._leaving, *self._returned()):
             connection.close()
         for secured in self._shaking:
             secured.close()
@@ -124,11 +146,19 @@ class Acceptor:
         elif who is self._awake:
             self._awake.recv(4096)
             for connection in self._returned():
-                self._await(connection)
+                if connection.between:
+                    self._await(connection)
+                elif connection.parted:
+                    self._see_off(connection)
+                else:
+                    self._close(connection)
         elif isinstance(who, BulkConnection) and who in self._idle:
             self._selector.unregister(who)
             del self._idle[who]
             self._begin(who)
+        elif isinstance(who, BulkConnection) and who in self._leaving:
+            if not who.drain(self._place):
+                self._close(who)
         elif isinstance(who, ssl.SSLSocket) and who in self._shaking:
             self._shake(who)
 
@@ -138,13 +168,12 @@ class Acceptor:
         except OSError as error:
             if not isinstance(error, BlockingIOError):
                 self._failed("a connection could not be accepted", error)
-                if error.errno in OUT_OF_FILES and self._shaking:
-                    self._drop(next(iter(self._shaking)))
-                else:
+                if error.errno not in OUT_OF_FILES or not self._drop_oldest():
                     time.sleep(0.05)  # Those that end free some.
             return
         try:
-            self._make_room()
+            if not self._has_room():
+                raise OSError(f"all {self._most} connections have transfers under way")
             prepare(accepted, self._deadlines)
             context = self._context()
             if context is None:
@@ -179,21 +208,55 @@ class Acceptor:
             del self._shaking[secured]
             self._let_in(secured)
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _let_in(self, accepted: socket.socket) -> None:
+        """Keep a connection whose certificate is known, if it has its share left."""
         try:
-            host, port, *_ = connection.getpeername()
+            host, port, *_ = accepted.getpeername()
         except OSError:
-            connection.close()
+            accepted.close()
             return
-        connection.settimeout(None)
-        peer = addresses.format_address(host, port)
-        self._await(BulkConnection(connection, peer))
+        accepted.settimeout(None)
+        connection = BulkConnection(accepted, addresses.format_address(host, port))
+        owner = connection.certificate()
+        refused = self._refusal(connection)
+        most = self._most_each if refused is None else REFUSED_EACH
+        if owner and self._own[owner] >= most:
+            connection.close()
+            why = refused or Busy(f"{connection.peer} has {most} already")
+            self._failed("a connection beyond its peer's share was closed", why)
+            return
+        self._known.add(connection)
+        self._own[owner] += 1
+        if refused is None:
+            self._await(connection)
+        else:
+            self._failed("a connection was refused", refused)
+            self._see_off(connection, refused)
+
+    def _refusal(self, connection: BulkConnection) -> WireError | None:
+        try:
+            self._check(connection)
+        except WireError as error:
+            return error
+        return None
 
     def _await(self, connection: BulkConnection) -> None:
         self._selector.register(connection, selectors.EVENT_READ)
         self._idle[connection] = None
         if connection.pending():
             self._ready(connection)
+
+    def _see_off(
+        self, connection: BulkConnection, refused: WireError | None = None
+    ) -> None:
+        """Close a connection once its peer has hung up, or after `retry_max_s`.
+
+        refused: what the peer is still to be told.
+        """
+        if refused is not None:
+            connection.part(errors.failure_of(refused))
+        self._leaving[connection] = time.monotonic() + self._deadlines.retry_max_s
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _failed(self, what: str, error: Exception) -> None:
         """Log that a connection failed, now and then."""
@@ -209,20 +272,58 @@ class Acceptor:
         del self._shaking[secured]
         secured.close()
 
+    def _close(self, connection: BulkConnection) -> None:
+        """Close a connection without a transfer, and forget it."""
+        for waiting in (self._idle, self._leaving):
+            if connection in waiting:
+                del waiting[connection]
+                self._selector.unregister(connection)
+        self._known.discard(connection)
+        owner = connection.certificate()
+        self._own[owner] -= 1
+        if self._own[owner] <= 0:
+            del self._own[owner]
+        connection.close()
+
     def _close_late(self) -> None:
         now = time.monotonic()
         for secured in [s for s, end in self._shaking.items() if end <= now]:
             self._drop(secured)
+        for connection in [c for c, end in self._leaving.items() if end <= now]:
+            self._close(connection)
+        if now >= self._checked + _POLL_S:
+            self._checked = now
+            self._end_refused()
 
-    def _make_room(self) -> None:
-        """Close the oldest connection that shakes hands or is idle, if there are too
-        many."""
-        if len(self._shaking) + len(self._idle) < self._most:
-            return
+    def _end_refused(self) -> None:
+        """End what was let in before its certificate was revoked."""
+        refused: dict[bytes, WireError | None] = {}
+        for connection in list(self._known - self._leaving.keys()):
+            owner = connection.certificate()
+            if owner not in refused:
+                refused[owner] = self._refusal(connection)
+            why = refused[owner]
+            if why is not None and connection in self._idle:
+                del self._idle[connection]
+                self._selector.unregister(connection)
+                self._see_off(connection, why)
+            elif why is not None:
+                connection.cut()
+
+    def _has_room(self) -> bool:
+        """Tell if there is room for one connection more, or make it."""
+        if len(self._shaking) + len(self._known) < self._most:
+            return True
+        return self._drop_oldest()
+
+    def _drop_oldest(self) -> bool:
+        """Close the oldest connection that shakes hands, is seen off, or is idle;
+        return False if there is none."""
         if self._shaking:
             self._drop(next(iter(self._shaking)))
-            return
-        connection = next(iter(self._idle))
-        self._selector.unregister(connection)
-        del self._idle[connection]
-        connection.close()
+            return True
+        for waiting in (self._leaving, self._idle):
+            if waiting:
+                self._close(next(iter(waiting)))
+                return True
+        return False

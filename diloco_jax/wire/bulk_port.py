@@ -2,7 +2,8 @@
 
 A transfer holds a thread and a place (`places.py`) until it is done. A peer that sends
 no request loses its place after `connect_s`, and one that stops in the middle of a
-payload after `idle_s`. Connections without a transfer wait in `acceptor.py`.
+payload after `idle_s`. Connections without a transfer wait in `acceptor.py`, those
+that are refused included. It bounds them, and so the transfers that wait for a thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.wire import encoding, errors, frames
+from diloco_jax.wire import encoding, errors, frames, quota
 from diloco_jax.wire.acceptor import Acceptor
 from diloco_jax.wire.bulk import FetchRequest, FetchStart, Request
 from diloco_jax.wire.connection import BulkConnection
@@ -26,6 +27,7 @@ from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places
 from diloco_jax.wire.principal import Principal
+from diloco_jax.wire.quota import Quota
 from diloco_jax.wire.session import internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
@@ -58,6 +60,8 @@ class BulkPort(abc.ABC):
         wanted = 2 * bulk_channels * max_hosts
         each = 2 * bulk_channels * (max_hosts_each or max_hosts)
         self._places = Places(wanted, deadlines.retry_max_s, each)
+        self._each = each
+        self._quotas: dict[Principal, Quota] = {}
         self.connections = 2 * wanted + _SPARE_CONNECTIONS
         """Most connections: twice what all hosts need, since a lost host may be back
         before its old ones are known to be dead."""
@@ -69,12 +73,15 @@ class BulkPort(abc.ABC):
 
     def start(self, listener: socket.socket) -> None:
         """Serve what comes to a socket that listens, which is closed at the end."""
+        self._pool.submit(int)  # One thread stays, whatever the system refuses later.
         self._acceptor = Acceptor(
             listener,
             self._contexts,
             self._begin,
             self._deadlines,
             self.connections,
+            most_each=2 * self._each,
+            check=self._identify,
         )
         self._acceptor.start()
 
@@ -112,10 +119,8 @@ class BulkPort(abc.ABC):
         with self._changed:
             self._serving.discard(connection)
             self._changed.notify_all()
-        if connection.between and self._acceptor is not None:
-            self._acceptor.give_back(connection)
-        else:
-            connection.close()
+        assert self._acceptor is not None
+        self._acceptor.give_back(connection)
 
     def answer(self, connection: BulkConnection) -> None:
         """Receive one request and carry it out. If it fails, tell the peer why."""
@@ -128,11 +133,11 @@ class BulkPort(abc.ABC):
             # Who is told to come again does so many times.
             level = logging.DEBUG if isinstance(error, Busy) else logging.INFO
             self._log(level, connection, f"answered {connection.peer}: {error}")
-            self._fail(connection, error)
+            connection.part(errors.failure_of(error))
         except Exception as error:
             text = f"a transfer with {connection.peer} failed"
             self._log(logging.ERROR, connection, text)
-            self._fail(connection, internal_error(error))
+            connection.part(errors.failure_of(internal_error(error)))
 
     def _log(self, level: int, connection: BulkConnection, text: str) -> None:
         who = None
@@ -143,6 +148,8 @@ class BulkPort(abc.ABC):
     def _answer(self, connection: BulkConnection, held: contextlib.ExitStack) -> None:
         who = self._identify(connection)
         held.enter_context(self._places.taken(who))
+        if who is not None:
+            time.sleep(self._quota(who).wait_s(1))
         with self._watch.guard(self._deadlines.connect_s, connection.cut):
             request = connection.receive(encoding.bulk_request)
         guard = held.enter_context(
@@ -202,15 +209,13 @@ class BulkPort(abc.ABC):
             raise ConnectionLost(f"{connection.peer} ended a fetch")
 
     def _identify(self, connection: BulkConnection) -> Principal | None:
-        """Return who calls, None without TLS. Raises SecurityError."""
+        """Return who calls, None without TLS. Raises WireError."""
         if self._peers is None:
             return None
         return self._peers.identify(connection.certificate())
 
-    def _fail(self, connection: BulkConnection, error: WireError) -> None:
-        with (
-            contextlib.suppress(ConnectionLost),
-            self._watch.guard(self._deadlines.retry_max_s, connection.cut),
-        ):
-            connection.send(errors.failure_of(error))
-            connection.drain()
+    def _quota(self, who: Principal) -> Quota:
+        """Return the quota of one peer's requests, over all of its connections."""
+        rate = max(quota.REQUESTS_PER_SECOND * self._each, quota.LEAST_REQUESTS)
+        fresh = Quota(str(who), rate, quota.BURST_S * rate, "requests for bulk")
+        return self._quotas.setdefault(who, fresh)

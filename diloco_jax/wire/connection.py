@@ -21,7 +21,6 @@ from diloco_jax.wire.errors import ConnectionLost, LocalProtocolError
 from diloco_jax.wire.threads import Guard
 
 Decoded = TypeVar("Decoded")
-_DRAIN_BYTES = 256 << 10
 PROGRESS_BYTES = 64 << 10
 """Bytes after which a transfer counts as moving. Stripes of one link share its rate, so
 a chunk each would take longer than the budget on a slow one."""
@@ -40,17 +39,23 @@ class BulkConnection:
         """Bytes of frames so far, without those of TLS and TCP."""
         self.between = True
         """True: no transfer is under way, and the next one may begin."""
+        self.parted = False
+        """True: the last word is said, and the peer is waited for to hang up."""
         self._socket = connection
+        self._certificate: bytes | None = None
         self._head = memoryview(bytearray(frames.HEADER_BYTES))
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
     def certificate(self) -> bytes:
         """Return the peer's certificate, PEM; empty without TLS."""
-        if not isinstance(self._socket, ssl.SSLSocket):
-            return b""
-        found = self._socket.getpeercert(binary_form=True)
-        return ssl.DER_cert_to_PEM_cert(found).encode() if found else b""
+        if self._certificate is None:
+            found = None
+            if isinstance(self._socket, ssl.SSLSocket):
+                found = self._socket.getpeercert(binary_form=True)
+            pem = ssl.DER_cert_to_PEM_cert(found) if found else ""
+            self._certificate = pem.encode()
+        return self._certificate
 
     def send(self, message: Any) -> None:
         """Send a message. Raises ConnectionLost; LocalProtocolError if it is too
@@ -122,18 +127,31 @@ class BulkConnection:
         """
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
-    def drain(self) -> None:
-        """Read and discard until the peer closes the connection.
+    def part(self, message: Any) -> None:
+        """Say the last word, as far as the kernel takes it at once. `drain` then waits
+        for the peer to hang up.
 
-        If this end closed it earlier, the kernel would reset the connection, and the
-        peer could lose the last message that this end sent.
+        If this end closed the connection earlier, the kernel would reset it, and the
+        peer could lose that word.
         """
-        place = bytearray(_DRAIN_BYTES)
+        self.between, self.parted = False, True
+        raw = encode(message)
         with contextlib.suppress(OSError):
-            # From the socket beneath TLS: nothing need be deciphered.
+            self._socket.settimeout(0.0)
+            self._socket.sendall(frames.message_header(len(raw)) + raw)
+        with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
-            while socket.socket.recv_into(self._socket, place):
-                pass
+
+    def drain(self, place: bytearray) -> bool:
+        """Discard what has come since `part`, at most as much as the place holds;
+        return False once the peer has hung up."""
+        try:
+            # From the socket beneath TLS: nothing need be deciphered.
+            return socket.socket.recv_into(self._socket, place) > 0
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def fileno(self) -> int:
         """Return the socket's file descriptor, for selectors."""

@@ -19,6 +19,9 @@ NO_TICKET = "ticket"
 """Code of a worker's refusal: the ticket does not count any more, and a newer one comes
 with the next word of the lead."""
 
+REVOKED_CODE = "revoked"
+"""Code of a refusal of a certificate; its owner may get another one."""
+
 
 class WireError(Exception):
     """Base of all errors of this package."""

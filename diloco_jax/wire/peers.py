@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.errors import REVOKED_CODE, Refused, SecurityError
 from diloco_jax.wire.principal import Principal, of_uri
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Peers:
 
     def identify(self, pem: bytes) -> Principal:
         """Return whose certificate a connection has. Raises SecurityError if it names
-        nobody or is revoked."""
+        nobody, Refused if it is revoked."""
         caller, serial = self.named_in(pem)
         if self.is_revoked(serial):
             raise revoked(caller, serial)
@@ -85,11 +85,12 @@ class Peers:
         self._changed = changed
 
 
-def revoked(whose: Principal, serial: int) -> SecurityError:
+def revoked(whose: Principal, serial: int) -> Refused:
     """Return the error for whoever comes with a revoked certificate."""
-    return SecurityError(
+    return Refused(
+        REVOKED_CODE,
         f"the certificate of {whose}, serial number {serial:x}, is revoked; ask for "
-        f"another one (`diloco certs DIR --add`)"
+        f"another one (`diloco certs DIR --add`)",
     )
 
 

@@ -102,22 +102,23 @@ class Places:
             self._waiting.release()
 
 
-def allow_connections(connections: int) -> None:
+def allow_connections(connections: int) -> int:
     """Raise this process's limit on open files as far as `connections` need it. Warn if
-    the system's limit is lower.
+    the system's limit is lower. Return how many of them leave room for other files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
+        return connections
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit < wanted:
         logger.warning(
             "islands may open %d connections, and this process may open %d files: "
-            "connections beyond wait for one that ends, each for at most connect_s; "
+            "the oldest idle ones make room for those beyond; "
             "raise the limit (ulimit -Hn, LimitNOFILE=), or lower "
             "placement.bulk_channels",
             connections,
             limit,
         )
+    return min(connections, max(limit - OTHER_FILES, limit // 2))

@@ -30,8 +30,8 @@ class Revocations:
         """When the coordinator was asked for a serial number, and its answer."""
 
     def require_valid(self, serial: int, who: Principal) -> None:
-        """Raise SecurityError if a certificate is revoked, and Refused if the
-        coordinator does not say."""
+        """Raise Refused if a certificate is revoked, or the coordinator does not
+        say."""
         try:
             found = self._answer(serial)
         except WireError as error:

@@ -22,7 +22,7 @@ from diloco_jax.protocol.messages import Steer
 from diloco_jax.wire import addresses, encoding, errors, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
-from diloco_jax.wire.errors import Busy, SecurityError, WireError
+from diloco_jax.wire.errors import Busy, WireError
 from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.followed import Followable, serve_standby
 from diloco_jax.wire.peers import Peers
@@ -122,12 +122,18 @@ class Server:
 
         Raises ConfigError naming the address if one cannot be bound.
         """
-        allow_connections(self._connections)
+        # What they leave is for the run's own files.
+        allowed = allow_connections(self._connections)
+        control = self._connections - self._bulk.connections
+        self._bulk.connections = min(
+            self._bulk.connections, max(allowed - control, allowed // 2)
+        )
         host, _ = addresses.parse_address(self._bind)
         numeric, beside = addresses.reserve(addresses.resolve(self._bind))
         self._watch = IdleWatch("diloco-server-watch")
         threads = self._max_sessions + _SPARE_THREADS
         self._pool = DaemonPool(threads, "diloco-server")
+        self._pool.submit(int)  # One thread stays, whatever the system refuses later.
         self._grpc = grpc.server(
             self._pool,
             handlers=(grpc.method_handlers_generic_handler(SERVICE, self._methods()),),
@@ -251,7 +257,7 @@ class Server:
         return json.dumps(self._handlers.profile(order)).encode()
 
     def _identify(self, context: Any) -> Principal | None:
-        """Return who calls, None without TLS. Raises SecurityError."""
+        """Return who calls, None without TLS. Raises WireError."""
         if self._peers is None:
             return None
         (pem,) = context.auth_context().get("x509_pem_cert", [b""])
@@ -298,7 +304,7 @@ class Server:
 
     def _log(self, level: int, context: Any, text: str) -> None:
         who = None
-        with contextlib.suppress(SecurityError):
+        with contextlib.suppress(WireError):
             who = self._identify(context)
         self._lines.log(logger, level, who, text, trace=level >= logging.ERROR)
 

@@ -21,9 +21,9 @@ from diloco_jax.protocol import messages
 from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import (
+    Busy,
     Refused,
     RemoteProtocolError,
-    SecurityError,
     WireError,
 )
 from diloco_jax.wire.few_lines import FewLines
@@ -72,7 +72,7 @@ class Session:
         quota: Quota | None = None,
         lines: FewLines | None = None,
     ) -> None:
-        """identify: returns who the peer is, None without TLS; raises SecurityError
+        """identify: returns who the peer is, None without TLS; raises Refused
         once its certificate is revoked. quota, lines: the peer's, over all of its
         streams; None = those of this stream alone."""
         self._lines = lines or FewLines()
@@ -126,12 +126,16 @@ class Session:
         """Yield the stream's answers until the session ends."""
         if not self._context.add_callback(self._outbox.close):
             return
-        threading.Thread(
+        reader = threading.Thread(
             target=self._read,
             args=(requests, handlers, watch, deadlines),
             name=f"diloco-session-{self.id}",
             daemon=True,
-        ).start()
+        )
+        try:
+            reader.start()
+        except RuntimeError as none:  # "can't start new thread"
+            errors.abort(self._context, Busy(f"no thread for this stream: {none}"))
         error: WireError | None = None
         while True:
             try:
@@ -209,7 +213,7 @@ class Session:
 
     def _log(self, level: int, text: str) -> None:
         who = None
-        with contextlib.suppress(SecurityError):
+        with contextlib.suppress(WireError):
             who = self._identify()
         trace = level >= logging.ERROR
         self._lines.log(logger, level, who, f"{self}: {text}", trace=trace)

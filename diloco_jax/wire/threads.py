@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from typing import Any
 
 from diloco_jax.wire.errors import WireError
 
+KEPT_IDLE = 8
+"""Threads of a pool that wait for tasks; one that is done when there are as many ends.
+A thread that is started again costs far less than a transfer."""
 _ITEM_OVERHEAD_BYTES = 64
 _POLL_S = 60.0
 
@@ -172,19 +176,23 @@ class IdleWatch:
 
 
 class DaemonPool(futures.Executor):
-    """At most `limit` daemon threads, started when needed."""
+    """At most `limit` daemon threads, started when needed, and ended when idle.
+
+    If the system has no more threads, tasks wait for those that there are.
+    """
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name = limit, name
         self._condition = threading.Condition()
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
-        self._threads: list[threading.Thread] = []
+        self._threads: set[threading.Thread] = set()
+        self._numbers = itertools.count()
         self._idle = 0
         self._closed = False
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         """Submit a task like `concurrent.futures.Executor.submit`; RuntimeError after
-        `close`."""
+        `close`, or if the system refuses the first thread."""
         future: futures.Future[Any] = futures.Future()
 
         def task() -> None:
@@ -200,10 +208,14 @@ class DaemonPool(futures.Executor):
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
             if self._idle <= len(self._tasks) and len(self._threads) < self._limit:
-                name = f"{self._name}-{len(self._threads)}"
+                name = f"{self._name}-{next(self._numbers)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                thread.start()  # First, since the system may refuse it.
-                self._threads.append(thread)
+                try:
+                    thread.start()
+                    self._threads.add(thread)
+                except RuntimeError:  # "can't start new thread"
+                    if not self._threads:
+                        raise
             self._tasks.append(task)
             self._condition.notify()
         return future
@@ -214,12 +226,16 @@ class DaemonPool(futures.Executor):
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        for thread in self._threads:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while True:
             with self._condition:
+                if self._idle >= KEPT_IDLE and not self._tasks:
+                    self._threads.discard(threading.current_thread())
+                    return
                 self._idle += 1
                 while not self._tasks and not self._closed:
                     self._condition.wait(_POLL_S)

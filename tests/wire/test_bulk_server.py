@@ -121,16 +121,19 @@ def test_a_peer_that_is_slow_is_served_as_long_as_something_moves(
     assert reply == UploadDone(complete=True)
 
 
-def test_a_peer_that_reads_no_refusal_is_closed(serve, dial, clock):
-    server, address = serve(deadlines=deadlines(retry_max_s=0.1))
+def test_a_peer_that_does_not_hang_up_is_closed_and_holds_no_thread(serve, dial, still):
+    server, address = serve()
     connection = dial(address)
     connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
     reply = BulkConnection(connection, "coordinator").receive(encoding.bulk_reply)
     assert reply.kind == "LocalProtocolError"
-    assert server._bulk._serving, "until this end closes the connection"
-    bulk = server._bulk
-    until(lambda: not bulk._serving, lambda: tick(clock, bulk._watch))
-    assert ended(connection)
+    until(lambda: not server._bulk._serving)
+    connection.sendall(bytes(MIB))
+    still.now += deadlines().retry_max_s
+    server._bulk._acceptor._ring()
+    connection.settimeout(WAIT_S)
+    with contextlib.suppress(ConnectionResetError):
+        assert not connection.recv(1)
 
 
 def test_a_handler_that_fails_ends_only_its_transfer(

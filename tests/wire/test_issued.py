@@ -10,7 +10,7 @@ from cryptography import x509
 
 from diloco_jax import cli
 from diloco_jax.wire import certificates, peers
-from diloco_jax.wire.errors import SecurityError
+from diloco_jax.wire.errors import Refused, SecurityError
 from diloco_jax.wire.issued import ISSUED, Issued
 from diloco_jax.wire.principal import COORDINATOR, island
 
@@ -36,8 +36,8 @@ def gets_in(folder, pem):
     """As a coordinator with this folder decides."""
     try:
         peers.Peers(folder).identify(pem)
-    except SecurityError as error:
-        return "is revoked" not in str(error)
+    except Refused:
+        return False
     return True
 
 

@@ -268,10 +268,10 @@ def test_a_revoked_certificate_is_shut_out_while_the_server_runs(
         lambda: client.transfers.upload(upload_start(8), b"12345678"),
         lambda: client.status(WAIT_S),
     ):
-        with pytest.raises(SecurityError, match=r"of island a, .* is revoked"):
+        with pytest.raises(Refused, match=r"of island a, .* is revoked"):
             call()
     stream.send(report(1))
-    with pytest.raises(WireError):
+    with pytest.raises(Refused, match="revoked"):
         stream.receive(WAIT_S)
     authority.add(copy, [], 1, islands=[ISLAND])
     again = connect(address, tls=TlsFiles.load(copy, island(ISLAND)))
@@ -284,10 +284,10 @@ def test_a_list_that_cannot_be_read_lets_nobody_back(
     _, address = serve(tls=TlsFiles.load(copy, COORDINATOR))
     files = TlsFiles.load(copy, island(ISLAND))
     authority.revoke(copy, island(ISLAND))
-    with pytest.raises(SecurityError, match="revoked"):
+    with pytest.raises(Refused, match="revoked"):
         connect(address, tls=files).status(WAIT_S)
     (copy / peers.REVOKED).write_text("no number\n")
-    with pytest.raises(SecurityError, match="revoked"):
+    with pytest.raises(Refused, match="revoked"):
         connect(address, tls=files).status(WAIT_S)
     assert "'no' is no hex number" in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from types import SimpleNamespace
 
@@ -31,8 +32,9 @@ def test_a_peer_may_send_a_burst_then_waits(monkeypatch, caplog):
 
 def test_a_session_reads_no_faster(serve, connect, handlers, monkeypatch):
     waited = []
-    monkeypatch.setattr(quota, "BURST_BYTES", quota.HELLO_BYTES)
-    monkeypatch.setattr(quota, "BYTES_PER_SECOND", 1)  # None is earned meanwhile.
+    # None is earned meanwhile.
+    small = functools.partial(quota.Quota, rate=1, burst=quota.HELLO_BYTES)
+    monkeypatch.setattr(session, "Quota", small)
     monkeypatch.setattr(
         session, "time", SimpleNamespace(sleep=lambda s: waited.append(s))
     )

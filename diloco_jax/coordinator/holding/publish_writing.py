@@ -9,6 +9,7 @@ from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.core.fragment_merge import MergeResult
+from diloco_jax.errors import remedy
 from diloco_jax.protocol.holding import HolderTroubled, Merge
 from diloco_jax.protocol.values import Prepared
 
@@ -57,7 +58,7 @@ class PublishWriting:
         text = (
             f"fragment {merge.fragment} is not merged yet: its publish of "
             f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
-            f"({error.strerror}); free some space there within "
+            f"({error.strerror}); {remedy(error)} within "
             f"{self._within_s:g} s (4 * placement.outage_budget_s), and it goes "
             f"on; after that the coordinator ends"
         )

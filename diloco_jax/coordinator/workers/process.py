@@ -195,7 +195,7 @@ class HoldingWorker(NoProfiles):
 
     def _serve(self) -> None:
         self._server = bulk_server_of(self._config, self, self._tls)
-        allow_connections(self._server.connections)
+        self._server.connections = allow_connections(self._server.connections)
         host, _ = addresses.parse_address(self._begin.bind)
         listener = addresses.listen(addresses.resolve(self._begin.bind))
         port = listener.getsockname()[1]

@@ -3,7 +3,8 @@
 Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
 stops no island: the link tries again for as long as the island lives, and reports again
 what was not acknowledged. A coordinator that lost its state, too, is given the anchors
-that it asks for, and welcomes the island in a new term.
+that it asks for, and welcomes the island in a new term. An island that is refused ends,
+but one whose key was revoked has a while for another one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.errors import (
+    REVOKED_CODE,
     Busy,
     ConnectionLost,
     ProtocolError,
@@ -200,10 +202,10 @@ class Link:
                 assert self._connection is not None
                 try:
                     message = self._connection.stream.receive(self._deadlines.report_s)
-                except Refused as refused:
-                    self._refused(refused)
-                    return
                 except WireError as error:
+                    if isinstance(error, Refused) and error.code != REVOKED_CODE:
+                        self._refused(error)
+                        return
                     if self._closing.is_set() or self._given_up(error):
                         return
                     self._reconnect(error)
@@ -234,11 +236,22 @@ class Link:
         began, told = time.monotonic(), ""
         logger.warning("the coordinator is away (%s); training goes on", error)
         backoff = Backoff(self._deadlines, self._misunderstood)
+        revoked = error if isinstance(error, Refused) else None
+        ends = began + self._deadlines.another_key_s
         while not self._closing.wait(backoff.next_s()):
+            welcome: Welcome | WireError
+            now = time.monotonic()
             try:
                 welcome = self._try_to_connect()
             except Refused as refused:
-                self._refused(refused)
+                if refused.code != REVOKED_CODE:
+                    self._refused(refused)
+                    return
+                if revoked is None:
+                    ends = now + self._deadlines.another_key_s
+                welcome = revoked = refused
+            if revoked is not None and now >= ends:
+                self._refused(revoked)
                 return
             if isinstance(welcome, Welcome):
                 logger.info("connected again after %.1f s", time.monotonic() - began)
