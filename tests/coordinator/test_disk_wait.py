@@ -66,6 +66,17 @@ def test_a_broken_disk_is_not_waited_for(disk):
         full(1, code=errno.EIO)()
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_no_free_file_is_waited_for_as_a_full_disk_is(disk, code):
+    during = []
+    write = full(2, code=code, seen=lambda: during.append(disk.alerts))
+    disk.until_written("a record", write)
+    assert "a record waits for a free file in somewhere" in during[1][0]
+    assert "raise the limit on open files" in during[1][0]
+    disk.once("measures", full(1, code=code))
+    assert "raise the limit on open files" in disk.alerts[0]
+
+
 def test_what_can_come_later_is_put_off_and_told_until_it_came(disk):
     write = full(2)
     for _ in range(2):

@@ -1,15 +1,21 @@
 """How long an island waits for a coordinator that has not let it in yet."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from link_support import DEADLINES, hello
 
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.exit_codes import EXIT_REFUSED
 from diloco_jax.island.network import link as link_module
 from diloco_jax.island.network.link import Link
+from diloco_jax.protocol.messages import Welcome
 from diloco_jax.wire.errors import (
+    REVOKED_CODE,
     Busy,
     ConnectionLost,
+    Refused,
     RemoteProtocolError,
     SecurityError,
 )
@@ -19,7 +25,7 @@ class Clock:
     """Time that passes in waits alone; `seen` are the waits."""
 
     def __init__(self):
-        self.now, self.seen = 0.0, []
+        self.now, self.seen, self.ended = 0.0, [], False
 
     def monotonic(self):
         return self.now
@@ -27,6 +33,10 @@ class Clock:
     def wait(self, seconds):
         self.seen.append(seconds)
         self.now += seconds
+        return self.ended
+
+    def set(self):
+        self.ended = True
 
 
 @pytest.fixture
@@ -109,3 +119,52 @@ def test_an_island_that_starts_first_comes_again_soon(mailbox, monkeypatch, erro
         assert clock.seen == [30.0]
     else:
         assert clock.seen == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+REVOKED = Refused(REVOKED_CODE, "the certificate of island a is revoked")
+
+
+@pytest.mark.parametrize("first", [REVOKED, ConnectionLost("its stream ended")])
+def test_an_island_whose_key_was_revoked_waits_for_another_and_then_ends(
+    waiting, mailbox, first
+):
+    """It costs money while nobody takes what it computes."""
+    waiting.error = REVOKED
+    waiting._reconnect(first)
+    ending = mailbox.ending
+    assert (ending.exit_code, ending.reason) == (EXIT_REFUSED, "refused")
+    assert "is revoked (revoked)" in ending.text
+    most_s = 2 * DEADLINES.retry_max_s
+    assert waiting.clock.now == pytest.approx(DEADLINES.another_key_s, abs=most_s)
+
+
+def test_an_island_with_another_key_goes_on(waiting, mailbox, monkeypatch):
+    waiting.error = REVOKED
+    met = iter([REVOKED, ConnectionLost("it starts again"), None])
+
+    def connected(hello):
+        if error := next(met):
+            if error is not REVOKED:  # The key comes at the last moment.
+                waiting.clock.now += DEADLINES.another_key_s
+            raise error
+        return SimpleNamespace(
+            welcome=Welcome(run_id="r", term=1, resumed=False, versions=())
+        )
+
+    monkeypatch.setattr(waiting._client, "open_control", connected, raising=False)
+    waiting._reconnect(REVOKED)
+    assert mailbox.ending is None
+
+
+def test_a_revoked_key_ends_the_first_attempt(waiting):
+    waiting.error = REVOKED
+    with pytest.raises(Refused, match="is revoked"):
+        waiting.connect(100.0, 1000.0)
+    assert waiting.clock.now == 0.0
+
+
+def test_one_that_was_revoked_and_removed_ends_at_once(waiting, mailbox):
+    waiting.error = Refused("removed", "an operator removed island 'a'")
+    waiting._reconnect(REVOKED)
+    assert mailbox.ending.exit_code == EXIT_REFUSED
+    assert waiting.clock.now <= DEADLINES.retry_min_s

@@ -315,9 +315,9 @@ def test_an_island_with_a_revoked_certificate_gets_no_anchors(
     made = peers(Digests(params_of(1)), only(config, "offers"))
     assert made.fetch(fetch_of(0), (), exchange_layout(0)) is None
     (host,) = made._hosts["offers"]
-    with pytest.raises(SecurityError, match=r"of island joins, .* is revoked"):
+    with pytest.raises(Refused, match=r"of island joins, .* is revoked"):
         host.ask(holdings(), Holdings)
-    with pytest.raises(SecurityError, match="is revoked"):
+    with pytest.raises(Refused, match="is revoked"):
         host.fetch(values(), max_bytes=1 << 20, within_s=WAIT_S)
     found = x509.load_pem_x509_certificate(tls.certificate_pem)
     assert asked == [found.serial_number], "asked once in a while"

@@ -109,18 +109,24 @@ def test_places_are_bounded_whatever_the_hosts_and_so_are_those_who_wait(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("hard", "expected", "told"), [(100_000, 20_512, False), (5000, 5000, True)]
+    ("hard", "expected", "told", "fit"),
+    [
+        (100_000, 20_512, False, 20_000),
+        (5000, 5000, True, 5000 - places.OTHER_FILES),
+        (600, 600, True, 300),
+    ],
 )
 def test_the_limit_on_open_files_follows_the_connections(
-    monkeypatch, caplog, hard, expected, told
+    monkeypatch, caplog, hard, expected, told, fit
 ):
-    limits = [(1024, hard)]
+    """Those that fit leave room for other files."""
+    limits = [(512, hard)]
     monkeypatch.setattr(places.resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(places.resource, "setrlimit", lambda _, new: limits.append(new))
-    places.allow_connections(20_000)
+    assert places.allow_connections(20_000) == fit
     assert limits[-1] == (expected, hard)
     assert ("20000 connections" in caplog.text) == told
-    places.allow_connections(100)
+    places.allow_connections(0)
     assert len(limits) == 2, "it is never lowered"
 
 

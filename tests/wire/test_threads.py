@@ -3,11 +3,13 @@
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
 from wire_support import WAIT_S
 
+from diloco_jax.wire import threads
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.threads import ByteQueue, DaemonPool, IdleWatch, QueueClosed
 
@@ -205,6 +207,36 @@ def test_a_task_whose_thread_cannot_be_started_is_refused_and_forgotten(monkeypa
     pool.submit(ran.append, "taken").result(LATE_S)
     pool.close(LATE_S)
     assert ran == ["taken"]
+
+
+def test_a_task_whose_thread_cannot_be_started_waits_for_the_others(monkeypatch):
+    pool, go, ran = DaemonPool(2, "pool"), threading.Event(), []
+    pool.submit(go.wait, LATE_S)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        waiting = pool.submit(ran.append, "later")
+    go.set()
+    waiting.result(LATE_S)
+    pool.close(LATE_S)
+    assert ran == ["later"]
+
+
+def test_threads_of_a_burst_are_given_back():
+    pool, all_run = DaemonPool(100, "pool"), threading.Barrier(61)
+    running = [pool.submit(all_run.wait, LATE_S) for _ in range(60)]
+    all_run.wait(LATE_S)
+    for one in running:
+        one.result(LATE_S)
+    deadline = time.monotonic() + LATE_S
+    while len(pool._threads) > threads.KEPT_IDLE:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert pool.submit(int).result(LATE_S) == 0
+    pool.close(LATE_S)
 
 
 def test_a_cancelled_task_does_not_run():

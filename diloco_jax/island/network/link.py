@@ -250,11 +250,11 @@ class Link:
                 if revoked is None:
                     ends = now + self._deadlines.another_key_s
                 welcome = revoked = refused
-            if revoked is not None and now >= ends:
-                self._refused(revoked)
-                return
             if isinstance(welcome, Welcome):
                 logger.info("connected again after %.1f s", time.monotonic() - began)
+                return
+            if revoked is not None and now >= ends:
+                self._refused(revoked)
                 return
             # One that answers says why the island is not let in, as if its config is
             # another one while the coordinator gathers anchors.
