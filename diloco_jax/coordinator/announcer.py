@@ -107,9 +107,9 @@ class Announcer:
         now, clock = time.time(), time.monotonic()
         self._refreshed = clock
         own = [*self._snapshots.alerts(clock), *self._holder.alerts(clock)]
-        new = lead.journal.alerts_raised - self._alerts_raised
-        if self._alarm is not None and new:
-            for text in lead.journal.alerts[-new:]:
+        untold, lead.journal.untold = lead.journal.untold, []
+        if self._alarm is not None:
+            for text in untold:
                 self._alarm.raised(text)
         self._alerts_raised = lead.journal.alerts_raised
         self._status = summary.status(

@@ -15,6 +15,7 @@ from diloco_jax.protocol.coordinator.events import (
     Effect,
     Ignored,
     Note,
+    Outdated,
     Persist,
     Tell,
 )
@@ -31,6 +32,7 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import FromCoordinator, Refused
 from diloco_jax.protocol.new_term.events import Discard, GiveUp, Open, Postpone
 from diloco_jax.protocol.records import Durable, Noted, TurnedAway
+from diloco_jax.wire import errors as wire_errors
 
 S = TypeVar("S")
 """State of the deciding half."""
@@ -55,8 +57,8 @@ class Log(Protocol):
     def ignored(self, ignored: Ignored) -> None:
         """Count a message that made no move."""
 
-    def alert(self, text: str) -> None:
-        """Report something that a person should look at."""
+    def alert(self, text: str, island: str = "") -> None:
+        """Report something that a person should look at. island: see `Alert`."""
 
 
 class Messenger(Protocol):
@@ -83,7 +85,7 @@ class Holder(Protocol):
 class AnchorHolder(Protocol):
     """The anchors of a lost state, as they arrive."""
 
-    def alert(self, text: str) -> None:
+    def alert(self, text: str, island: str = "") -> None:
         """Report something that a person should look at. There is no tape yet."""
 
     def discard(self, discard: Discard) -> None:
@@ -157,10 +159,12 @@ class Engine(Generic[S, E]):
                 self._log.ignored(effect)
             case Postpone(session=session, message=reason):
                 self._sender.postpone(session, reason)
-            case Alert(text=text):
+            case Alert(text=text, island=island):
                 told = self._log or self._gatherer
                 assert told is not None
-                told.alert(text)
+                told.alert(text, island)
+            case Outdated(text=text):
+                raise wire_errors.Refused("outdated", text)
             case (
                 Merge() | Commit() | KeepFragment() | Drop() | Forget() | AwaitAnchor()
             ):

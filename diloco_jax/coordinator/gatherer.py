@@ -234,7 +234,7 @@ class Gatherer(NoProfiles):
 
     # ---- what was decided, on one thread -------------------------------------------
 
-    def alert(self, text: str) -> None:
+    def alert(self, text: str, island: str = "") -> None:
         # Two processes of one island may come in turn, each with another config.
         self._lines.log(logger, logging.WARNING, "offers that do not fit", text)
 

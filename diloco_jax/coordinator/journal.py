@@ -17,6 +17,9 @@ from diloco_jax.protocol.coordinator.events import Ignored
 logger = logging.getLogger(__name__)
 
 ALERTS_KEPT = 20
+ALERTS_EACH = 3
+"""Alerts about one island that are kept: it may raise many, and the others stay."""
+UNTOLD_KEPT = 100
 SLOW_TOLD_EVERY_S = 60.0
 """Seconds between two alerts about a slow log."""
 
@@ -36,8 +39,10 @@ class Journal:
         """faults: fired with the number of each merge, before its record commits it
         and after. merges: merges of the run so far. slow_s: a record that takes longer
         to write raises an alert, since no decision is made meanwhile."""
-        self.alerts: list[str] = []
-        """The last ones, oldest first."""
+        self._alerts: list[tuple[str, str]] = []
+        """The last ones, oldest first, with the islands that they are about."""
+        self.untold: list[str] = []
+        """Those that nobody has collected yet."""
         self.alerts_raised = 0
         self.ignored_messages: Counter[str] = Counter()
         """Messages that made no move, counted by the state that they met; machines and
@@ -77,10 +82,19 @@ class Journal:
                 what,
             )
 
-    def alert(self, text: str) -> None:
+    @property
+    def alerts(self) -> list[str]:
+        """The last alerts, oldest first."""
+        return [text for _, text in self._alerts]
+
+    def alert(self, text: str, island: str = "") -> None:
         """See engine.Log."""
         logger.warning("%s", text)
-        self.alerts = [*self.alerts, text][-ALERTS_KEPT:]
+        same = [alert for alert in self._alerts if alert[0] == island]
+        if island and len(same) == ALERTS_EACH:
+            self._alerts.remove(same[0])
+        self._alerts = [*self._alerts, (island, text)][-ALERTS_KEPT:]
+        self.untold = [*self.untold, text][-UNTOLD_KEPT:]
         self.alerts_raised += 1
         self.note(notes.Alert(text=text))
 

@@ -163,12 +163,24 @@ class Roster:
         member.last_seen = now
 
     def report(
-        self, island: str, measures: Measures, records: tuple[Record, ...], now: float
+        self,
+        island: str,
+        measures: Measures,
+        records: tuple[Record, ...],
+        now: float,
+        asked_cycle: int = MAX_COUNT,
     ) -> None:
-        """Take an island's newest measures of its incarnation."""
+        """Take an island's newest measures of its incarnation. asked_cycle: the last
+        cycle that it was to evaluate; it counts for no other."""
         member = self.members.get(island)
         if member is None:
             return
+        if not member.current.watched_cycle < measures.watched_cycle <= asked_cycle:
+            measures = msgspec.structs.replace(
+                measures,
+                watched_cycle=member.current.watched_cycle,
+                watched_loss=member.current.watched_loss,
+            )
         if measures.steps and member.waiting_since:
             member.away_seconds += max(
                 0.0, measures.first_step_unix - member.waiting_since

@@ -26,9 +26,19 @@ from diloco_jax.faults import strike_soon
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import cycles, steering, striking, takes
-from diloco_jax.protocol.coordinator.events import Disconnected, KeepAsked, Said
-from diloco_jax.protocol.new_term import gathering
+from diloco_jax.protocol.coordinator import (
+    admission,
+    cycles,
+    steering,
+    striking,
+    takes,
+)
+from diloco_jax.protocol.coordinator.events import (
+    Ahead,
+    Disconnected,
+    KeepAsked,
+    Said,
+)
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.fetch_source import FetchSource
@@ -81,13 +91,14 @@ class Service:
                 f"config.json, on the run's text (--data.paths), and with the run's "
                 f"model",
             )
-        if gathering.is_superseded(self._lead.state, hello.term):
+        lead = self._lead
+        if how := admission.ahead(lead.config, lead.state, hello):
             # Not refused, since the fault is at this end: the island goes on, and comes
             # again.
+            lead.post(Ahead(island=hello.island, how=how))
             raise Busy(
-                f"island {hello.island!r} is in term {hello.term}, this coordinator's "
-                f"state is of one before it; stop this coordinator, and start the one "
-                f"that has the newest state"
+                f"island {hello.island!r} is {how}, whose state is an old one; stop "
+                f"this coordinator, and start the one that has the newest state"
             )
         for other in self._lead.state.islands.values():
             if other.session == hello.session and other.name != hello.island:
@@ -320,7 +331,9 @@ class Service:
 
     def _measured(self, island: str, message: messages.Report) -> None:
         now, before = time.time(), self._roster.watched_by(island)
-        self._roster.report(island, message.measures, message.records, now)
+        known = self._lead.state.islands.get(island)
+        asked = known.watched_cycle if known is not None else 0
+        self._roster.report(island, message.measures, message.records, now, asked)
         if (watched := self._roster.watched_by(island)) != before:
             self._metrics.append({"kind": "merged_model", "time": now, **watched})
         if now - self._written.get(island, 0.0) < METRICS_EVERY_S:

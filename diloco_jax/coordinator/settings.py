@@ -44,6 +44,7 @@ def policy_config(
     admitted: dict[str, int | None] | None = None,
     room_each: int = 0,
     least_seconds: dict[str, float] | None = None,
+    hosts: dict[str, int] | None = None,
 ) -> PolicyConfig:
     """Collect the settings that decisions depend on, by name, from a config and its
     deadlines.
@@ -57,6 +58,7 @@ def policy_config(
         "admitted": admitted,
         "room_each": room_each,
         "least_seconds": least_seconds or {},
+        "hosts": hosts or {},
         "rates": _rates(run.inner),
     }
     named = {
@@ -91,8 +93,9 @@ def policy_of(config: Config, plan: FragmentPlan, run_id: str) -> PolicyConfig:
             SHORTEST_STEP_S,
         )
     room = room_each(config, plan)
+    hosts = {name: island.hosts for name, island in config.islands.items()}
     return policy_config(
-        config.run, config.placement, run_id, plan.sizes, known, room, least
+        config.run, config.placement, run_id, plan.sizes, known, room, least, hosts
     )
 
 

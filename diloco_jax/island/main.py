@@ -31,7 +31,6 @@ from diloco_jax.island.hosts.following import (
     Moved,
     Orders,
     Refusal,
-    lead_of,
 )
 from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import (
@@ -53,7 +52,7 @@ from diloco_jax.process_end import leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import OWN_DATA, Hello, ResendRequest, Welcome
-from diloco_jax.protocol.values import FIRST_VERSION, Version
+from diloco_jax.protocol.values import FIRST_VERSION, Version, lead_of
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.errors import Refused, SecurityError, WireError
 

@@ -8,11 +8,11 @@ from diloco_jax.protocol.island.boundary import Goal
 
 
 def goal_of(run: RunConfig, batch_size: int) -> Goal:
-    """Return the goal of an island with this batch size: the run's tokens, and the
-    tokens of one step.
-    """
+    """Return the goal of an island with this batch size."""
     return Goal(
-        total_tokens=run.total_tokens, tokens_per_step=batch_size * run.sequence_length
+        total_tokens=run.total_tokens,
+        tokens_per_step=batch_size * run.sequence_length,
+        steps_per_cycle=run.sync.steps_per_cycle,
     )
 
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.island.hosts.following import lead_of
 from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.protocol.coordinator import schedule
+from diloco_jax.protocol.values import lead_of
 from diloco_jax.simulation.fleets.failures import FailureModel, Segment, undisturbed
 from diloco_jax.simulation.fleets.fleet import (
     TIME_BUDGET_STEPS,

@@ -15,6 +15,7 @@ from msgspec import Meta
 from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
     ISLAND_NAME,
+    LEAD,
     Count,
     Outstanding,
     Phase,
@@ -112,8 +113,9 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     are not among them."""
     next_position: Count = 0
     """Position below which data was granted to any island, as the island last heard."""
-    lead: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    """Boundaries from a request to its take, for the island's hosts to agree on it."""
+    lead: Annotated[int, Meta(ge=0, le=LEAD)] = 0
+    """Boundaries from a request to its take, for the island's hosts to agree on it: see
+    `values.lead_of`."""
 
 
 Short = Literal["disk", "memory"]
@@ -239,12 +241,12 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 class TakeRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Take the fragment and send the delta. The island waits for `after` boundaries
-    before it takes.
+    before it takes, a cycle's at most. Asked again with fewer, it takes earlier.
     """
 
     fragment: int
     tick: int
-    after: int = 0
+    after: Count = 0
     ticket: bytes = b""
     """For the upload to a worker; empty: there are none. See `tickets`."""
 

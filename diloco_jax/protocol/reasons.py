@@ -20,13 +20,20 @@ FAILURES: Final[frozenset[EndReason]] = frozenset(("failed", "died"))
 """Ends that another attempt may repeat; nobody asked for them."""
 
 RefusalReason = Literal[
-    "non_finite", "out_of_bounds", "quarantined", "stale", "overlap", "empty", "refused"
+    "non_finite",
+    "out_of_bounds",
+    "quarantined",
+    "stale",
+    "future",
+    "overlap",
+    "empty",
+    "refused",
 ]
 """Reason for which a delta is not merged; its steps are lost if the island gives them
 up. out_of_bounds: it is much longer than the others' deltas. quarantined: it is within
 bounds, but too many before it were not. stale: its base lags the current version too
-far. overlap: some of its steps are settled. refused: the island gave the delta up
-without being told to."""
+far. future: its base is a version that no merge has made. overlap: some of its steps
+are settled. refused: the island gave the delta up without being told to."""
 
 Refusal = RefusalReason | Literal[""]
 """Reason for which a delta is not merged; empty: it is fit."""
@@ -38,6 +45,7 @@ overwritten: an adoption undid the steps."""
 
 STOPPED: Final = "stopped"
 STALE: Final = "stale"
+FUTURE: Final = "future"
 WORKER: Final = "worker"
 # The local value is unusable.
 NON_FINITE: Final = "non_finite"

@@ -27,6 +27,15 @@ CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """A count, or -1 for none."""
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
 
+LEAD = 2
+"""Boundaries between a decision and its time, where several hosts must have it; more
+than the steps dispatched ahead, so that no host waits."""
+
+
+def lead_of(hosts: int) -> int:
+    """Return the boundaries between a decision of an island and its time."""
+    return LEAD if hosts > 1 else 0
+
 
 class Version(NamedTuple):
     """Version of a fragment. A coordinator that lost its state opens a new term."""

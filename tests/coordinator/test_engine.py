@@ -18,10 +18,11 @@ from diloco_jax.faults import Fault
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import decide
-from diloco_jax.protocol.coordinator.events import Disconnected, Said
+from diloco_jax.protocol.coordinator.events import Disconnected, Outdated, Said
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import Version
+from diloco_jax.wire.errors import Refused
 
 
 def test_what_is_told_was_durable_before(make_engine, island, tmp_path, monkeypatch):
@@ -196,3 +197,10 @@ def test_a_thread_that_was_held_up_does_not_take_islands_for_silent(
 def island_params(island):
     params = island.store.params()
     return [params["embed"], *params["blocks"].values()]
+
+
+def test_a_coordinator_whose_state_is_old_ends_as_one_that_is_refused(make_engine):
+    engine = make_engine(done=lambda: True)
+    with pytest.raises(Refused, match="an old one") as caught:
+        engine._carry_out(Outdated(text="its state is an old one"))
+    assert caught.value.code == "outdated"

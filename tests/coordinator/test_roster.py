@@ -260,3 +260,23 @@ def test_sums_over_many_incarnations_stay_numbers_that_the_file_holds(roster):
     roster.save()
     sums = Roster(roster._path).measures("a")
     assert (sums.steps, sums.bytes_up, sums.stalled_seconds) == (2**48, 2**56, 1e9)
+
+
+def test_an_evaluation_counts_of_cycles_that_the_island_was_to_evaluate(roster):
+    """Otherwise one claim would hide all that come after it."""
+    for name in "ab":
+        roster.hello(hello(island=name), 1000.0)
+
+    def says(name, cycle, loss, asked):
+        measured = Measures(watched_cycle=cycle, watched_loss=loss)
+        roster.report(name, measured, (), 1001.0, asked)
+        point = roster.watched()
+        return point and (point["island"], point["cycle"], point["eval_loss"])
+
+    assert says("a", 2**48, 9.0, 0) is None
+    assert says("b", 3, 2.0, 3) == ("b", 3, 2.0)
+    assert says("a", 2**48, 9.0, 2) == ("b", 3, 2.0)
+    assert says("a", 4, 1.5, 4) == ("a", 4, 1.5)
+    assert says("a", 4, 9.0, 4) == ("a", 4, 1.5), "once"
+    assert says("a", 2, 9.0, 4) == ("a", 4, 1.5)
+    assert says("b", 5, 1.0, 5) == ("b", 5, 1.0)

@@ -13,6 +13,7 @@ from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.service import Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator.events import Ahead
 from diloco_jax.protocol.coordinator.state import Fragment, Fragments, State
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
@@ -24,9 +25,9 @@ def serve(posted: list[Any]) -> Service:
     """One whose lead only keeps what is posted."""
     nothing: Any = None
     lead = SimpleNamespace(
-        post=lambda event, then, peer=None: posted.append(event),
+        post=lambda event, then=None, peer=None: posted.append(event),
         after_shown=lambda do, peer=None: posted.append(None),
-        config=SimpleNamespace(fragments=1),
+        config=SimpleNamespace(fragments=1, run_id="r", admitted=None),
         state=State(fragments=Fragments([Fragment(index=0, version=Version(2, 0))])),
     )
     sessions = SimpleNamespace(
@@ -94,7 +95,9 @@ def test_an_island_of_a_later_term_is_to_come_again() -> None:
     posted: list[Any] = []
     with pytest.raises(Busy, match=r"'a' is in term 3.* the newest state"):
         serve(posted).connect(hello(term=3), cast(Any, None))
-    assert not posted
+    (event,) = posted
+    assert isinstance(event, Ahead)
+    assert (event.island, "term 3" in event.how) == ("a", True)
 
 
 def test_absurd_products_are_turned_away_at_the_door() -> None:

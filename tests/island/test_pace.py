@@ -9,7 +9,7 @@ from diloco_jax.protocol.island.boundary import Goal
 
 def pace(**inner):
     inner = InnerConfig(learning_rate=1.0, warmup_fraction=0.0, **inner)
-    goal = Goal(total_tokens=1000, tokens_per_step=10)
+    goal = Goal(total_tokens=1000, tokens_per_step=10, steps_per_cycle=4)
     return Pace(RunConfig(inner=inner), goal)
 
 

@@ -43,7 +43,7 @@ class Island:
         self.arrivals = Arrivals()
         self.boundary = Boundary(
             self.books,
-            Goal(total_tokens=10**6, tokens_per_step=1),
+            Goal(total_tokens=10**6, tokens_per_step=1, steps_per_cycle=4),
             arrays=self,
             incoming=self.arrivals,
             outgoing=self,

@@ -11,7 +11,13 @@ from collections.abc import Callable
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.coordinator.standby.unseated import Unseated
-from diloco_jax.protocol.coordinator.events import Alert, Ignored, Note, Persist
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    Ignored,
+    Note,
+    Outdated,
+    Persist,
+)
 
 MOST_WAITING = 100_000
 """Effects that may wait: more than a run's messages in an outage budget."""
@@ -45,7 +51,7 @@ class Gate:
                 # must be in the standby's tape, too.
                 self._carry_out(effect)
                 self._needs = self._seat.written
-            case Ignored() | Alert():
+            case Ignored() | Alert() | Outdated():
                 self._carry_out(effect)
             case _:
                 self.when_shown(lambda: self._carry_out(effect))

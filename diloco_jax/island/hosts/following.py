@@ -37,16 +37,9 @@ from diloco_jax.wire.errors import (
 
 logger = logging.getLogger(__name__)
 
-LEAD = 2
-"""Boundaries; more than the steps dispatched ahead, so that no host waits."""
 BATCH = 32
 """Number of decisions after which a follower confirms them, so that their keys are
 forgotten."""
-
-
-def lead_of(hosts: int) -> int:
-    """Return the boundaries between the publication of a decision and its time."""
-    return LEAD if hosts > 1 else 0
 
 
 class HostsBegin(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,7 +99,7 @@ def advance(
             f"or more; {left}; look at the machines, and at the network between them "
             f"and the coordinator; an island that is back goes on where it was"
         )
-        effects.append(Alert(text=text))
+        effects.append(Alert(text=text, island=found[0]))
     known, returns = _returned(config, known, live, left, now)
     known = NOBODY if known == NOBODY else known
     return replace(state, absences=known), effects + returns
@@ -120,7 +120,8 @@ def _returned(
         return known, []
     told = tuple(name for name in known.told if name not in back)
     text = f"{_names(back)} {_are(back)} back; {left}"
-    return replace(known, told=told, back_due=None), [Alert(text=text)]
+    alert = Alert(text=text, island=back[0])
+    return replace(known, told=told, back_due=None), [alert]
 
 
 def _names(islands: Iterable[str]) -> str:

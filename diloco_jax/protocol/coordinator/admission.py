@@ -13,6 +13,7 @@ from diloco_jax.protocol.coordinator import claims
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Refused
+from diloco_jax.protocol.values import LEAD, lead_of
 
 
 def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
@@ -36,7 +37,7 @@ def refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
         )
     elif message := unknown(config, event.island, state.admitted):
         code = "unknown_island"
-    elif message := _other_batch(config, event):
+    elif message := _other_batch(config, event) or _other_lead(config, event):
         code = "config"
     elif known is not None and event.incarnation < known.incarnation:
         code = "fenced"
@@ -143,6 +144,37 @@ def _other_batch(config: PolicyConfig, event: Hello) -> str:
         f"(islands.{event.island}.batch_size, sequence_length) says {sequences} "
         f"and {tokens}; start both with one config"
     )
+
+
+def _other_lead(config: PolicyConfig, event: Hello) -> str:
+    hosts = config.hosts.get(event.island)
+    if hosts is None and event.lead in (0, LEAD):
+        return ""  # The config does not say how many hosts it has.
+    lead = lead_of(hosts or 1)
+    if event.lead == lead:
+        return ""
+    return (
+        f"island {event.island!r} says that its takes come {event.lead} boundaries "
+        f"late, but it has {hosts or 1} hosts in the coordinator's config "
+        f"(islands.{event.island}.hosts), with which that is {lead}; start both with "
+        f"one config"
+    )
+
+
+def ahead(config: PolicyConfig, state: State, event: Hello) -> str:
+    """Explain in which way the island knows of a later state of this run; empty if it
+    does not. Versions are durable before any island has them."""
+    if event.run_id != config.run_id or unknown(config, event.island, state.admitted):
+        return ""  # It is refused.
+    if event.term > state.term:
+        return f"in term {event.term}, and this coordinator in term {state.term}"
+    for fragment, version in zip(state.fragments, event.versions, strict=False):
+        if version > fragment.version:
+            return (
+                f"at version {tuple(version)} of fragment {fragment.index}, and this "
+                f"coordinator at {tuple(fragment.version)}"
+            )
+    return ""
 
 
 def is_carrying(state: State, event: Hello) -> bool:

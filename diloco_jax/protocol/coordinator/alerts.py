@@ -49,7 +49,8 @@ def after_merge(
                     text=f"island {name!r} is alive, but was in none of the last "
                     f"{MISSED_MERGES} merges of fragment {fragment.index}: its work "
                     f"goes stale; look at its log and its network, or, for the "
-                    f"next run, raise sync.grace or sync.max_staleness"
+                    f"next run, raise sync.grace or sync.max_staleness",
+                    island=name,
                 )
             )
     return alerts
@@ -65,7 +66,7 @@ def after_unfit(fragment: Fragment, name: str) -> list[Effect]:
         f"diverges, and what it computes is lost; stop it, look at the islands' "
         f"losses, and for the next run lower inner.learning_rate or look at the data"
     )
-    return [Alert(text=text)]
+    return [Alert(text=text, island=name)]
 
 
 def after_failure(name: str, said: str) -> list[Effect]:
@@ -75,7 +76,17 @@ def after_failure(name: str, said: str) -> list[Effect]:
         f"island {name!r} failed, and says: {said or 'nothing'}; look at its log and "
         f"at its devices (diloco doctor); its supervisor starts it again"
     )
-    return [Alert(text=text)]
+    return [Alert(text=text, island=name)]
+
+
+def after_ahead(name: str, how: str) -> list[Effect]:
+    """Return the alert for an island that knows of a later state of the run."""
+    text = (
+        f"island {name!r} is {how}: either this coordinator's state is an old one, or "
+        f"that island lies; it is told to come again. If other islands say so too, "
+        f"start the coordinator that has the newest state; if none does, revoke its key"
+    )
+    return [Alert(text=text, island=name)]
 
 
 def in_turns(config: PolicyConfig, state: State, fragment: Fragment) -> list[Effect]:

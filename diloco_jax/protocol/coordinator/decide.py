@@ -37,6 +37,7 @@ from diloco_jax.protocol.coordinator import (
     workers,
 )
 from diloco_jax.protocol.coordinator.events import (
+    Ahead,
     AnchorWaits,
     Disconnected,
     Effect,
@@ -89,6 +90,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     match event:  # Most events are reports.
         case Said(message=Report() as report):
             state, effects = _report(config, state, event, report, now)
+        case Ahead():
+            state, effects = members.ahead(config, state, event)
         case Hello():
             state, effects = members.hello(config, state, event, now)
             if state.phase != "running" and _is_welcome(effects):
@@ -319,6 +322,9 @@ def _advance(config: PolicyConfig, before: State, state: State, now: float) -> S
     if state.islands is not before.islands:
         state, found = _due_ticks(config, state, now)
         effects += found
+    if not same_live or state.tick != before.tick:
+        state, found = _hasten(config, state)
+        effects += found
     late = now >= state.deadline
     if state.phase == "stopping" and (late or not ending.awaited(state)):
         state = replace(state, phase=RUN.move(state.phase, "flush"))
@@ -358,6 +364,18 @@ def _due_ticks(config: PolicyConfig, state: State, now: float) -> Step:
             )
         else:
             fragment, found = fragments.busy_tick(fragment, fleet, tick, counted)
+        state = with_fragment(state, fragment)
+        effects += found
+    return state, effects
+
+
+def _hasten(config: PolicyConfig, state: State) -> Step:
+    """Ask again for takes that need not be put off any more."""
+    effects: list[Effect] = []
+    waiting = [fragment for fragment in state.fragments if fragment.put_off]
+    fleet = Fleet(config, state)
+    for fragment in waiting:
+        fragment, found = fragments.hasten(fragment, fleet)
         state = with_fragment(state, fragment)
         effects += found
     return state, effects

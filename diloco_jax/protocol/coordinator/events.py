@@ -63,6 +63,14 @@ class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
     session: str
 
 
+class Ahead(msgspec.Struct, frozen=True, kw_only=True):
+    """An island said hello that knows of a later state of the run, and was told to come
+    again. how: as `admission.ahead` says."""
+
+    island: str
+    how: str
+
+
 class RunResumed(msgspec.Struct, frozen=True, kw_only=True):
     """The run continues after a stop: all its earlier processes have ended.
 
@@ -116,6 +124,7 @@ Event = (
     | AnchorWaits
     | AnchorKept
     | Disconnected
+    | Ahead
     | RunResumed
     | RunExtended
     | KeepAsked
@@ -160,9 +169,17 @@ class Ignored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell people about something that needs their attention."""
+    """Tell people about something that needs their attention. island: the one that it
+    is about, which could raise it again and again; empty: none."""
+
+    text: str
+    island: str = ""
+
+
+class Outdated(msgspec.Struct, frozen=True, kw_only=True):
+    """End the coordinator, whose state is an old one."""
 
     text: str
 
 
-Effect = Persist | Note | Tell | ToHolder | Ignored | Alert
+Effect = Persist | Note | Tell | ToHolder | Ignored | Alert | Outdated

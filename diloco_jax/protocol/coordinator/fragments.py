@@ -277,7 +277,7 @@ def outstanding(
     # An island whose record of the take is missing may have taken by now, and must know
     # the verdict before it adopts.
     if take.end is not None:
-        fragment, refusals = takes.refuse_if_stale(config, fragment, name)
+        fragment, refusals = takes.refuse_if_untimely(config, fragment, name)
         effects = [e for e in refusals if not isinstance(e, Tell)]
         take = fragment.accounts[name].take
         assert take is not None
@@ -380,18 +380,40 @@ def ask(fragment: Fragment, fleet: Fleet, names: tuple[str, ...], tick: int) -> 
     accounts = dict(fragment.accounts)
     for name in names:
         accounts[name] = replace(accounts[name], take=Take(tick=tick))
-    fragment = replace(fragment, accounts=accounts)
-    return fragment, [request(fragment, fleet, name, tick) for name in names]
+    fragment, asks = replace(fragment, accounts=accounts), list[Effect]()
+    for name in names:
+        fragment, told = request(fragment, fleet, name)
+        asks += told
+    return fragment, asks
 
 
-def request(fragment: Fragment, fleet: Fleet, name: str, tick: int) -> Tell:
-    """Tell an island to take the fragment."""
-    return Tell(
-        session=fragment.accounts[name].session,
-        message=TakeRequest(
-            fragment=fragment.index, tick=tick, after=fleet.boundaries_after(name)
-        ),
-    )
+def request(fragment: Fragment, fleet: Fleet, name: str) -> Step:
+    """Tell an island to make its outstanding take, now or some boundaries later."""
+    account, after = fragment.accounts[name], fleet.boundaries_after(name)
+    take = account.take
+    assert take is not None
+    if after != take.after:
+        account = replace(account, take=replace(take, after=after))
+        fragment = with_account(fragment, name, account)
+    if after and not fragment.put_off:
+        fragment = replace(fragment, put_off=True)
+    message = TakeRequest(fragment=fragment.index, tick=take.tick, after=after)
+    return fragment, [Tell(session=account.session, message=message)]
+
+
+def hasten(fragment: Fragment, fleet: Fleet) -> Step:
+    """Ask again for takes that were put off for longer than they would be now: the
+    islands that they wait for are gone, or faster than they seemed."""
+    effects, waits = list[Effect](), False
+    for name, account in fragment.accounts.items():
+        take = account.take
+        if take is None or take.end is not None or not take.after:
+            continue
+        if fleet.boundaries_after(name) < take.after:
+            fragment, asks = request(fragment, fleet, name)
+            effects += asks
+        waits = True
+    return replace(fragment, put_off=waits), effects
 
 
 def skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:

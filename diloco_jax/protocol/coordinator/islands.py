@@ -31,6 +31,7 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     steps_at_tick: int = 0
     step_seconds: float = 0.0
+    """As the island says; see `believed_step_s`."""
     lead: int = 0
     """Boundaries from a request to its take."""
     records_through: int = 0
@@ -40,6 +41,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     """Deltas in a row that were unfit; while it is quarantined, those that were fit."""
     watches: bool = False
     """True if it can evaluate the merged model, and is not at it."""
+    watched_cycle: int = 0
+    """The last cycle that the incarnation was to watch."""
     tokens_before: int = 0
     """Tokens computed by earlier incarnations."""
     joins: int = 1
@@ -64,14 +67,19 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
         """Speed of the island; 0 while it is unknown."""
         if not self.step_seconds:
             return 0.0
-        return self.tokens_per_step / max(
-            self.step_seconds, self.wall_time.least_step_s
-        )
+        step_s = max(self.believed_step_s, self.wall_time.least_step_s)
+        return self.tokens_per_step / step_s
+
+    @property
+    def believed_step_s(self) -> float:
+        """Step time for which others may wait; 0 while it is unknown. It may be shorter
+        than what its reports show: a stall must not slow the pace for long."""
+        return min(self.step_seconds, self.wall_time.most_step_s)
 
     @property
     def lead_seconds(self) -> float:
         """Seconds from a request to its take, without the rest of the current step."""
-        return self.lead * self.step_seconds
+        return self.lead * self.believed_step_s
 
     @property
     def answers(self) -> bool:

@@ -27,9 +27,11 @@ from diloco_jax.protocol.coordinator import (
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
+    Ahead,
     Disconnected,
     Effect,
     Note,
+    Outdated,
     Persist,
     RunResumed,
     Said,
@@ -54,6 +56,9 @@ Step = tuple[State, list[Effect]]
 
 def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     """Let an island join, resume, or turn it away."""
+    if event.island in state.ahead:
+        others = tuple(name for name in state.ahead if name != event.island)
+        state = replace(state, ahead=others)
     refusal = admission.refusal(config, state, event)
     if refusal is not None:
         return state, turned_away(event.island, event.session, refusal)
@@ -74,6 +79,27 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         effects += turned_away(known.name, known.session, fenced)
     state, joined = _join(config, state, event, now)
     return state, effects + joined
+
+
+def ahead(config: PolicyConfig, state: State, event: Ahead) -> Step:
+    """Note that an island knows of a later state than this one. Once most islands of
+    the config do, this coordinator ends: it would make other merges of versions that
+    are made already."""
+    if event.island in state.ahead:
+        return state, []
+    state = replace(state, ahead=(*state.ahead, event.island))
+    effects: list[Effect] = list(alerts.after_ahead(event.island, event.how))
+    known = config.admitted or state.islands
+    names = [name for name in state.ahead if name in known]
+    if 2 * len(names) > len(known):
+        text = (
+            f"{len(names)} of {len(known)} islands ({', '.join(names)}) have versions "
+            f"that this coordinator has not: its state is an old one. Start the "
+            f"coordinator that has the newest snapshots and log, or start this one on "
+            f"an empty workdir, with islands running: it gathers their state"
+        )
+        effects.append(Outdated(text=text))
+    return state, effects
 
 
 def turned_away(island: str, session: str, refused: Refused) -> list[Effect]:

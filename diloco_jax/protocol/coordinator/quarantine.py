@@ -107,7 +107,7 @@ def _unfit(config: PolicyConfig, state: State, refused: records.DeltaRefused) ->
         f"machine"
     )
     state = moved(state, name, quarantined=True)
-    return state, [Persist(record=record), Alert(text=text)]
+    return state, [Persist(record=record), Alert(text=text, island=name)]
 
 
 def _fit(config: PolicyConfig, state: State, refused: records.DeltaRefused) -> Step:
@@ -134,7 +134,7 @@ def release(state: State, island: Island, *, asked: bool = False) -> Step:
         f"within bounds{why}; its deltas are merged again"
     )
     state = moved(state, name, quarantined=False)
-    return state, [Persist(record=record), Alert(text=text)]
+    return state, [Persist(record=record), Alert(text=text, island=name)]
 
 
 def _is_untold(

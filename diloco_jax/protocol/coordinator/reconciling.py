@@ -25,8 +25,8 @@ def without_take(fragment: Fragment, fleet: Fleet, name: str) -> Step:
     if take.end is not None:
         # The island gave the refused take up; the record of it is on its way.
         return fragment, effects
-    request = fragments.request(fragment, fleet, name, take.tick)
-    return fragment, [*effects, request]
+    fragment, asks = fragments.request(fragment, fleet, name)
+    return fragment, [*effects, *asks]
 
 
 def with_take(

@@ -101,7 +101,7 @@ def recover(
         fragment = ledger.lose_missing(state, fragment, "coordinator")
         state = with_fragment(state, fragment)
     state = cycles.forgotten(replace(state, reunion_until=now, lost=()))
-    state = replace(state, absences=NOBODY)
+    state = replace(state, absences=NOBODY, ahead=())
     state = schedule.after_crash(config, state)
     if state.phase in ("stopping", "flushing"):
         state = replace(

@@ -155,14 +155,16 @@ class Fleet:
         """Return the boundaries by which an island must delay a take requested now.
 
         An island that could take at once waits for islands of about the pacing speed
-        that take some boundaries later: otherwise it would be merged without them."""
+        that take some boundaries later: otherwise it would be merged without them. It
+        waits for a cycle at most."""
         if self._latest_s is None:
             self._latest_s = longest_lead_seconds(self._config, self._state)
         island = self._state.islands[name]
-        if not (self._latest_s and island.counted and island.step_seconds):
+        step_s = island.believed_step_s
+        if not (self._latest_s and island.counted and step_s):
             return 0
-        ahead_s = self._latest_s - island.lead_seconds
-        return max(0, round(ahead_s / island.step_seconds))
+        after = round((self._latest_s - island.lead_seconds) / step_s)
+        return max(0, min(after, self._config.steps_per_cycle))
 
     def step_seconds(self) -> float:
         """Return the step time of the pacing island, in seconds."""
@@ -176,7 +178,7 @@ class Fleet:
     def take_seconds(self, fit: AbstractSet[str]) -> float:
         """Return the seconds from a request until islands of about the pacing speed
         have taken, the slowest after a slow step; 0 if none, or no speed, is known."""
-        steps_s = [self._state.islands[name].step_seconds for name in fit]
+        steps_s = [self._state.islands[name].believed_step_s for name in fit]
         if not any(steps_s):
             return 0.0
         lead_s = longest_lead_seconds(self._config, self._state)
@@ -187,7 +189,7 @@ def alike(config: PolicyConfig, state: State) -> dict[str, Island]:
     """Return the counted islands whose speed is about the pacing one, or unknown."""
     slowest = ALIKE * pacing_step_seconds(config, state)
     counted = ((name, state.islands[name]) for name in state.islands.standing.counted)
-    return {name: island for name, island in counted if island.step_seconds <= slowest}
+    return {name: i for name, i in counted if i.believed_step_s <= slowest}
 
 
 def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
@@ -200,7 +202,7 @@ def longest_lead_seconds(config: PolicyConfig, state: State) -> float:
 def pacing_step_seconds(config: PolicyConfig, state: State) -> float:
     """Return the step time of the K-th fastest counted island; 0 if none is known."""
     counted = map(state.islands.__getitem__, state.islands.standing.counted)
-    return pace(config.quorum, (island.step_seconds for island in counted))
+    return pace(config.quorum, (island.believed_step_s for island in counted))
 
 
 def pace(quorum: int, step_seconds: Iterable[float]) -> float:

@@ -73,6 +73,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     admitted: dict[str, int | None] | None = None
     """Sequences per step of every admitted island, by name; None: as many as the island
     says. Without this dict any island is let in, with any batch."""
+    hosts: dict[str, int] = {}
+    """Hosts of every island that the config describes."""
     sequence_length: int = 0
     """Tokens per sequence."""
     merge_buffer_bytes: int = 0
@@ -113,6 +115,8 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
     norm: float = 0.0
     """Length of the delta; 0: unknown."""
     refused: Refusal = ""
+    after: int = 0
+    """Boundaries by which the island was last asked to put it off."""
 
     @property
     def ready(self) -> bool:
@@ -194,6 +198,8 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     """Islands whose deltas count towards the quorum."""
     away: bool = False
     """True while its worker is away, or has lost it."""
+    put_off: bool = False
+    """True if some take may be put off; see `fragments.hasten`."""
     lost: Lost | None = None
     newest: tuple[MergedTokens, ...] = (MergedTokens(version=FIRST_VERSION),)
     """The last `MERGES_KNOWN` merges, or fewer. What came after an older version is not
@@ -274,6 +280,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """By name: one entry for all incarnations. Only admitted names are let in."""
     admitted: tuple[str, ...] = ()
     """Islands that an operator let in, besides those of the config."""
+    ahead: tuple[str, ...] = ()
+    """Islands that know of a later state of the run; see `members.ahead`."""
     fragments: Fragments = Fragments()
     lost: tuple[int, ...] = ()
     """Fragments that their workers have lost."""

@@ -23,6 +23,7 @@ from diloco_jax.protocol.coordinator.state import (
 from diloco_jax.protocol.holding import DeltaArrived, Drop
 from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
 from diloco_jax.protocol.reasons import (
+    FUTURE,
     NON_FINITE,
     OVERLAP,
     STALE,
@@ -107,7 +108,7 @@ def known(
     elif take.end == take.start:
         fragment, effects = refuse(fragment, name, "empty")
     else:
-        fragment, effects = refuse_if_stale(config, fragment, name)
+        fragment, effects = refuse_if_untimely(config, fragment, name)
         effects = effects or pending(fragment, name)
     fragment, found = _claimed(fragment, name, now)
     return fragment, effects + found
@@ -135,9 +136,10 @@ def _known_as(account: Account, tick: int) -> str:
 
 
 def adopted(fragment: Fragment, name: str, version: Version) -> Fragment:
-    """Note the version of an island's anchor, from which it takes."""
+    """Note the version of an island's anchor, from which it takes; none that no merge
+    has made."""
     account = fragment.accounts[name]
-    if version <= account.adopted:
+    if not account.adopted < version <= fragment.version:
         return fragment
     return with_account(fragment, name, replace(account, adopted=version))
 
@@ -301,9 +303,9 @@ def refuse(
     ]
 
 
-def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
+def refuse_if_untimely(config: PolicyConfig, fragment: Fragment, name: str) -> Step:
     """Refuse a take that is in no merge yet, if its base lags the current version too
-    far.
+    far, or is above it.
 
     A merge under way does not count, since it is not durable yet: after a crash during
     it, the island would reopen steps that the next coordinator merges.
@@ -312,7 +314,7 @@ def refuse_if_stale(config: PolicyConfig, fragment: Fragment, name: str) -> Step
     assert take is not None
     if _is_in_time(config, take.base, fragment.version):
         return fragment, []
-    return refuse(fragment, name, STALE)
+    return refuse(fragment, name, FUTURE if take.base > fragment.version else STALE)
 
 
 def verdict_on(
@@ -371,7 +373,7 @@ def drop_unknown(
 
 def _is_in_time(config: PolicyConfig, base: Version, current: Version) -> bool:
     lag = current.number - base.number
-    return base.term == current.term and lag <= config.max_staleness
+    return base.term == current.term and 0 <= lag <= config.max_staleness
 
 
 def _refusal(

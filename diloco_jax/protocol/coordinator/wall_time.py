@@ -1,11 +1,14 @@
 """Bound an island's steps and speed by the coordinator's clock.
 
 An island that lies could otherwise make any number of steps at once, and end the run or
-outweigh all others; or call itself fast, idle, and make the others' merges small. So
-each claimed step uses up wall time, and an island is no faster than its claimed steps.
+outweigh all others; or call itself fast, idle, and make the others' merges small; or
+call itself slow, and make them wait. So each claimed step uses up wall time, and an
+island's step time is about that of its claimed steps.
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
@@ -17,9 +20,9 @@ shortest believed step: a wrong config must not put out an honest island."""
 LATE_S = 1.0
 """Wall time that the first incarnation of an island begins with: messages may come
 late."""
-SLOWER = 4.0
-"""Share of the wall time in training that may be no part of a step, as a divisor: an
-island's step time is a median, to which stalls and evaluations do not belong."""
+NEAR = 2.0
+"""Largest ratio between a step time that is believed and the wall time per step of the
+latest reports: it is a median, to which stalls and evaluations do not belong."""
 
 
 class WallTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,15 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
     def least_step_s(self) -> float:
         """Shortest step time by the latest claims, in seconds; 0: nothing is known."""
         # One step more may be under way.
-        return self.training_s / (SLOWER * (self.steps + 1))
+        return self.training_s / (NEAR * (self.steps + 1))
+
+    @property
+    def most_step_s(self) -> float:
+        """Longest step time by the latest claims, in seconds; infinity: nothing is
+        known yet, for messages may come late."""
+        if self.training_s < LATE_S:
+            return math.inf
+        return NEAR * self.training_s / max(self.steps, 1.0)
 
     def next_incarnation(
         self, now: float, most_s: float, under_way_s: float = 0.0

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import cycles, schedule
 from diloco_jax.protocol.coordinator.events import Effect, Tell
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State, with_island
 from diloco_jax.protocol.messages import Watch
 
 Step = tuple[State, list[Effect]]
@@ -55,10 +55,11 @@ def _give_turn(config: PolicyConfig, state: State, cycle: int) -> State:
     able = sorted(name for name, island in fit.items() if island.watches)
     if not able:
         return replace(state, unwatched=())
-    later = [name for name in able if name > state.watcher]
+    name = ([name for name in able if name > state.watcher] or able)[0]
+    island = replace(state.islands[name], watched_cycle=cycle)
     return replace(
-        state,
-        watcher=(later or able)[0],
+        with_island(state, island),
+        watcher=name,
         watched_cycle=cycle,
         unwatched=tuple(range(config.fragments)),
     )

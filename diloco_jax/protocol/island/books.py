@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from diloco_jax.protocol.reasons import (
+    FUTURE,
     NON_FINITE,
     OUT_OF_BOUNDS,
     OVERLAP,
@@ -35,7 +36,7 @@ from diloco_jax.protocol.values import (
     Version,
 )
 
-RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, QUARANTINED)
+RESTARTS = (NON_FINITE, OUT_OF_BOUNDS, QUARANTINED, FUTURE)
 """Reasons of a refusal after which the fragment restarts from the anchor."""
 
 Outcome = Literal["none", "settled", "reopened", "dropped", "reset"]

@@ -170,10 +170,11 @@ class _Due(NamedTuple):
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of the run, and of one step of this island."""
+    """Tokens of the run, and of one step of this island; steps of a cycle."""
 
     total_tokens: int
     tokens_per_step: int
+    steps_per_cycle: int
 
     def share_done(self, step: int, others_tokens: int) -> float:
         """Return the share of the run's tokens that is done before `step`. It is too
@@ -267,10 +268,11 @@ class Boundary:
 
     def _request(self, request: TakeRequest, step: int) -> None:
         before = self._takes.get(request.fragment)
+        due = step + min(request.after, self._goal.steps_per_cycle)
         # A repeated request for a delayed take does not delay it again.
-        if before is None or before.tick != request.tick:
-            due = _Due(request.tick, step + request.after)
-            self._takes[request.fragment] = due
+        if before is not None and before.tick == request.tick:
+            due = min(due, before.step)
+        self._takes[request.fragment] = _Due(request.tick, due)
 
     def _take(self, step: int) -> None:
         """Make the takes that are due: after their delay in steps, or at once if no

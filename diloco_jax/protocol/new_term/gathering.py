@@ -165,11 +165,6 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
     )
 
 
-def is_superseded(state: State, term: int) -> bool:
-    """Tell whether the islands' term is later than this state's."""
-    return term > state.term
-
-
 def _offered(
     config: PolicyConfig, state: Gathering, event: Offered, now: float
 ) -> Step:

@@ -10,7 +10,7 @@ import msgspec
 
 from diloco_jax.config import GraceWindow
 from diloco_jax.core.adopt import RULES
-from diloco_jax.island.hosts.following import LEAD
+from diloco_jax.protocol.values import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.boasting import Boast
 from diloco_jax.simulation.faults.clock_faults import ClockJump, MachineSleep

@@ -121,7 +121,7 @@ class VirtualGatherer:
 
     # ---- what was decided -------------------------------------------------------
 
-    def alert(self, text: str) -> None:
+    def alert(self, text: str, island: str = "") -> None:
         """See engine.Gatherer. Nobody reads it."""
 
     def discard(self, discard: Discard) -> None:

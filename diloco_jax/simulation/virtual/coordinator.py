@@ -50,7 +50,7 @@ class VirtualLog:
 
     def ignored(self, ignored: Ignored) -> None: ...
 
-    def alert(self, text: str) -> None:
+    def alert(self, text: str, island: str = "") -> None:
         self.tell(text)
 
 

@@ -131,7 +131,7 @@ def late_driver(step_seconds: float = 1.0, lead: int = 0, **changes: Any) -> Dri
     return d
 
 
-@pytest.mark.parametrize(("step_seconds", "lead"), [(1.0, 0), (1.5, 0), (1.2, 3)])
+@pytest.mark.parametrize(("step_seconds", "lead"), [(1.0, 0), (1.5, 0), (1.2, 2)])
 def test_those_of_about_the_pacing_ones_speed_are_waited_for_without_slack(
     step_seconds, lead
 ) -> None:

@@ -40,6 +40,37 @@ def test_a_join_is_durable_before_it_is_visible() -> None:
     assert welcome.versions == (Version(1, 0), Version(1, 0))
 
 
+@pytest.mark.parametrize(
+    ("name", "lead", "hosts"),
+    [
+        ("one", 0, ""),
+        ("one", 1, "1 hosts"),
+        ("one", 2, "1 hosts"),
+        ("one", 2**16, "1 hosts"),
+        ("two", 0, "2 hosts"),
+        ("two", 2, ""),
+        ("two", 3, "2 hosts"),
+        ("undescribed", 0, ""),
+        ("undescribed", 1, "1 hosts"),
+        ("undescribed", 2, ""),
+        ("undescribed", 2**16, "1 hosts"),
+    ],
+)
+def test_a_lead_is_that_of_the_hosts_that_the_config_has(
+    name: str, lead: int, hosts: str
+) -> None:
+    d = Driver(hosts={"one": 1, "two": 2})
+    effects = d.hello(name, lead=lead)
+    if not hosts:
+        assert only(effects, Welcome)
+        assert d.state.islands[name].lead == lead
+        return
+    refused = only(effects, Refused)
+    assert refused.code == "config"
+    assert f"{lead} boundaries late, but it has {hosts}" in refused.message
+    assert f"islands.{name}.hosts" in refused.message
+
+
 def test_a_silent_island_is_absent_and_loses_nothing() -> None:
     d = Driver(quorum=2)
     d.join("a", "b")

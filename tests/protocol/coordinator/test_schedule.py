@@ -4,7 +4,7 @@ import pytest
 from kit import Driver, asked, kinds, make_config, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.events import Persist
+from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.schedule import (
     Fleet,
     advance,
@@ -16,7 +16,6 @@ from diloco_jax.protocol.coordinator.schedule import (
     skip_cycle,
     steps_to_tick,
 )
-from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
 from diloco_jax.protocol.messages import TakeRequest
 
 
@@ -194,15 +193,127 @@ def test_a_take_is_put_off_by_time_and_not_for_much_slower_islands(
     assert asks == {"a": after, "b": 0}
 
 
-def test_a_step_that_no_machine_is_fast_enough_for_puts_off_by_no_more() -> None:
+SLOW = 20.0
+"""Step time of a slow island, in those of a fast one."""
+
+
+def beside_a_slow_one(said_s: float, *, cycle: int = 1000, ticks: int = 3) -> Driver:
+    """A fast island with a step a second beside one of two hosts, without which there
+    is no quorum; that one makes a step in 20 s, and says how long it takes. Each
+    of so many ticks, a is asked for the next fragment."""
+    d = Driver(
+        quorum=2,
+        steps_per_cycle=cycle,
+        fragment_sizes=(1,) * cycle,
+        outage_budget_s=1e4,
+        compile_budget_s=1e4,
+        lease_s=1e4,
+    )
+    d.hello("a")
+    d.hello("b", lead=2)
+    d.report("a", 0)
+    d.report("b", 0, step_seconds=said_s)
+    for tick in range(1, ticks + 1):
+        d.now += SLOW
+        d.report("a", round(tick * SLOW))
+        d.report("b", tick, step_seconds=said_s)
+    return d
+
+
+def put_off(effects: list[Effect], name: str = "a") -> list[int]:
+    return [ask.after for ask in of(effects, TakeRequest) if ask.island == name]
+
+
+def test_a_fast_island_waits_for_an_honest_slow_one_of_several_hosts() -> None:
+    d = beside_a_slow_one(SLOW)
+    assert put_off(d.effects)[-1] == 2 * SLOW
+
+
+@pytest.mark.parametrize("said_s", [1e3, 1e6, 1e9])
+def test_a_step_time_counts_within_a_factor_of_two_of_what_reports_show(
+    said_s: float,
+) -> None:
+    """Twice the wall time per step."""
+    d = beside_a_slow_one(said_s, ticks=20)
+    assert put_off(d.effects)[-1] == 2 * 2 * SLOW
+
+
+@pytest.mark.parametrize("said_s", [SLOW, 1e9])
+def test_a_take_is_put_off_by_a_cycle_of_its_islands_steps_at_most(
+    said_s: float,
+) -> None:
+    d = beside_a_slow_one(said_s, cycle=4)
+    assert max(put_off(d.effects)) == 4
+
+
+def test_a_claim_of_which_nothing_is_known_yet_puts_off_by_a_cycle_at_most() -> None:
     d = Driver(quorum=2)
     d.hello("a")
-    d.hello("b", lead=2**16)
+    d.hello("b", lead=2)
     for steps in (0, 2):
         d.report("a", steps, step_seconds=5e-324)
         d.report("b", steps, step_seconds=1e9)
-    asks = {ask.island: ask.after for ask in of(d.effects, TakeRequest)}
-    assert asks["a"] == round(2**16 * 1e9 / SHORTEST_STEP_S)
+    assert put_off(d.effects) == [4]
+
+
+@pytest.mark.parametrize("ends", ["goodbye", "disconnect", "falls silent", "compiles"])
+def test_takes_that_were_put_off_are_asked_for_again_once_their_cause_is_gone(
+    ends: str,
+) -> None:
+    d = Driver(quorum=2, steps_per_cycle=100, lease_s=10.0)
+    d.hello("a")
+    d.hello("b", lead=2)
+    d.hello("c")
+    for steps in (0, 50):
+        d.report("a", steps)
+        d.report("c", steps)
+        d.report("b", steps, step_seconds=1.4)
+    tick = d.tick_of("a", 0)
+    assert put_off(d.effects) == [3]
+    if ends == "compiles":
+        effects = d.report("b", 50, phase="compiling")
+    elif ends == "falls silent":
+        d.now += 9.0
+        d.report("a", 51)
+        d.report("c", 51)
+        effects = d.wait(2.0)
+    else:
+        effects = d.goodbye("b") if ends == "goodbye" else d.disconnect("b")
+    asks = {ask.island: (ask.after, ask.tick) for ask in of(effects, TakeRequest)}
+    assert asks == {"a": (0, tick), "c": (0, tick)}
+    assert of(d.wait(0.5), TakeRequest) == [], "once"
+
+
+def test_takes_are_asked_for_again_once_a_slow_one_proves_faster() -> None:
+    """Nothing is known of b as fragment 0 is asked for; at the next tick it is."""
+    d = Driver(quorum=2, steps_per_cycle=40)
+    d.hello("a")
+    d.hello("b", lead=2)
+    for steps in (0, 20):
+        d.report("a", steps)
+        d.report("b", steps, step_seconds=1e9)
+    assert put_off(d.effects) == [40]
+    d.now += 40.0
+    d.report("b", 40, step_seconds=1e9)
+    found = of(d.report("a", 40), TakeRequest)
+    again = {ask.fragment: ask.after for ask in found if ask.island == "a"}
+    assert again.keys() == {0, 1}
+    assert max(again.values()) < 10
+
+
+def test_a_request_that_is_repeated_at_a_hello_is_one_that_can_be_hastened() -> None:
+    d = Driver(quorum=2, steps_per_cycle=100)
+    d.hello("a")
+    d.hello("b", lead=2)
+    for steps in (0, 50):
+        for name in "ab":
+            d.report(name, steps)
+    assert put_off(d.effects) == [2]
+    d.disconnect("b")
+    d.disconnect("a")
+    d.hello("b", steps=50, phase="training", lead=2)
+    assert put_off(d.hello("a", steps=50, phase="training")) == [2]
+    assert put_off(d.goodbye("b")) == [0]
 
 
 def test_who_lagged_for_long_paces_after_two_ticks_steps() -> None:

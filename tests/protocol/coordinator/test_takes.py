@@ -142,9 +142,30 @@ def test_who_comes_back_is_told_which_versions_its_delta_is_not_in(
     assert bool(of(told, ResendRequest)) is not arrived
 
 
-def test_a_take_of_another_term_is_stale(open_for_a: Driver) -> None:
-    effects = open_for_a.take("a", 0, 2, base=Version(2, 0), arrive=False)
-    assert only(effects, TakeVerdict).reason == "stale"
+@pytest.mark.parametrize(
+    ("base", "reason"),
+    [
+        (Version(0, 9), "stale"),
+        (Version(1, 1), "future"),
+        (Version(1, 10**9), "future"),
+        (Version(2, 0), "future"),
+    ],
+)
+def test_a_take_is_of_a_version_of_this_term_that_was_merged(
+    open_for_a: Driver, base: Version, reason: str
+) -> None:
+    d = open_for_a
+    assert only(d.take("a", 0, 2, base=base), TakeVerdict).reason == reason
+    assert d.fragment(0).merges == 0
+    d.report("a", 2, d.record("a", "reset", 2, fragment=0, tick=d.tick_of("a", 0)))
+    assert d.totals("a").lost == {reason: 20}
+
+
+def test_a_version_that_no_merge_has_made_is_not_adopted(open_for_a: Driver) -> None:
+    d, known = open_for_a, open_for_a.account("a", 0).adopted
+    for version in (Version(1, 1), Version(2, 0)):
+        d.report("a", 2, d.record("a", "adopted", 2, fragment=0, version=version))
+        assert d.account("a", 0).adopted == known
 
 
 def test_a_take_is_stale_only_once_the_merge_that_makes_it_so_is_durable() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
@@ -115,6 +117,24 @@ def test_idling_saves_up_an_outage_budget_and_no_more() -> None:
     assert not is_in(d)
 
 
+@pytest.mark.parametrize(
+    ("training_s", "steps", "least_s", "most_s"),
+    [
+        (0.0, 0, 0.0, math.inf),
+        (LATE_S / 2, 100, LATE_S / 404, math.inf),
+        (40.0, 0, 20.0, 80.0),
+        (40.0, 3, 5.0, 80.0 / 3),
+        (40.0, 399, 0.05, 80.0 / 399),
+    ],
+)
+def test_a_step_time_is_known_within_a_factor_of_two(
+    training_s: float, steps: int, least_s: float, most_s: float
+) -> None:
+    known = WallTime(training_s=training_s, steps=steps)
+    assert known.least_step_s == pytest.approx(least_s)
+    assert known.most_step_s == pytest.approx(most_s)
+
+
 # ---- the weight in a merge --------------------------------------------------------
 
 
@@ -165,12 +185,12 @@ def shares(d: Driver, said_s: float) -> list[float]:
 
 def test_an_idle_liar_does_not_cut_the_others_share() -> None:
     found = shares(Driver(fragment_sizes=(5,), steps_per_cycle=2), LIE_S)
-    assert found[0] == pytest.approx(1 / 3), "2 s without a step: half a second each"
+    assert found[0] == pytest.approx(1 / 2), "2 s without a step: a second each"
     assert min(found[3:]) > 0.6
     found = shares(
         Driver(fragment_sizes=(5,), steps_per_cycle=2, least_seconds=PLANNED), LIE_S
     )
-    assert min(found) == pytest.approx(1 / 3)
+    assert min(found) == pytest.approx(1 / 2)
 
 
 def test_a_liar_that_comes_again_and_again_cuts_it_no_further_than_the_config() -> None:

@@ -188,7 +188,9 @@ def test_a_take_without_steps_waits_for_no_newer_version():
     assert not books.must_wait(0)
 
 
-@pytest.mark.parametrize("reason", ["non_finite", "out_of_bounds", "quarantined"])
+@pytest.mark.parametrize(
+    "reason", ["non_finite", "out_of_bounds", "quarantined", "future"]
+)
 def test_an_unfit_delta_starts_again_from_the_anchor(reason):
     books = books_of([V[0]], "rebase")
     books.take(0, 1, 4)

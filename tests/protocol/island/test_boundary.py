@@ -28,7 +28,7 @@ class Island:
         self.watching = Watching(fragments, lambda f: self.done.append(("copy", f)))
         self.boundary = Boundary(
             Books([Version()] * fragments, ADOPT_RULES.find(rule)),
-            Goal(total_tokens=1000, tokens_per_step=10),
+            Goal(total_tokens=1000, tokens_per_step=10, steps_per_cycle=6),
             arrays=self,
             incoming=self,
             outgoing=self,
@@ -142,6 +142,28 @@ def test_a_take_that_is_put_off_comes_as_many_steps_later():
     assert island.at(4) == [("take", 0, 6)]
     assert island.at(5) == [("take", 1, 5)]
     assert island.at(6) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "due"), [(5, 1, 5), (5, 0, 4), (1, 5, 4), (0, 0, 3)]
+)
+def test_a_take_that_is_asked_for_again_comes_earlier_and_never_later(
+    first, second, due
+):
+    """Asked for at step 3, and again at step 4."""
+    island = Island()
+    says.take(island.told, 1, 5, after=first)
+    came = island.at(3)
+    says.take(island.told, 1, 5, after=second)
+    steps = [3] if came else [s for s in range(4, 12) if island.at(s)]
+    assert steps == [due]
+
+
+@pytest.mark.parametrize("after", [6, 7, 2**16, 2**48])
+def test_a_take_is_put_off_by_a_cycle_at_most(after):
+    island = Island()
+    says.take(island.told, 1, 5, after=after)
+    assert [s for s in range(3, 30) if island.at(s)] == [3 + 6]
 
 
 def test_each_take_is_put_off_by_its_own_steps():

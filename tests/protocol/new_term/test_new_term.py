@@ -8,12 +8,14 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import ledger
-from diloco_jax.protocol.coordinator.events import Effect
+from diloco_jax.protocol.coordinator import admission, ledger
+from diloco_jax.protocol.coordinator.events import Ahead, Alert, Effect, Outdated
 from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.state import Fragments
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Granted,
+    Hello,
     Progress,
     Refused,
     ResendRequest,
@@ -387,8 +389,68 @@ def test_who_was_let_in_by_another_coordinator_of_this_term_is_not_known() -> No
     assert of(d.hello("a", 2, term=2), Welcome), "and is known from then on"
 
 
-def test_a_copy_of_an_earlier_term_knows_that_it_is_one() -> None:
+def ahead_of(d: Driver, **fields: Any) -> str:
+    defaults = {"run_id": d.config.run_id, "island": "a", "incarnation": 1}
+    defaults |= {"session": "a1", "fingerprint": d.config.fingerprint}
+    defaults |= {"tokens_per_step": 10, "sequences_per_step": 1, **fields}
+    return admission.ahead(d.config, d.state, Hello(**defaults))
+
+
+@pytest.mark.parametrize(("term", "is_ahead"), [(0, False), (2, False), (3, True)])
+def test_a_copy_of_an_earlier_term_knows_that_it_is_one(
+    term: int, is_ahead: bool
+) -> None:
     d = second_term()
-    assert not gathering.is_superseded(d.state, 0)
-    assert not gathering.is_superseded(d.state, 2)
-    assert gathering.is_superseded(d.state, 3)
+    assert bool(ahead_of(d, term=term)) == is_ahead
+
+
+@pytest.mark.parametrize(
+    ("versions", "is_ahead"),
+    [
+        ((Version(1, 99), Version(1, 99)), False),
+        ((), False),
+        ((Version(2, 0),), True),
+        ((Version(1, 5), Version(3, 0)), True),
+        ((Version(2, 2**48), Version(2, 2**48)), True),
+    ],
+)
+def test_nor_has_an_island_versions_that_no_merge_of_this_copy_has_made(
+    versions: tuple[Version, ...], is_ahead: bool
+) -> None:
+    """Those of an earlier term are settled."""
+    d = Driver()
+    d.state = replace(
+        d.state,
+        fragments=Fragments(
+            replace(f, version=Version(1, 99)) for f in d.state.fragments
+        ),
+    )
+    assert bool(ahead_of(d, versions=versions)) == is_ahead
+
+
+@pytest.mark.parametrize("fields", [{"run_id": "r2"}, {"run_id": ""}, {"island": "x"}])
+def test_who_is_to_be_refused_is_not_told_to_come_again(fields: Any) -> None:
+    d = Driver(admitted={"a": None})
+    assert ahead_of(d, term=9)
+    assert not ahead_of(d, **{"term": 9, **fields})
+
+
+def test_a_coordinator_ends_once_most_of_the_configs_islands_are_ahead_of_it() -> None:
+    d = Driver(admitted=dict.fromkeys("abcd"))
+
+    def says(name: str) -> list[type[Any]]:
+        found = d.feed(Ahead(island=name, how="in term 3"))
+        return [type(e) for e in found if isinstance(e, Alert | Outdated)]
+
+    assert says("a") == [Alert]
+    assert says("a") == [], "told once"
+    d.hello("a")
+    assert says("a") == [Alert], "it has been let in since"
+    assert says("b") == [Alert]
+    assert says("let in by an operator") == [Alert], "is none of the config's"
+    assert says("c") == [Alert, Outdated]
+    text = only(d.effects, Outdated).text
+    assert "3 of 4 islands (a, b, c)" in text
+    assert "newest snapshots" in text
+    d.crash()
+    assert d.state.ahead == ()
