@@ -23,6 +23,8 @@ late."""
 NEAR = 2.0
 """Largest ratio between a step time that is believed and the wall time per step of the
 latest reports: it is a median, to which stalls and evaluations do not belong."""
+STEPS_KNOWN = 8
+"""Steps of the length that an island says, for which at least its wall time counts."""
 
 
 class WallTime(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,6 +135,19 @@ def test_a_step_time_is_known_within_a_factor_of_two(
     assert known.most_step_s == pytest.approx(most_s)
 
 
+@pytest.mark.parametrize("step_s", [0.5, 5.0, 60.0, 600.0])
+def test_an_honest_step_of_any_length_is_believed(step_s: float) -> None:
+    """Reports come every second, however rare the steps are, and leases are short."""
+    d = Driver(lease_s=10.0, outage_budget_s=1e5)
+    d.join("a", step_seconds=step_s)
+    began = d.now
+    for _ in range(int(20 * step_s)):
+        d.now += 1.0
+        d.report("a", int((d.now - began) / step_s), step_seconds=step_s)
+        if d.now - began > 2 * step_s:
+            assert d.state.islands["a"].believed_step_s == step_s
+
+
 # ---- the weight in a merge --------------------------------------------------------
 
 
