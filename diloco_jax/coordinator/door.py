@@ -10,8 +10,6 @@ from diloco_jax.models.plan import other_model
 from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import Refused, RemoteProtocolError
 
-HIGHEST_TERM = 2**20
-HIGHEST_NUMBER = 2**48
 SHORTEST_MEDIAN_S = 1e-9
 """Shortest median of a step in seconds; the speed of a shorter step would not be
 finite."""
@@ -26,11 +24,11 @@ def check_hello(hello: messages.Hello) -> None:
     """Raise RemoteProtocolError if the numbers of a hello or their products are
     absurd."""
     _check_tokens(hello, hello.steps)
-    for term, number in hello.versions:
-        if not (0 < term <= HIGHEST_TERM and 0 <= number <= HIGHEST_NUMBER):
+    for version in hello.versions:
+        if version.term == 0:
             raise RemoteProtocolError(
-                f"island {hello.island!r} has version ({term}, {number}), the highest "
-                f"are ({HIGHEST_TERM}, {HIGHEST_NUMBER}); start it again"
+                f"island {hello.island!r} has version {tuple(version)}, and terms "
+                f"count from 1; start it again"
             )
 
 

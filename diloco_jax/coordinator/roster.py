@@ -31,6 +31,9 @@ STOPPING_S = 60.0
 island was in the run when it stopped."""
 MAX_PAST_TOKENS = 2**62
 """Highest sum of tokens: the file holds whole numbers of 64 bits."""
+OF_SECONDS = tuple(name for name in Measures.__struct_fields__ if "_seconds" in name)
+LATE_S = 60.0
+"""Seconds by which clocks may differ, and a hello may come late."""
 RATE_OVER_S = 5.0
 """Seconds over which rates are taken: fragments travel in bursts."""
 
@@ -181,6 +184,10 @@ class Roster:
                 watched_cycle=member.current.watched_cycle,
                 watched_loss=member.current.watched_loss,
             )
+        most_s = now - member.first_seen + LATE_S
+        if member.steps_before is not None:  # It began elsewhere.
+            most_s = MAX_SECONDS
+        measures = _bounded(measures, now, most_s)
         if measures.steps and member.waiting_since:
             member.away_seconds += max(
                 0.0, measures.first_step_unix - member.waiting_since
@@ -304,6 +311,15 @@ class Roster:
         member.past = _sum(member.past, member.current)
         member.current = Measures()
         member.adopted = {}
+
+
+def _bounded(measures: Measures, now: float, most_s: float) -> Measures:
+    """Return the measures without times that are later or longer than can be: they
+    would spoil the figures of the whole run."""
+    limits = dict.fromkeys(OF_SECONDS, most_s)
+    limits |= {"first_step_unix": now, "last_step_unix": now}
+    found = {name: min(getattr(measures, name), most) for name, most in limits.items()}
+    return msgspec.structs.replace(measures, **found)
 
 
 def _made(member: MeasuredIsland) -> tuple[int, float]:

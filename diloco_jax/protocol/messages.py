@@ -22,6 +22,7 @@ from diloco_jax.protocol.values import (
     Rate,
     Record,
     Span,
+    Term,
     Verdict,
     Version,
 )
@@ -47,7 +48,6 @@ Tokens = Annotated[int, Meta(ge=1, le=2**40)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
-Term = Annotated[int, Meta(ge=0, le=2**20)]
 Name = Annotated[str, Meta(pattern=ISLAND_NAME)]
 Identifier = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]

@@ -26,6 +26,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """A count, or -1 for none."""
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
+Term = Annotated[int, Meta(ge=0, le=2**20)]
 
 LEAD = 2
 """Boundaries between a decision and its time, where several hosts must have it; more
@@ -40,8 +41,8 @@ def lead_of(hosts: int) -> int:
 class Version(NamedTuple):
     """Version of a fragment. A coordinator that lost its state opens a new term."""
 
-    term: int = 1
-    number: int = 0
+    term: Term = 1
+    number: Count = 0
 
     def next(self) -> Version:
         """Return the version that the next merge makes."""

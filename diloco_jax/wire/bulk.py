@@ -12,7 +12,7 @@ import msgspec
 
 from diloco_jax.core.payload import Part
 from diloco_jax.protocol.messages import Identifier, Message, Name, Text
-from diloco_jax.protocol.values import Count, Version
+from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import Failure
 
 Ticket = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -43,12 +43,12 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     island: Name
     incarnation: Count
     session: Identifier
-    fragment: int
-    tick: int
-    offset: int
+    fragment: Count
+    tick: CountOrNone
+    offset: Count
     """First byte of this stripe in the part's bytes."""
-    length: int
-    total: int
+    length: Count
+    total: Count
     """Bytes of the whole part."""
     part: Part = ()
     """Tiles of the fragment's payload that are sent; empty: all of them."""
@@ -97,12 +97,12 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=T
     island: Name
     incarnation: Count
     session: Identifier
-    fragment: int
+    fragment: Count
     want: Version
     have: Version | None
     """None: send the anchor (f32)."""
-    offset: int = 0
-    length: int = -1
+    offset: Count = 0
+    length: CountOrNone = -1
     """Bytes of the stripe; -1: to the end."""
     part: Part = ()
     """Tiles that are wanted, of each publish or of the anchor; empty: all of them."""

@@ -14,10 +14,20 @@ from door_support import ADMITTED, LAYOUTS, PLAN, RUN
 from fuzz_shrinking import paths
 from fuzz_steady import FIRST, SHARED, STEP_S, Steady, chunked, raw
 from fuzz_support import UNIX, Move, World, carried
+from numbers_said import numbers_of
+
+from diloco_jax.protocol import messages
+from diloco_jax.wire import bulk
 
 EDGES = (-1, 0, 1, 2, 63, 2**16, 2**24, 2**31, 2**40, 2**47, 2**48, 2**48 + 1, 2**53)
 HUGE = (2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), FIRST, FIRST + 10**6)
 FLOATS = (math.nan, math.inf, -math.inf, -0.0, 5e-324, 1e-9, 1e-4, 1e9, 1e10, 1e300)
+LARGEST = {
+    name: most
+    for kind in (messages.Hello, messages.Report, messages.Goodbye, bulk.UploadStart)
+    for _, name, most in numbers_of(kind)
+}
+"""The largest number that each field may have, by its name."""
 TEXTS = (
     "",
     "x" * 2000,
@@ -63,6 +73,8 @@ class Hostile:
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.random = world, random.Random(seed)
+        self.holds_up = seed % 3 == 1
+        """True if they make others wait for as long as they can."""
         self.said: list[Move] = []
         self.incarnations = dict.fromkeys((*ADMITTED, "d"), FIRST)
         self.sessions = {name: f"{name}-0" for name in self.incarnations}
@@ -161,7 +173,7 @@ class Hostile:
             "tokens": 0,
             "own_tokens": self.random.randrange(100),
             "next_position": self.world.state.next_position,
-            "lead": self.random.randrange(3),
+            "lead": LARGEST["lead"] if self.holds_up else self.random.randrange(3),
         }
 
     def _report(self, name: str, records: int = 0) -> dict[str, Any]:
@@ -307,6 +319,8 @@ class Hostile:
         chance = self.random
         if chance.random() < 0.1:
             return chance.choice(OTHERS)()
+        if key in LARGEST and chance.random() < 0.3:
+            return LARGEST[key]
         if isinstance(value, bool) or value is None:
             return chance.choice((True, None, [1, 0], [1, 2**48], 3))
         if isinstance(value, int):

@@ -47,7 +47,8 @@ class Steady:
         self.start = [0] * len(LAYOUTS)
         self.takes: dict[int, dict[str, int]] = {}
         """By fragment: tick, start, end, seq and base of an outstanding take."""
-        self.asked: dict[int, int] = {}
+        self.asked: dict[int, tuple[int, int]] = {}
+        """By fragment: tick, and step at which the take is due."""
         self.base: list[tuple[int, int]] = []
         self.records: list[dict[str, Any]] = []
         self.term, self.run_id, self.tokens, self.position = 0, "", 0, 0
@@ -72,7 +73,9 @@ class Steady:
             made = int((self.world.now - self.since) / STEP_S)
             self.steps = max(self.steps, min(may, made))
         uploads = []
-        for fragment, tick in list(self.asked.items()):
+        for fragment, (tick, due) in list(self.asked.items()):
+            if self.phase == "training" and self.steps < due:
+                continue
             if self.steps > self.start[fragment] and fragment not in self.takes:
                 uploads.append(self._take(fragment, tick))
                 del self.asked[fragment]
@@ -177,7 +180,11 @@ class Steady:
                     self.granted += message.span.stop - message.span.start
                 case messages.TakeRequest():
                     if message.fragment not in self.takes:
-                        self.asked[message.fragment] = message.tick
+                        due = self.steps + message.after
+                        tick, before = self.asked.get(message.fragment, (-1, due))
+                        if tick == message.tick:
+                            due = min(due, before)
+                        self.asked[message.fragment] = (message.tick, due)
                 case messages.ResendRequest():
                     take = self.takes.get(message.fragment)
                     if take is not None and take["tick"] == message.tick:

@@ -6,9 +6,14 @@ import msgspec
 import pytest
 
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.coordinator.roster import INTERVALS_KEPT, Roster
+from diloco_jax.coordinator.roster import (
+    INTERVALS_KEPT,
+    LATE_S,
+    OF_SECONDS,
+    Roster,
+)
 from diloco_jax.coordinator.summary import missing
-from diloco_jax.observability.measures import goodput
+from diloco_jax.observability.measures import goodput, uptime
 from diloco_jax.protocol.messages import Hello, Measures
 from diloco_jax.protocol.values import Record, Version
 
@@ -256,7 +261,7 @@ def test_sums_over_many_incarnations_stay_numbers_that_the_file_holds(roster):
     most = Measures(steps=2**48, bytes_up=2**56, stalled_seconds=1e9)
     for incarnation in range(1, 600):
         roster.hello(hello(incarnation, tokens_per_step=2**8), 1000.0)
-        roster.report("a", most, (), 1001.0)
+        roster.report("a", most, (), 2e9)
     roster.save()
     sums = Roster(roster._path).measures("a")
     assert (sums.steps, sums.bytes_up, sums.stalled_seconds) == (2**48, 2**56, 1e9)
@@ -280,3 +285,14 @@ def test_an_evaluation_counts_of_cycles_that_the_island_was_to_evaluate(roster):
     assert says("a", 4, 9.0, 4) == ("a", 4, 1.5), "once"
     assert says("a", 2, 9.0, 4) == ("a", 4, 1.5)
     assert says("b", 5, 1.0, 5) == ("b", 5, 1.0)
+
+
+def test_times_later_or_longer_than_can_be_do_not_spoil_the_runs_figures(roster):
+    roster.hello(hello(), 1000.0)
+    seconds = dict.fromkeys(OF_SECONDS, 1000000000.0)
+    most = Measures(steps=9, first_step_unix=1e11, last_step_unix=1e11, **seconds)
+    roster.report("a", most, (), 1010.0)
+    found = roster.measures("a")
+    assert (found.first_step_unix, found.last_step_unix) == (1010.0, 1010.0)
+    assert {getattr(found, name) for name in OF_SECONDS} == {10.0 + LATE_S}
+    assert uptime([roster.measure("a", 0, 0, 1010.0)], 10.0) <= 1

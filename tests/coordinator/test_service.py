@@ -105,8 +105,7 @@ def test_absurd_products_are_turned_away_at_the_door() -> None:
     service = serve(posted)
     for wrong, shown in (
         (hello(steps=2**30, tokens_per_step=2**30), "1073741824 steps of 1073741824"),
-        (hello(versions=(Version(2**21, 1),)), r"version \(2097152, 1\)"),
-        (hello(versions=(Version(1, 2**60),)), "the highest are"),
+        (hello(versions=(Version(0, 1),)), r"version \(0, 1\), and terms count"),
     ):
         with pytest.raises(RemoteProtocolError, match=shown):
             service.connect(wrong, cast(Any, None))
