@@ -46,6 +46,16 @@ class Frozen(NamedTuple):
     digest: Callable[[], str] = str
     """Returns 16 hex digits over all of them."""
 
+    def require(self, digest: str) -> None:
+        """Raise ConfigError unless the parameters here are a run's, by its digest; ""
+        is not compared."""
+        if digest and (here := self.digest()) != digest:
+            raise ConfigError(
+                f"model.frozen_digest = {digest} in the run's config, but the weights "
+                f"here (model.weights) have {here}: they have changed, or are others; "
+                f"put the run's there (an island takes --model.weights hf:DIR)"
+            )
+
 
 class Model(NamedTuple):
     """A model as pure functions.

@@ -14,7 +14,7 @@ from diloco_jax.config import ConfigError, IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models import build as models
 from diloco_jax.models import lora
 from diloco_jax.models.layout import Layout
-from diloco_jax.models.model import Model, Params
+from diloco_jax.models.model import Frozen, Model, Params
 from diloco_jax.weights.first import first_pieces
 
 
@@ -48,10 +48,18 @@ def base_run(run: RunConfig) -> RunConfig:
 def base_leaves(run: RunConfig) -> Iterator[np.ndarray]:
     """Yield the weights that a run adapts, stacked, in the order of `jax.tree.leaves`
     and the dtype of their files."""
+    return map(_stacked, _mapped_base(run))
+
+
+def _mapped_base(run: RunConfig) -> list[Any]:
     plain = base_run(run)
     pieces = first_pieces(plain, models.build(plain))
-    for leaf in jax.tree.leaves(pieces, is_leaf=lambda x: isinstance(x, list)):
-        yield np.stack(leaf) if isinstance(leaf, list) else np.asarray(leaf)
+    leaves: list[Any] = jax.tree.leaves(pieces, is_leaf=lambda x: isinstance(x, list))
+    return leaves
+
+
+def _stacked(leaf: Any) -> np.ndarray:
+    return np.stack(leaf) if isinstance(leaf, list) else np.asarray(leaf)
 
 
 def digest_of(leaves: Iterator[np.ndarray]) -> str:
@@ -78,13 +86,18 @@ def merged(run: RunConfig, adapters: Params) -> Params:
 def merged_leaves(
     run: RunConfig, adapters: Params
 ) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Yield `merged` by path, one array at a time."""
+    """Yield `merged` by path, one array at a time.
+
+    Raises ConfigError, with both digests, if the weights are no longer the run's."""
+    base = _mapped_base(run)
+    here = Frozen({}, {}, digest=lambda: digest_of(map(_stacked, base)))
+    here.require(run.model.frozen_digest)
     shapes = models.build(base_run(run)).shapes()
     paths = [
         tuple(key.key for key in keys)
         for keys, _ in jax.tree_util.tree_leaves_with_path(shapes)
     ]
-    for path, leaf in zip(paths, base_leaves(run), strict=True):
+    for path, leaf in zip(paths, map(_stacked, base), strict=True):
         value = np.asarray(leaf, np.float32)
         if "/".join(path[1:]) in lora.INPUT_AXES:
             _, half, name = path

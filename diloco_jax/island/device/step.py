@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.config import ConfigError, IslandConfig
+from diloco_jax.config import IslandConfig
 from diloco_jax.config.validation import check_batch
 from diloco_jax.core.source_losses import by_source
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
@@ -130,11 +130,7 @@ class Trainer:
 
     def _place_frozen(self) -> Params:
         source = self._frozen_source
-        if self._frozen_digest and (here := source.digest()) != self._frozen_digest:
-            raise ConfigError(
-                f"model.frozen_digest = {self._frozen_digest} in the run's config, but "
-                f"the weights here have {here}; give the run's (--model.weights hf:DIR)"
-            )
+        source.require(self._frozen_digest)
         shardings = param_shardings(self.mesh, source.axes, source.shapes)
         like, structure = jax.tree.flatten(source.shapes)
         placed = [
