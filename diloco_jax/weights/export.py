@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, ModelConfig
+from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.core.fragments import from_pieces
+from diloco_jax.data.tokenizers.opening import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
@@ -27,10 +29,11 @@ from diloco_jax.sealed import sync_path
 from diloco_jax.weights import families, files, names
 from diloco_jax.weights.adapted import base_run, merged_leaves
 from diloco_jax.weights.adapter import write_adapter
-from diloco_jax.weights.files import BESIDE, CONFIG
+from diloco_jax.weights.files import BESIDE, CONFIG, GENERATION
 from diloco_jax.weights.first import fill
 
 KINDS = {"float32": "F32", "bfloat16": "BF16"}
+TOKENS = ("bos_token_id", "eos_token_id")
 Report = Callable[[float], None]
 """Called with the share that is done."""
 
@@ -45,10 +48,12 @@ def export(
     dtype: str = "float32",
     shard_bytes: int = files.SHARD_BYTES,
     report: Report = lambda share: None,
-) -> int:
-    """Write a run's parameters to a new folder; return their number.
+) -> tuple[int, str]:
+    """Write a run's parameters to a new folder; return their number, and what other
+    tools do not find in it, "" if nothing.
 
-    The folder appears when all of it is on disk.
+    The folder appears when all of it is on disk. A model of `model.factory` leaves as
+    its arrays alone, by the names of its `init`.
 
     Args:
       cycle: a kept one; None = the parameters of the newest snapshot.
@@ -73,48 +78,54 @@ def export(
                 "out"
             )
         with _appearing(target, source) as scratch:
-            write = _Whole(run.model, run.sequence_length, scratch, dtype, shard_bytes)
+            write = _Whole(run, source, scratch, dtype, shard_bytes)
             for piece, value in pieces:
                 fill(write.views, piece, write.scaled(piece.path, value))
                 report(write.share_done(value.size))
-            return write.finish(source)
+            return write.finish()
     adapters = from_pieces(build_plan(run, built), {p.name: v for p, v in pieces})
     with _appearing(target, source) as scratch:
         if not merged:
-            return write_adapter(run.model, adapters, scratch)
-        plain = base_run(run).model
-        write = _Whole(plain, run.sequence_length, scratch, dtype, shard_bytes)
+            return write_adapter(run.model, adapters, scratch), ""
+        write = _Whole(base_run(run), source, scratch, dtype, shard_bytes)
         for path, value in merged_leaves(run, adapters):
             write.put(path, write.scaled(path, value))
             report(write.share_done(value.size))
-        return write.finish(source)
+        return write.finish()
 
 
 class _Whole:
     """The files of a whole model in a folder, to be filled."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        sequence_length: int,
-        folder: Path,
-        dtype: str,
-        shard_bytes: int,
+        self, run: RunConfig, source: Path, folder: Path, dtype: str, shard_bytes: int
     ) -> None:
-        self._folder, self._dtype = folder, dtype
-        self._written = families.write(model, sequence_length)
-        read = families.read(self._written, CONFIG)
-        self._gains = read.norm_gain != model.norm_gain
-        tensors = names.tensors(model)
-        arrays = files.make_tensors(
-            folder,
-            {tensor.name: tensor.shape for tensor in tensors},
-            files.DTYPES[KINDS[dtype]],
-            shard_bytes,
-        )
-        self.views = names.views(model, arrays)
-        self._norms = {tensor.path for tensor in tensors if tensor.is_norm}
-        self._done, self._total = 0, sum(array.size for array in arrays.values())
+        """source: the small files that the run kept of what it started from."""
+
+        def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+            kind = files.DTYPES[KINDS[dtype]]
+            return files.make_tensors(folder, shapes, kind, shard_bytes)
+
+        self._folder, self._done = folder, 0
+        self._beside: dict[str, Any] = {}
+        self._gains, self._norms = False, set[tuple[str, ...]]()
+        if run.model.factory:
+            leaves, structure = jax.tree.flatten_with_path(build(run).shapes())
+            arrays = made({_joined(path): leaf.shape for path, leaf in leaves})
+            self.views = jax.tree.unflatten(structure, list(arrays.values()))
+            self._lacks = (
+                f"model.factory = {run.model.factory!r}: the arrays by their names, "
+                f"and no config.json, since no other tool knows the model"
+            )
+        else:
+            written = families.write(run.model, run.sequence_length)
+            self._gains = families.read(written, "").norm_gain != run.model.norm_gain
+            self._beside, self._lacks = _settings(written, source, dtype)
+            tensors = names.tensors(run.model)
+            arrays = made({tensor.name: tensor.shape for tensor in tensors})
+            self.views = names.views(run.model, arrays)
+            self._norms = {tensor.path for tensor in tensors if tensor.is_norm}
+        self._total = sum(array.size for array in arrays.values())
 
     def scaled(self, path: tuple[str, ...], value: Any) -> Any:
         """Return a parameter as the family has it: its norms may multiply otherwise."""
@@ -136,11 +147,15 @@ class _Whole:
         self._done += more
         return self._done / self._total
 
-    def finish(self, source: Path) -> int:
-        """Write config.json; return the number of values."""
-        text = _config_json(self._written, source, self._dtype)
-        (self._folder / CONFIG).write_text(text)
-        return self._total
+    def finish(self) -> tuple[int, str]:
+        """Write the settings; return the number of values, and what lacks."""
+        for name, settings in self._beside.items():
+            (self._folder / name).write_text(json.dumps(settings, indent=2) + "\n")
+        return self._total, self._lacks
+
+
+def _joined(path: tuple[Any, ...]) -> str:
+    return "/".join(key.key for key in path)
 
 
 @contextlib.contextmanager
@@ -152,7 +167,7 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
     try:
         yield scratch
         for name in BESIDE:
-            if (source / name).is_file():
+            if (source / name).is_file() and not (scratch / name).exists():
                 shutil.copyfile(source / name, scratch / name)
         for path in scratch.iterdir():
             sync_path(path)  # What was written into its mapping, too.
@@ -173,19 +188,55 @@ def require_target(target: Path) -> None:
     require_writable(target.parent, "DIR")
 
 
-def _config_json(written: dict[str, Any], source: Path, dtype: str) -> str:
-    """Return config.json: that of the source, where it has one, with the model's own
-    fields over it."""
+def _settings(
+    written: dict[str, Any], source: Path, dtype: str
+) -> tuple[dict[str, Any], str]:
+    """Return config.json and, where the source's is not enough, generation_config.json;
+    and what lacks in them.
+
+    config.json is that of the source, where it has one, with the model's own fields
+    over it. Both name the tokens that begin and end a text: other tools take their
+    family's, 1 and 2 of a Llama, where neither does.
+    """
     kept: dict[str, Any] = {}
     if (source / CONFIG).is_file():
         kept = dict(families.text_config(files.read_json(source / CONFIG)))
-        for key in ("rope_parameters", "_sliding_window_pattern", "dtype"):
-            kept.pop(key, None)  # Older keys say the same.
+        for key in ("rope_parameters", "_sliding_window_pattern", "dtype", "auto_map"):
+            kept.pop(key, None)  # Older keys say the same; no code comes along.
         lengths = (kept, written)
         written = written | {
             "max_position_embeddings": max(
                 found.get("max_position_embeddings", 0) for found in lengths
             )
         }
-    text = json.dumps({**kept, **written, "torch_dtype": dtype}, indent=2)
-    return text + "\n"
+    saying: dict[str, Any] = {}
+    if (source / GENERATION).is_file():
+        saying = files.read_json(source / GENERATION)
+    tokens, trouble = _tokens(source, saying, kept)
+    named = {key: token for key, token in tokens.items() if token is not None}
+    found = {CONFIG: {**_filled(kept, tokens), **written, "torch_dtype": dtype}}
+    if (said := _filled(saying, named)) != saying:
+        found[GENERATION] = said
+    return found, "" if "eos_token_id" in named else f"no end token: {trouble}"
+
+
+def _tokens(source: Path, *settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the tokens that begin and end a text, and why one may lack: of the
+    settings, the first that name one, else of the tokenizer; None if there is none."""
+    tokens: dict[str, Any] = dict.fromkeys(TOKENS)
+    for found in settings:
+        tokens = _filled(tokens, {key: found.get(key) for key in TOKENS})
+    if None in tokens.values() and (path := find_tokenizer(source)):
+        try:
+            tokenizer = open_tokenizer(path)
+        except ConfigError as error:  # The parameters leave all the same.
+            return tokens, str(error)
+        theirs = (next(iter(tokenizer.start), None), tokenizer.end)
+        tokens = _filled(tokens, dict(zip(TOKENS, theirs, strict=True)))
+    return tokens, "none is known"
+
+
+def _filled(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with others where they have none."""
+    lacking = {key: v for key, v in more.items() if settings.get(key) is None}
+    return {**settings, **lacking}

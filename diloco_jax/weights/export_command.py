@@ -77,13 +77,13 @@ def export_command(arguments: Sequence[str]) -> int:
     began, console = time.monotonic(), Console(stderr=True)
     if workdir.is_dir():
         cycle = options.cycle or None
-        count = _write(options, console, workdir, target, cycle)
+        count, lacks = _write(options, console, workdir, target, cycle)
     else:
-        count, cycle = _export_live(options, console, target)
+        (count, lacks), cycle = _export_live(options, console, target)
     of_cycle = "" if cycle is None else f" of cycle {cycle}"
     print(
         f"{target}: {count:,} parameters{of_cycle} in {options.dtype}, in "
-        f"{time.monotonic() - began:.1f} s",
+        f"{time.monotonic() - began:.1f} s" + (lacks and f"; {lacks}"),
         file=sys.stderr,
     )
     return EXIT_DONE
@@ -95,7 +95,7 @@ def _write(
     workdir: Path,
     target: Path,
     cycle: int | None,
-) -> int:
+) -> tuple[int, str]:
     from diloco_jax.observability.bar import bar
     from diloco_jax.weights.export import export
 
@@ -114,8 +114,8 @@ def _write(
 
 def _export_live(
     options: ExportOptions, console: Console, target: Path
-) -> tuple[int, int]:
-    """Return the number of parameters, and of their cycle."""
+) -> tuple[tuple[int, str], int]:
+    """Return what `export` does, and the number of the cycle."""
     from diloco_jax.observability.bar import bar
     from diloco_jax.weights.export import require_target
     from diloco_jax.weights.live import LiveRun
@@ -148,7 +148,7 @@ def _export_live(
             from diloco_jax.weights.export import export
 
             with bar(console, "writing") as report:
-                count = export(
+                written = export(
                     config,
                     Path(made),
                     target,
@@ -159,4 +159,4 @@ def _export_live(
                 )
     finally:
         client.close()
-    return count, cycle
+    return written, cycle

@@ -35,6 +35,7 @@ PLAIN = {
     "use_bidirectional_attention": False,
     "use_sliding_window": False,
     "quantization_config": None,
+    "partial_rotary_factor": 1.0,
 }
 """Keys for which only this value, or none, can be followed."""
 Whole = Annotated[int, Meta(ge=1)]
@@ -48,6 +49,7 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), bool),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq"), Above0),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Above0),
+    "partial_rotary_factor": Above0,
     "original_max_position_embeddings": Whole,
     **dict.fromkeys(("full_attention", "sliding_attention"), dict[str, Any]),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict[str, Any]),
@@ -82,6 +84,12 @@ FAMILIES = {
         fixed={"norm_gain": "scale", "qk_norm": True},
         defaults={"head_dim": 128},
     ),
+    # As a llama, which it leaves as; the first of them saw a window in every layer.
+    "mistral": ModelFamily(
+        architecture="MistralForCausalLM",
+        fixed={"norm_gain": "scale"},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     "gemma3_text": ModelFamily(
         architecture="Gemma3ForCausalLM",
         fixed={
@@ -108,6 +116,14 @@ FAMILIES = {
 }
 MULTIMODAL = {"gemma3": "gemma3_text"}
 """Models with a picture encoder, and the family of the decoder inside."""
+OUTER = (
+    "tie_word_embeddings",
+    "quantization_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""Keys of the whole model, which count before those of the decoder inside."""
 
 
 def text_config(found: Json) -> Json:
@@ -120,7 +136,8 @@ def text_config(found: Json) -> Json:
             f"config.json: text_config = {inner!r}, but a {kind} has its decoder "
             f"there; copy the folder again"
         )
-    return {**inner, "model_type": MULTIMODAL[kind]}
+    outer = {key: found[key] for key in OUTER if found.get(key) is not None}
+    return {**inner, **outer, "model_type": MULTIMODAL[kind]}
 
 
 def read(found: Json, where: str) -> ModelConfig:
@@ -144,8 +161,7 @@ def read(found: Json, where: str) -> ModelConfig:
     if not found.get("head_dim") and found.get("num_attention_heads"):
         heads = found["num_attention_heads"]
         found = {**found, "head_dim": found.get("hidden_size", 0) // heads}
-    for key, value in PLAIN.items():
-        _require(where, key, found.get(key) or value, (value,))
+    _require_plain(where, found)
     sizes = {}
     for ours, theirs in SIZES.items():
         if theirs not in found:
@@ -197,12 +213,6 @@ def write(model: ModelConfig, length: int) -> dict[str, Any]:
     A family whose norms multiply by a plain scale also serves a model that adds 1 to
     it. Raises ConfigError if no family has the model's switches.
     """
-    if model.factory:
-        raise ConfigError(
-            f"model.factory = {model.factory!r}: only the bundled transformer has a "
-            f"config.json; write your own model's files from "
-            f"diloco_jax.evaluation.load_params"
-        )
     nearest: list[str] = []
     for kind, family in FAMILIES.items():
         written = _write(kind, family, model, length)
@@ -255,6 +265,8 @@ def _write(
         "rope_theta": model.rope_base,
         "rope_scaling": _write_scaling(model),
     }
+    if "sliding_window" in family.defaults:
+        written["sliding_window"] = None
     if family.windows:
         layers = range(model.num_layers)
         windowed = [model.is_windowed(layer) for layer in layers]
@@ -273,12 +285,21 @@ def _write(
 def _read_rope(found: Json, where: str) -> dict[str, Any]:
     parameters: Json = found.get("rope_parameters") or {}
     local = parameters.get("sliding_attention", {})
-    own = parameters.get("full_attention", parameters)
-    scaling: Json = own or found.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    own = parameters.get("full_attention", {} if local else parameters)
+    older: Json = found.get("rope_scaling") or {}
+    if own and not _with_type(older).items() <= _with_type(own).items():
+        # Readers do not agree which of them counts, and for which key.
+        raise ConfigError(
+            f"{where}: rope_parameters has {own} and rope_scaling {older}; write the "
+            f"keys that are meant into rope_parameters, and leave rope_scaling out"
+        )
+    scaling: Json = _with_type(own or older)
+    kind = scaling.get("rope_type", "default")
     _require(where, "rope_type", kind, ("default", "linear", "llama3"))
     _require(where, "rope_type", local.get("rope_type", "default"), ("default",))
-    rope = {"rope_base": float(own.get("rope_theta", found["rope_theta"]))}
+    for part in (scaling, local):
+        _require_plain(where, part)
+    rope = {"rope_base": float(scaling.get("rope_theta", found["rope_theta"]))}
     base = local.get("rope_theta", found.get("rope_local_base_freq"))
     if base is not None:
         rope["rope_window_base"] = float(base)
@@ -297,6 +318,12 @@ def _read_rope(found: Json, where: str) -> dict[str, Any]:
         _require_key(where, scaling, theirs)
     read = {ours: float(scaling[theirs]) for ours, theirs in factors.items()}
     return {**rope, **read, "rope_scaling": kind}
+
+
+def _with_type(scaling: Json) -> dict[str, Any]:
+    """Return it with `rope_type` for the older name of that key."""
+    kept = {key: value for key, value in scaling.items() if key != "type"}
+    return {"rope_type": scaling["type"], **kept} if "type" in scaling else kept
 
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -318,7 +345,14 @@ def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
 def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any]:
     kinds = found.get("layer_types") or []
     if not family.windows:
-        _require(where, "layer_types", "sliding_attention" in kinds, (False,))
+        other = next((kind for kind in kinds if kind != "full_attention"), None)
+        _require(where, "layer_types", other or "full_attention", ("full_attention",))
+        if "sliding_window" in family.defaults and found["sliding_window"]:
+            raise ConfigError(
+                f"{where}: sliding_window = {found['sliding_window']}, which the "
+                f"bundled transformer lacks in this family; set it to null if no text "
+                f"is longer: the window then hides nothing"
+            )
         return {}
     count = found["num_hidden_layers"]
     pattern = found.get("sliding_window_pattern", found.get("_sliding_window_pattern"))
@@ -341,6 +375,11 @@ def _read_windows(found: Json, family: ModelFamily, where: str) -> dict[str, Any
             f"many of sliding_attention can be followed"
         )
     return windows
+
+
+def _require_plain(where: str, found: Json) -> None:
+    for key, value in PLAIN.items():
+        _require(where, key, found.get(key) or value, (value,))
 
 
 def _require_key(where: str, scaling: Json, key: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+def read_tensors(
+    folder: Path, needed: Callable[[str], bool] = lambda name: True
+) -> dict[str, np.ndarray]:
     """Return all tensors of a folder by name, as views of the mapped files.
+
+    A single file counts before an index, which may be older, as in other readers.
+
+    Args:
+      needed: tells if a tensor that the index names has to be there.
 
     Raises ConfigError, naming the file, if one is missing, truncated or of a dtype that
     is no float.
     """
-    index = folder / INDEX
-    if not index.exists():
-        return _mapped(folder / SINGLE)
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file() or not index.is_file():
+        return _mapped(single)
     where = read_json(index).get("weight_map")
     try:
         where = msgspec.convert(where, dict[str, str])
@@ -82,13 +89,15 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         ) from error
     found: dict[str, np.ndarray] = {}
     for name in sorted(set(where.values())):
+        wanted = [t for t, file in where.items() if file == name and needed(t)]
+        if not wanted and not (folder / name).is_file():
+            continue
         inside = _mapped(folder / name)
-        for tensor in (t for t, file in where.items() if file == name):
-            if tensor not in inside:
-                raise ConfigError(
-                    f"{index} says that {name} has {tensor}, but it has not; copy both "
-                    f"files again"
-                )
+        if lacking := [tensor for tensor in wanted if tensor not in inside]:
+            raise ConfigError(
+                f"{index} says that {name} has {lacking[0]}, but it has not; copy both "
+                f"files again"
+            )
         found |= inside
     return found
 

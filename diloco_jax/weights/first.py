@@ -263,8 +263,9 @@ def read_folder(folder: Path, model: ModelConfig) -> Params:
             f"files have the parameters of the bundled transformer alone; load them in "
             f"the factory's init"
         )
-    arrays = _decoder(read_tensors(folder), model)
     wanted = {tensor.name: tensor.shape for tensor in names.tensors(model)}
+    arrays = read_tensors(folder, lambda name: _plain_name(name) in wanted)
+    arrays = _decoder(folder, arrays, model)
     for name, shape in wanted.items():
         if name not in arrays:
             raise ConfigError(
@@ -308,24 +309,44 @@ def whole(
     return joined
 
 
+def _plain_name(name: str) -> str:
+    """Return a tensor's name in a model without a picture encoder; files old and new
+    name the decoder inside differently."""
+    inner = name.replace("model.language_model.", "language_model.model.")
+    return inner.removeprefix("language_model.")
+
+
 def _decoder(
-    arrays: dict[str, np.ndarray], model: ModelConfig
+    folder: Path, arrays: dict[str, np.ndarray], model: ModelConfig
 ) -> dict[str, np.ndarray]:
     """Return the decoder's tensors under their plain names, without those that carry
-    nothing: copies of the tied table, and tables of rotations."""
+    nothing: copies of the tied table, and tables of rotations.
+
+    Raises ConfigError if a tied table and its copy differ."""
     inner = ("language_model.", "model.language_model.")
-    if any(name.startswith(inner) for name in arrays):
-        # The decoder of a model with a picture encoder, in files old and new.
-        arrays = {
-            name.replace("model.language_model.", "language_model.model.").removeprefix(
-                "language_model."
-            ): array
-            for name, array in arrays.items()
-            if name.startswith((*inner, "lm_head."))
-        }
-    return {
-        name: array
+    of_more = any(name.startswith(inner) for name in arrays)
+    arrays = {
+        _plain_name(name): array
         for name, array in arrays.items()
         if not name.endswith("rotary_emb.inv_freq")
-        and not (model.tied_embeddings and name == "lm_head.weight")
+        and (not of_more or name.startswith((*inner, "lm_head.")))
     }
+    head, table = names.OUTSIDE["unembedding"], names.OUTSIDE["embedding"]
+    if not model.tied_embeddings or head not in arrays:
+        return arrays
+    copy = arrays.pop(head)
+    if not _equal(copy, arrays.setdefault(table, copy)):
+        raise ConfigError(
+            f"{folder}: {head} and {table} differ, but {CONFIG} says that they are one "
+            f"(tie_word_embeddings, whose default is the family's); set it to false, "
+            f"or remove the tensor that is not meant"
+        )
+    return arrays
+
+
+def _equal(one: np.ndarray, other: np.ndarray, rows: int = 4096) -> bool:
+    """Tell if two tables are equal; hold few rows of them in memory."""
+    return one.shape == other.shape and all(
+        np.array_equal(one[begin : begin + rows], other[begin : begin + rows])
+        for begin in range(0, len(one), rows)
+    )

@@ -154,6 +154,7 @@ def test_a_value_of_a_wrong_type_is_named(settings, shown, config, tmp_path):
 def test_an_index_that_names_no_files_is_refused(index, config, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(FAMILIES / "qwen3", source)
+    gone(source)
     (source / files.INDEX).write_text(index)
     with pytest.raises(ConfigError, match=r"index.json: weight_map names no files"):
         started_from(config, f"hf:{source}")

@@ -1,0 +1,111 @@
+"""An export says what begins and ends a text; one of an own model is its arrays."""
+
+import dataclasses
+import json
+
+import jax
+import make_tokenizers
+import numpy as np
+import pytest
+import tiny
+from begin_support import FAMILIES, begun
+from safetensors.numpy import load_file
+
+from diloco_jax import cli
+from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.evaluation import load_params
+from diloco_jax.weights import families, files
+from diloco_jax.weights.export import _settings
+from diloco_jax.weights.first import end_tokens
+
+WRITTEN = families.write(dataclasses.replace(tiny.UNLIKE, norm_gain="scale"), 16)
+NO = {"bos_token_id": None, "eos_token_id": None}
+
+
+def said(source, **beside):
+    for name, found in beside.items():
+        (source / f"{name}.json").write_text(json.dumps(found))
+    found, lacks = _settings(WRITTEN, source, "float32")
+    config, generation = found["config.json"], found.get("generation_config.json", {})
+    return [{key: have.get(key) for key in NO} for have in (config, generation)], lacks
+
+
+def test_a_run_from_nothing_says_the_ends_of_its_tokenizer(tmp_path):
+    tokenizer = open_tokenizer(make_tokenizers.make_pieces(tmp_path))
+    assert tokenizer.start
+    own = {"bos_token_id": tokenizer.start[0], "eos_token_id": tokenizer.end}
+    assert said(tmp_path) == ([own, own], "")
+
+
+def test_a_tokenizer_without_a_start_token_leaves_it_null(tmp_path):
+    tokenizer = open_tokenizer(make_tokenizers.make_json(tmp_path, start=False))
+    found, lacks = said(tmp_path)
+    assert not tokenizer.start
+    assert found == [{**NO, "eos_token_id": tokenizer.end}] * 2
+    assert not lacks
+
+
+def test_the_start_token_is_asked_for_beside_ends_that_are_known(tmp_path):
+    """As a run from nothing on chats keeps them."""
+    tokenizer = open_tokenizer(make_tokenizers.make_pieces(tmp_path))
+    ends = [tokenizer.end, 9]
+    own = {"bos_token_id": tokenizer.start[0], "eos_token_id": ends}
+    found = said(tmp_path, generation_config={"eos_token_id": ends, "top_k": 3})
+    assert found == ([own, own], "")
+    assert end_tokens(tmp_path) == ends
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "want"),
+    [
+        ({"bos_token_id": 5, "eos_token_id": 6}, None, (5, 6)),
+        ({"bos_token_id": 5, "eos_token_id": 6}, {"eos_token_id": [6, 7]}, (5, [6, 7])),
+        ({"bos_token_id": None, "eos_token_id": 6}, {"bos_token_id": 4}, (4, 6)),
+    ],
+)
+def test_what_the_source_says_counts(config, generation, want, tmp_path):
+    source = json.loads((FAMILIES / "smollm2" / "config.json").read_text())
+    beside = {"config": source | config}
+    if generation is not None:
+        beside["generation_config"] = generation
+    found, lacks = said(tmp_path, **beside)
+    assert found[1] == dict(zip(NO, want, strict=True))
+    assert not lacks
+
+
+@pytest.mark.parametrize("tokenizer", [None, "{}", "[" * 200_000])
+def test_tokens_that_are_not_known_are_null_and_told(tokenizer, tmp_path):
+    """A tokenizer that does not open keeps no parameters back."""
+    if tokenizer:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    found, lacks = said(tmp_path)
+    assert found == [NO, NO]
+    assert "bos_token_id" in _settings(WRITTEN, tmp_path, "float32")[0]["config.json"]
+    assert lacks.startswith("no end token: ")
+    assert ("tokenizer.json" in lacks) == bool(tokenizer)
+
+
+def test_a_model_of_ones_own_leaves_as_its_arrays(config, tmp_path, capsys):
+    module = tmp_path / "own.py"
+    module.write_text(
+        "from diloco_jax.models.transformer import build\n"
+        "import dataclasses\n"
+        "def model(run, island, layout):\n"
+        "    return build(dataclasses.replace(run.model, factory=''))\n"
+    )
+    model = dataclasses.replace(tiny.UNLIKE, factory=f"{module}:model")
+    run = dataclasses.replace(config.run, model=model)
+    workdir = begun(dataclasses.replace(config, run=run), "", tmp_path / "run")
+    out = tmp_path / "out"
+    trusted = [str(workdir), str(out), "--trust-code"]
+    assert cli.main(["export", *trusted]) == 0
+    told = capsys.readouterr().err
+    assert f"model.factory = '{module}:model': the arrays by their names" in told
+    found = load_file(out / files.SINGLE)
+    assert "layers/attention/query" in found
+    want = jax.tree_util.tree_leaves_with_path(load_params(workdir, trust_code=True))
+    assert len(found) == len(want)
+    for path, leaf in want:
+        name = "/".join(key.key for key in path)
+        np.testing.assert_array_equal(found[name], leaf)
+    assert not (out / "config.json").exists()
