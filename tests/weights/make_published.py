@@ -1,0 +1,339 @@
+"""Make tests/weights/published/: tiny random models in the layouts of published ones.
+
+In an environment with torch and transformers (2.13.0 and 5.24.0 made these files):
+`python tests/weights/make_published.py`. Sizes are small, the weights random and the
+tokenizers trained here, so the files are of this project alone. What is kept of the
+originals: the keys of config.json with their values but for sizes, places of tokens,
+names and shards of the tensors, and the kind of the tokenizer with its special words.
+
+Seen as published, as copied into these public repositories:
+
+- llama3: config.json of meta-llama/Llama-3.2-1B-Instruct; kevinstephano/
+  thunder_model_blocks at 867e9dbdd63b, thunder_model_blocks/hf_llama/llama_config.py.
+- qwen3: config.json, tokenizer_config.json and the added tokens of tokenizer.json of
+  Qwen3 4B; akougkas/warpio-cli at 8dde6d21c14c, warpio-docs/ai-docs/model_cards.
+- gemma3_text: config.json of google/gemma-3-1b-it; NVIDIA/TensorRT-LLM at
+  0ab03ee097f0, tests/unittest/_torch/modeling/test_modeling_gemma3.py.
+- gemma3: config.json of google/gemma-3-27b-it; the same file at fe6fa01d7fcc.
+- mistral: config.json of mistralai/Mistral-Nemo-Base-2407; kevinstephano/
+  thunder_model_blocks at 6447bd7e8d76, hf_mistral/mistral_config.py.
+- smollm2: the config of HuggingFaceTB/SmolLM2-135M as transformers 4.48.0 prints it;
+  satyasundar/erav3-s13 at 3151c4be7777, README.md.
+
+Not seen as published: files of weights (names of tensors and shards are those that
+`transformers` 5.24.0 saves), generation_config.json, and tokenizer.json but for the
+added tokens of qwen3; their kinds are as `transformers` converts them. The tokenizer
+of mistral is in the manner of Mistral 7B. The copies of Gemma's have other sizes than
+the published files. In gemma3, sizes that the original leaves to defaults are written
+out, and query_pre_attn_scalar is the size of a head: another, as that of 27B, is
+refused.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("published")
+PROMPTS = ("The cat sat on", "def main():\n    ", " 12 dogs, naïve 東京")
+CONTINUED = 12
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+PLAIN = {"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02}
+MADE = {"torch_dtype": "bfloat16", "use_cache": True}
+SILU = {"hidden_act": "silu"}
+VISION = {
+    "hidden_size": 8,
+    "image_size": 28,
+    "intermediate_size": 8,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+BYTES = {
+    # Special words, first ones and added ones; start, end, ends of generation.
+    "llama3": (
+        [],
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"],
+        ("<|begin_of_text|>", "<|end_of_text|>", ["<|end_of_text|>", "<|eot_id|>"]),
+    ),
+    "qwen3": (
+        [],
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"],
+        ("<|endoftext|>", "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+    ),
+    "smollm2": (
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        [],
+        ("<|endoftext|>", "<|endoftext|>", "<|endoftext|>"),
+    ),
+}
+GEMMA = (
+    ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
+    ["<image_soft_token>"],
+    ("<bos>", "<eos>", ["<eos>", "<end_of_turn>"]),
+)
+PIECES = {
+    "gemma3_text": GEMMA,
+    "gemma3": GEMMA,
+    "mistral": (["<unk>", "<s>", "</s>"], [], ("<s>", "</s>", "</s>")),
+}
+
+
+def tokenizer(name, folder):
+    """Write the tokenizer's files; return a function from its words to tokens."""
+    from make_tokenizers import library_text
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import pre_tokenizers as pre
+    from tokenizers.processors import TemplateProcessing
+
+    first, added, (start, end, ends) = (BYTES | PIECES)[name]
+    if name in BYTES:
+        made = Tokenizer(models.BPE())
+        words = {
+            "llama3": pre.Split(Regex(r"\p{N}{1,3}|\s?\p{L}+|\s+"), "isolated"),
+            "qwen3": pre.Split(Regex(r"\p{N}|\s?\p{L}+|\s+"), "isolated"),
+            "smollm2": pre.Digits(individual_digits=True),
+        }
+        own = pre.ByteLevel(add_prefix_space=False, use_regex=name == "smollm2")
+        made.pre_tokenizer = pre.Sequence([words[name], own])
+        made.decoder = decoders.ByteLevel()
+        alphabet = pre.ByteLevel.alphabet()
+        if name == "qwen3":
+            made.normalizer = normalizers.NFC()
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+        space = normalizers.Replace(" ", "▁")
+        made.normalizer = space
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        if name == "mistral":
+            made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+            parts.append(decoders.Strip(" ", 1, 0))
+        made.decoder = decoders.Sequence(parts)
+        first, alphabet = [*first, *(f"<0x{byte:02X}>" for byte in range(256))], []
+    size = SMALL["vocab_size"] - len(added) - (8 if name == "qwen3" else 0)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size + (name == "gemma3_text"),
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=256 if name in BYTES else 40,
+        show_progress=False,
+    )
+    made.train_from_iterator(library_text(100_000).split(), trainer)
+    if name in PIECES:  # Bytes are ordinary words of the vocabulary.
+        saved = json.loads(made.to_str())
+        saved["added_tokens"] = [
+            token for token in saved["added_tokens"] if token["content"][:3] != "<0x"
+        ]
+        made = Tokenizer.from_str(json.dumps(saved))
+    made.add_special_tokens(added)
+    if name not in ("qwen3", "smollm2"):
+        made.post_processor = TemplateProcessing(
+            single=f"{start} $A", special_tokens=[(start, made.token_to_id(start))]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    said = {
+        "bos_token": None if name == "qwen3" else start,
+        "eos_token": end,
+        "model_max_length": SMALL["max_position_embeddings"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2))
+    of = made.token_to_id
+    many = [of(word) for word in ends] if isinstance(ends, list) else of(ends)
+    return of(start), of(end), many
+
+
+def config(name, start, end, ends):
+    """Return config.json in the published layout."""
+    ids = {"bos_token_id": start, "eos_token_id": end}
+    if name == "llama3":
+        scaling = {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 64,
+            "rope_type": "llama3",
+        }
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{**PLAIN, **MADE, **SMALL, **SILU, **ids},
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": scaling,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "transformers_version": "4.45.0.dev0",
+        }
+    if name == "qwen3":
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            **{**PLAIN, **MADE, **SMALL, **SILU, **ids},
+            "max_window_layers": 36,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 5000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "transformers_version": "4.51.0",
+            "use_sliding_window": False,
+        }
+    if name == "smollm2":
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{**PLAIN, **MADE, **SMALL, **SILU, **ids},
+            "is_llama_config": True,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "transformers_version": "4.48.0",
+        }
+    if name == "mistral":
+        return {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            **{**MADE, **SMALL, **SILU, **ids},
+            "attention_dropout": 0.0,
+            "initializer_range": 0.02,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "transformers_version": "4.43.3",
+        }
+    if name == "gemma3_text":
+        return {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            **{**PLAIN, **MADE, **SMALL, "num_hidden_layers": 3},
+            "attn_logit_softcapping": None,
+            "bos_token_id": start,
+            "cache_implementation": "hybrid",
+            "eos_token_id": ends,
+            "final_logit_softcapping": None,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": SMALL["head_dim"],
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "transformers_version": "4.50.0.dev0",
+        }
+    text = {
+        **{**SMALL, "num_hidden_layers": 3, "vocab_size": SMALL["vocab_size"] + 64},
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": SMALL["head_dim"],
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+    }
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "boi_token_index": 4,
+        "eoi_token_index": 5,
+        "eos_token_id": ends,
+        "image_token_index": SMALL["vocab_size"] - 1,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 1,
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": VISION,
+    }
+
+
+def continued(folder, prompts=PROMPTS):
+    """Return what `transformers` makes of prompts: their tokens, and those it adds."""
+    import torch
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
+
+    kind = AutoConfig.from_pretrained(folder).model_type
+    auto = AutoModelForImageTextToText if kind == "gemma3" else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    words, found = AutoTokenizer.from_pretrained(folder), []
+    for prompt in prompts:
+        tokens = words(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            made = model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=CONTINUED,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        more = made[0, tokens.shape[1] :].tolist()
+        found.append({"prompt": tokens[0].tolist(), "tokens": more})
+    return found
+
+
+def main():
+    """Write a folder for each model, with what `transformers` makes of the prompts."""
+    import torch
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    for name in (*BYTES, *PIECES):
+        folder = FOLDER / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        settings = config(name, *tokenizer(name, folder))
+        text = json.dumps(settings, indent=2) + "\n"
+        (folder / "config.json").write_text(text)
+        torch.manual_seed(0)
+        auto = AutoModelForImageTextToText if name == "gemma3" else AutoModelForCausalLM
+        model = auto.from_config(AutoConfig.from_pretrained(folder))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.3 * torch.randn_like(parameter)
+                else:
+                    parameter.copy_(torch.randn_like(parameter) * 0.2)
+        shards = {} if name in ("llama3", "smollm2") else {"max_shard_size": "40KB"}
+        model.bfloat16().save_pretrained(folder, **shards)
+        (folder / "config.json").write_text(text)
+        outer = settings.get("text_config", {}) | settings
+        ends = outer["eos_token_id"]
+        said = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
+        (folder / "generation_config.json").write_text(json.dumps(said, indent=2))
+        found = json.dumps(continued(folder)) + "\n"
+        (folder / "continuations.json").write_text(found)
+        print(name, sum(p.numel() for p in model.parameters()))
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
+    if len(sys.argv) > 1:
+        print(json.dumps([continued(folder) for folder in sys.argv[1:]]))
+    else:
+        main()
