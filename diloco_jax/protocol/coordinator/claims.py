@@ -20,7 +20,6 @@ from diloco_jax.protocol.coordinator.wall_time import (
     FASTER,
     LATE_S,
     SHORTEST_STEP_S,
-    STEPS_KNOWN,
     WallTime,
     is_enough,
 )
@@ -61,9 +60,7 @@ def heard(
             f"(islands.{island.name}: topology, mesh_*, batch_size, step_seconds); if "
             f"that is wrong, correct it there"
         )
-    memory_s = 0.0
-    if island.counted:  # Long enough for several steps of a slow island.
-        memory_s = max(config.lease_s, STEPS_KNOWN * said.step_seconds)
+    memory_s = config.lease_s if island.counted else 0.0
     wall_time = before.heard(now, unused_s, more, shortest_s, memory_s)
     step_s = _no_shorter(said.step_seconds, shortest_s) or island.step_seconds
     steps = island.steps + more

@@ -23,8 +23,6 @@ late."""
 NEAR = 2.0
 """Largest ratio between a step time that is believed and the wall time per step of the
 latest reports: it is a median, to which stalls and evaluations do not belong."""
-STEPS_KNOWN = 8
-"""Steps of the length that an island says, for which at least its wall time counts."""
 
 
 class WallTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +36,14 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time in training; it counts for less as it gets older."""
     steps: float = 0.0
     """Steps claimed in that time, which count for less likewise."""
+    stepped_at: float = 0.0
+    """Time of the last report in training that had more steps; 0: none since it began,
+    or was away."""
+    stepping_s: float = 0.0
+    """Wall time between such reports, which ages only as steps are made: a step may
+    take longer than anything is remembered in `training_s`."""
+    stepped: float = 0.0
+    """Steps in that time, which age likewise."""
     carried: bool = False
     """An incarnation of this name came from an earlier term."""
 
@@ -53,7 +59,10 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         known yet, for messages may come late."""
         if self.training_s < LATE_S:
             return math.inf
-        return NEAR * self.training_s / max(self.steps, 1.0)
+        shown_s = self.training_s / max(self.steps, 1.0)
+        if self.stepped:
+            shown_s = max(shown_s, self.stepping_s / self.stepped)
+        return NEAR * shown_s
 
     def next_incarnation(
         self, now: float, most_s: float, under_way_s: float = 0.0
@@ -62,7 +71,9 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         unused. Its speed is measured on: else a liar would come again before each
         merge. under_way_s: of a step that began unheard."""
         unused_s = min(self.unused_s + now - self.heard_at + under_way_s, most_s)
-        return msgspec.structs.replace(self, heard_at=now, unused_s=unused_s)
+        return msgspec.structs.replace(
+            self, heard_at=now, unused_s=unused_s, stepped_at=0.0
+        )
 
     def unused_at(self, now: float, most_s: float) -> float:
         """Return the unused wall time at the next message, before its claims. most_s:
@@ -71,7 +82,10 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
 
     def slept(self, seconds: float) -> WallTime:
         """Return the wall time after seconds that the coordinator's clock lacks."""
-        return msgspec.structs.replace(self, heard_at=self.heard_at - seconds)
+        stepped_at = self.stepped_at and self.stepped_at - seconds
+        return msgspec.structs.replace(
+            self, heard_at=self.heard_at - seconds, stepped_at=stepped_at
+        )
 
     def heard(
         self,
@@ -85,6 +99,12 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
         the unused time is enough. memory_s: age at which time in training counts for
         less than half; 0: the time that has passed was none in training."""
         training_s, made = self.training_s, self.steps
+        stepping_s, stepped = self.stepping_s, self.stepped
+        if memory_s and steps and self.stepped_at:
+            passed_s = now - self.stepped_at
+            kept = memory_s / (memory_s + passed_s)
+            stepping_s, stepped = stepping_s * kept + passed_s, stepped * kept + steps
+        stepped_at = now if steps else self.stepped_at
         if memory_s:
             passed_s = now - self.heard_at
             kept = memory_s / (memory_s + passed_s)
@@ -95,6 +115,9 @@ class WallTime(msgspec.Struct, frozen=True, kw_only=True):
             unused_s=unused_s - steps * shortest_s / FASTER,
             training_s=training_s,
             steps=made,
+            stepped_at=stepped_at if memory_s else 0.0,
+            stepping_s=stepping_s,
+            stepped=stepped,
         )
 
 

@@ -148,6 +148,41 @@ def test_an_honest_step_of_any_length_is_believed(step_s: float) -> None:
             assert d.state.islands["a"].believed_step_s == step_s
 
 
+@pytest.mark.parametrize("said_s", [1.0, 1e9])
+def test_idle_time_does_not_count_as_a_slow_step_for_long(said_s: float) -> None:
+    """However long a step it says it has, which must not be what it is judged by."""
+    d = Driver(lease_s=10.0, outage_budget_s=1e4, steps_per_cycle=1000)
+    d.join("a", step_seconds=said_s)
+    for _ in range(600):
+        d.now += 1.0
+        d.report("a", 0, step_seconds=said_s)
+    for steps in range(1, 31):
+        d.now += 1.0
+        d.report("a", steps, step_seconds=said_s)
+    assert d.state.islands["a"].believed_step_s <= 2.5
+
+
+@pytest.mark.parametrize("away", ["is away", "compiles"])
+def test_time_that_was_none_in_training_makes_no_step_longer(away: str) -> None:
+    d = Driver(lease_s=10.0, outage_budget_s=1e4, steps_per_cycle=1000)
+    d.join("a", step_seconds=1e9)
+    for steps in range(1, 20):
+        d.now += 1.0
+        d.report("a", steps, step_seconds=1e9)
+    if away == "is away":
+        d.disconnect("a")
+        d.now += 600.0
+        d.hello("a", steps=19, phase="training", step_seconds=1e9)
+    else:
+        d.report("a", 19, phase="compiling", step_seconds=1e9)
+        d.now += 200.0
+        d.report("a", 19, step_seconds=1e9)
+    for steps in range(20, 24):
+        d.now += 1.0
+        d.report("a", steps, step_seconds=1e9)
+    assert d.state.islands["a"].believed_step_s <= 2.3
+
+
 # ---- the weight in a merge --------------------------------------------------------
 
 
