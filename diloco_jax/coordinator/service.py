@@ -34,10 +34,10 @@ from diloco_jax.protocol.coordinator import (
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
-    Ahead,
     Disconnected,
     KeepAsked,
     Said,
+    SaidAhead,
 )
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
@@ -95,7 +95,7 @@ class Service:
         if how := admission.ahead(lead.config, lead.state, hello):
             # Not refused, since the fault is at this end: the island goes on, and comes
             # again.
-            lead.post(Ahead(island=hello.island, how=how))
+            lead.post(SaidAhead(island=hello.island, how=how))
             raise Busy(
                 f"island {hello.island!r} is {how}, whose state is an old one; stop "
                 f"this coordinator, and start the one that has the newest state"

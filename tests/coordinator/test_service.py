@@ -13,7 +13,7 @@ from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.service import Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator.events import Ahead
+from diloco_jax.protocol.coordinator.events import SaidAhead
 from diloco_jax.protocol.coordinator.state import Fragment, Fragments, State
 from diloco_jax.protocol.values import Outstanding, Version
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
@@ -96,7 +96,7 @@ def test_an_island_of_a_later_term_is_to_come_again() -> None:
     with pytest.raises(Busy, match=r"'a' is in term 3.* the newest state"):
         serve(posted).connect(hello(term=3), cast(Any, None))
     (event,) = posted
-    assert isinstance(event, Ahead)
+    assert isinstance(event, SaidAhead)
     assert (event.island, "term 3" in event.how) == ("a", True)
 
 

@@ -37,7 +37,6 @@ from diloco_jax.protocol.coordinator import (
     workers,
 )
 from diloco_jax.protocol.coordinator.events import (
-    Ahead,
     AnchorWaits,
     Disconnected,
     Effect,
@@ -49,6 +48,7 @@ from diloco_jax.protocol.coordinator.events import (
     RunExtended,
     RunResumed,
     Said,
+    SaidAhead,
     Tell,
     Timer,
     WorkerAway,
@@ -90,7 +90,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     match event:  # Most events are reports.
         case Said(message=Report() as report):
             state, effects = _report(config, state, event, report, now)
-        case Ahead():
+        case SaidAhead():
             state, effects = members.ahead(config, state, event)
         case Hello():
             state, effects = members.hello(config, state, event, now)

@@ -63,7 +63,7 @@ class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
     session: str
 
 
-class Ahead(msgspec.Struct, frozen=True, kw_only=True):
+class SaidAhead(msgspec.Struct, frozen=True, kw_only=True):
     """An island said hello that knows of a later state of the run, and was told to come
     again. how: as `admission.ahead` says."""
 
@@ -124,7 +124,7 @@ Event = (
     | AnchorWaits
     | AnchorKept
     | Disconnected
-    | Ahead
+    | SaidAhead
     | RunResumed
     | RunExtended
     | KeepAsked

@@ -27,7 +27,6 @@ from diloco_jax.protocol.coordinator import (
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
-    Ahead,
     Disconnected,
     Effect,
     Note,
@@ -35,6 +34,7 @@ from diloco_jax.protocol.coordinator.events import (
     Persist,
     RunResumed,
     Said,
+    SaidAhead,
     Tell,
 )
 from diloco_jax.protocol.coordinator.islands import Island, Islands
@@ -81,7 +81,7 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     return state, effects + joined
 
 
-def ahead(config: PolicyConfig, state: State, event: Ahead) -> Step:
+def ahead(config: PolicyConfig, state: State, event: SaidAhead) -> Step:
     """Note that an island knows of a later state than this one. Once most islands of
     the config do, this coordinator ends: it would make other merges of versions that
     are made already."""

@@ -9,7 +9,7 @@ from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import admission, ledger
-from diloco_jax.protocol.coordinator.events import Ahead, Alert, Effect, Outdated
+from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
 from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
 from diloco_jax.protocol.holding import Merge
@@ -439,7 +439,7 @@ def test_a_coordinator_ends_once_most_of_the_configs_islands_are_ahead_of_it() -
     d = Driver(admitted=dict.fromkeys("abcd"))
 
     def says(name: str) -> list[type[Any]]:
-        found = d.feed(Ahead(island=name, how="in term 3"))
+        found = d.feed(SaidAhead(island=name, how="in term 3"))
         return [type(e) for e in found if isinstance(e, Alert | Outdated)]
 
     assert says("a") == [Alert]
