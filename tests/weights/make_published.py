@@ -266,7 +266,8 @@ def config(name, start, end, ends):
 
 
 def continued(folder, prompts=PROMPTS):
-    """Return what `transformers` makes of prompts: their tokens, and those it adds."""
+    """Return what `transformers` makes of prompts: their tokens, and those it adds
+    before an end."""
     import torch
     from transformers import (
         AutoConfig,
@@ -279,6 +280,8 @@ def continued(folder, prompts=PROMPTS):
     auto = AutoModelForImageTextToText if kind == "gemma3" else AutoModelForCausalLM
     model = auto.from_pretrained(folder, dtype=torch.float32).eval()
     words, found = AutoTokenizer.from_pretrained(folder), []
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
     for prompt in prompts:
         tokens = words(prompt, return_tensors="pt").input_ids
         with torch.no_grad():
@@ -290,6 +293,7 @@ def continued(folder, prompts=PROMPTS):
                 pad_token_id=0,
             )
         more = made[0, tokens.shape[1] :].tolist()
+        more = more[:-1] if more[-1] in ends else more
         found.append({"prompt": tokens[0].tolist(), "tokens": more})
     return found
 
