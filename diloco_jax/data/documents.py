@@ -50,7 +50,7 @@ SHOWN = 12
 
 
 class SourceKind(enum.StrEnum):
-    """What a file holds. Endings are compared without regard to case."""
+    """The contents of a file. Endings are compared without regard to case."""
 
     TEXT = enum.auto()
     """One document, UTF-8."""

@@ -31,7 +31,7 @@ BEGINNINGS = {
     (b"PAR1",): ("it is Parquet", "name it .parquet"),
     (b"%PDF-",): ("it is PDF", "convert it to text"),
 }
-"""What a file that is no text begins with: what it is, and the remedy."""
+"""Beginnings of files that are no text: the kind of file, and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)

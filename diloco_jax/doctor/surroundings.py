@@ -91,4 +91,4 @@ LOOKS: dict[str, tuple[Look, str, str]] = {
     "threads": (lambda _: machine.require_threads(2), "", ""),
     "locks": (_locks, "", "give a folder to write to, as --folder"),
 }
-"""What is looked for: what is unusual, why that matters, and the remedy."""
+"""Looks: the function that finds what is unusual, why that matters, the remedy."""

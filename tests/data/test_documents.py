@@ -1,4 +1,4 @@
-"""What a file holds is known by its name and its beginning, and said."""
+"""The contents of a file are known by its name and its beginning, and said."""
 
 import gzip
 import json

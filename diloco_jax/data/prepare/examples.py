@@ -80,7 +80,7 @@ class Reader:
     adds_end: bool = False
     """Chats end with the token that ends documents."""
     unfit: str = ""
-    """What is wrong with a turn that has words which the tokenizer has not."""
+    """The fault of a turn with words that the tokenizer lacks."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError if a turn has no place for role or content."""

@@ -37,7 +37,7 @@ MARK, PROBE = f"\0{uuid.uuid4().hex}", f"probe{uuid.uuid4().hex}"
 
 Messages = Sequence[dict[str, Any]]
 Given = Mapping[str, Any]
-"""What a template is given beside the messages, such as `tools`."""
+"""Fields of a row that a template is given beside its messages, such as `tools`."""
 
 
 @dataclasses.dataclass(frozen=True)
