@@ -1,4 +1,4 @@
-"""The share of a bulk port that one certificate takes: connections, threads, and requests.
+"""One certificate's share of a bulk port: connections, threads, and requests.
 
 A client of sockets and certificates alone holds it, so nothing here knows how the port
 is made, but for names of its threads.
