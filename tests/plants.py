@@ -324,7 +324,7 @@ PLANTS = {
     "fenced_ones_come_in": Plant("fenced", admission, "refusal", _lets_everyone_in),
     "the_dead_merge_unsaid": Plant("fenced", members, "end", _hides_what_they_leave),
     "stale_deltas_are_merged": Plant(
-        "stale", takes, "refuse_if_stale", _refuses_nothing
+        "stale", takes, "refuse_if_untimely", _refuses_nothing
     ),
     "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
     "any_rates_are_believed": Plant(

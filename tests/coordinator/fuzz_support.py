@@ -120,7 +120,7 @@ class Fed(BulkConnection):
     def __init__(self, who: str, octets: bytes) -> None:
         self.peer, self._who = f"peer {who}", who
         self.sent_bytes = self.received_bytes = 0
-        self.between = True
+        self.between, self.parted = True, False
         self._head = memoryview(bytearray(frames.HEADER_BYTES))
         self.unread, self.said = memoryview(octets), bytearray()
 
@@ -130,8 +130,14 @@ class Fed(BulkConnection):
     def spoken(self) -> bool:
         return False
 
-    def drain(self) -> None:
+    def part(self, message: Any) -> None:
+        self.between, self.parted = False, True
+        raw = encoding.encode(message)
+        self._send(frames.message_header(len(raw)) + raw)
+
+    def drain(self, place: bytearray) -> bool:
         """Nothing more comes."""
+        return False
 
     def _send(self, data: bytes | memoryview) -> None:
         self.said += data

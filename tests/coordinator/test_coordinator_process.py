@@ -140,6 +140,7 @@ def test_a_coordinator_is_asked_to_end_as_an_island_is(number):
     heard = []
     process = SimpleNamespace(_asked_to_end=lambda number, frame: heard.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # As a script does with `&`.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # Else as under nohup.
     try:
         Coordinator.heed_signals(process)
         os.kill(os.getpid(), number)

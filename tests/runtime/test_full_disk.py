@@ -117,7 +117,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
     told = [
         line["text"] for line in read_tape(workdir / run_files.TAPE) if "text" in line
     ]
-    assert [text for text in told if "waited" in text and "full disk" in text]
+    assert [text for text in told if "waited" in text and "to be written" in text]
     lines = (workdir / run_files.METRICS).read_text().splitlines()
     versions = [
         (line["fragment"], line["version"])
