@@ -17,7 +17,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
 ensure_environment test
 export PATH="$PWD/$VENV/bin:$PATH"
-if [ "${CHECKS:-yes}" = yes ]; then
+checks=${CHECKS:-yes}
+unset CHECKS
+if [ "$checks" = yes ]; then
   ruff format --check .
   ruff check .
   mypy diloco_jax benchmarks/members benchmarks/peers

@@ -1,6 +1,7 @@
 """`diloco plan` as people meet it: refusals, tables, JSON and exit codes."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 
@@ -189,6 +190,7 @@ def test_a_compiler_that_fails_ends_the_others_and_is_quoted(
 ):
     worker(monkeypatch, tmp_path, FAILS.format(end=end))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
     write_config_json(CONFIG, tmp_path / "two.json")
     assert cli.main(["plan", str(tmp_path / "two.json")]) == exit_code
@@ -203,6 +205,7 @@ def test_a_config_error_of_the_compiler_is_one(monkeypatch, tmp_path, capsys):
     text = 'import json; print(json.dumps({"config_error": "attention = 7"}))'
     worker(monkeypatch, tmp_path, text)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     write_config_json(CONFIG, tmp_path / "two.json")
     assert cli.main(["plan", str(tmp_path / "two.json")]) == 2
     assert "attention = 7" in capsys.readouterr().err
