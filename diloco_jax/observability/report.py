@@ -65,7 +65,7 @@ def _never_struck(summary: Mapping[str, Any], faults: Faults) -> Iterator[str]:
         came = lives >= fault.incarnation
         # One that was killed before its last report is in the run once more.
         if not came or (made < fault.step and lives == fault.incarnation):
-            joined = "" if came else f", and joined {lives} times"
+            joined = "" if came else f", and its joins were {lives}"
             text = f"the fault {fault.text} never struck: {fault.who} made {made:,} "
             yield f"{text}{unit}{joined}"
 

@@ -269,7 +269,7 @@ def test_report_names_the_faults_that_never_struck():
     told = [line for line in report.splitlines() if "never struck" in line]
     assert told == [
         "the fault v5p@200:kill never struck: v5p made 74 steps",
-        "the fault v5p#3@1:kill never struck: v5p made 74 steps, and joined 1 times",
+        "the fault v5p#3@1:kill never struck: v5p made 74 steps, and its joins were 1",
         "the fault coordinator@25:kill never struck: coordinator made 24 merges",
     ]
     # It was killed before its report of step 200, and came back.
