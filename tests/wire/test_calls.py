@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -80,7 +81,7 @@ def test_all_calls_together_leave_the_streams_their_threads(
 def test_a_call_without_a_request_holds_a_thread_for_a_while(
     serve, connect, raw_channel, clock: Clock
 ):
-    _, address = serve(max_islands=1)
+    server, address = serve(max_islands=1)
     never = threading.Event()
 
     def silence():
@@ -93,6 +94,10 @@ def test_a_call_without_a_request_holds_a_thread_for_a_while(
         for _ in range(2)
     ]
     assert connect(address).status(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while len(server._watch._guards) < len(calls):
+        assert time.monotonic() < deadline, "the calls have arrived"
+        time.sleep(0.01)
     clock.now += 1e6
     connect(address).status(WAIT_S)  # Its guard wakes the watch.
     for call in calls:
