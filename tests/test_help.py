@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from goldens import require_golden
 
 from diloco_jax import cli
 from diloco_jax.config.fields import setting
@@ -162,6 +163,40 @@ def test_entries_of_a_dict_have_a_text(help_of):
     zones = [entry for entry in found if entry.name.startswith("--launch.zones.")]
     assert zones
     assert all(entry.text.startswith("As above, of ") for entry in zones)
+
+
+def test_help_is_what_it_was(help_of, capsys):
+    """Commands in their order; entries that all of `OF_CONFIG` have stand once, under
+    the first of them."""
+    pages = {" ".join(c): help_of(max(WIDTHS), *c) for c in COMMANDS}
+    told = {
+        name: [(entry.group, as_golden(entry)) for entry in entries(page)]
+        for name, page in pages.items()
+    }
+    shared = set.intersection(*(set(told[name]) for name in OF_CONFIG))
+    found = []
+    for command in ([], ["simulate"]):
+        assert cli.main([*command, "--help"]) == 0
+        found.append(capsys.readouterr().out)
+    for name, page in pages.items():
+        lines = page.partition("╭")[0].rstrip().splitlines()
+        shown_in = ""
+        for group, text in told[name]:
+            if name in OF_CONFIG[1:] and (group, text) in shared:
+                continue
+            if group != shown_in:
+                lines.append(f"- {group}")
+            shown_in = group
+            lines.append(text)
+        if name in OF_CONFIG[1:]:
+            lines.append(f"- and the options of a config, as of diloco {OF_CONFIG[0]}")
+        found.append("\n".join(lines) + "\n")
+    require_golden("help.txt", "\n".join(found))
+
+
+def as_golden(entry):
+    """The name, and the help as one line below it."""
+    return "\n".join(filter(None, (entry.name, f"    {' '.join(entry.lines)}")))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
