@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import pytest
+from goldens import FOLDER, REGENERATE
 
 from diloco_jax import cli
 from diloco_jax import workdir as workdirs
@@ -18,7 +18,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.files import write_json
 
-GOLDEN = Path(__file__).with_name("run_fields.json")
+GOLDEN = FOLDER / "run_fields.json"
 """The fields behind a fingerprint. REGENERATE=1 writes those of a new format."""
 
 
@@ -88,7 +88,7 @@ def test_other_fields_of_a_run_are_another_format():
         "fields": list(leaves(shared_fields(RunConfig()))),
     }
     golden = json.loads(GOLDEN.read_bytes()) if GOLDEN.exists() else {"format": 0}
-    if os.environ.get("REGENERATE") and golden["format"] < workdirs.FORMAT:
+    if REGENERATE and golden["format"] < workdirs.FORMAT:
         write_json(golden := found, GOLDEN)
     assert found == golden, "raise workdir.FORMAT, then once more with REGENERATE=1"
 

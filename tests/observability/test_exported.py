@@ -3,12 +3,12 @@ has."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from goldens import REGENERATE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,8 +24,6 @@ from diloco_jax.observability.exported import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "prometheus.md"
-WRITE = "WRITE_METRICS"
-"""Variable with which the page's tables are written anew."""
 ISLAND = {
     "state": "training",
     "incarnation": 2,
@@ -155,12 +153,12 @@ def test_the_number_of_series_is_bounded_and_the_ended_go_first():
 def test_the_page_has_the_table(group):
     wanted = f"## {group}\n\n{table(GROUPS[group])}\n"
     text = PAGE.read_text(encoding="utf-8")
-    if os.environ.get(WRITE):
+    if REGENERATE:
         text = re.sub(
             rf"^## {re.escape(group)}\n\n(?:\|.*\n)*", wanted, text, flags=re.M
         )
         PAGE.write_text(text, encoding="utf-8")
-    assert wanted in text, f"{WRITE}=1 pytest {__file__} writes it anew"
+    assert wanted in text, f"REGENERATE=1 pytest {__file__} writes it anew"
 
 
 def test_the_page_has_no_other_name():
