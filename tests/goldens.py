@@ -15,6 +15,7 @@ REGENERATE = bool(os.environ.get("REGENERATE"))
 
 def require_golden(name: str, found: str) -> None:
     """Fail with the difference between a golden file and what is found now."""
+    __tracebackhide__ = True
     path = FOLDER / name
     golden = path.read_text(encoding="utf-8") if path.exists() else ""
     if REGENERATE and golden != found:
@@ -41,8 +42,8 @@ def as_text(value: Any) -> str:
 
 
 def shape(*values: Any, open_at: tuple[str, ...] = (), where: str = "") -> Any:
-    """Return the fields of JSON values with the types that they have among them. What
-    is in a dict at `open_at` (names with a dot between) is keyed by anything, `*`."""
+    """Return the fields of JSON values with the types that they have among them; `?`
+    behind a field that some lack. A dict at `open_at` has keys of any name, `*`."""
     dicts = [value for value in values if isinstance(value, dict)]
     lists = [value for value in values if isinstance(value, list)]
     found: list[Any] = []
@@ -50,21 +51,21 @@ def shape(*values: Any, open_at: tuple[str, ...] = (), where: str = "") -> Any:
         keys = {key: None for value in dicts for key in value}
         if where in open_at:
             below = [v for value in dicts for v in value.values()]
-            found.append({"*": shape(*below, open_at=open_at, where=f"{where}.*")})
+            found.append({"*": shape(*below)})
         else:
             found.append(
                 {
                     key + "?" * any(key not in value for value in dicts): shape(
                         *(value[key] for value in dicts if key in value),
                         open_at=open_at,
-                        where=f"{where}.{key}".lstrip("."),
+                        where=key,
                     )
                     for key in keys
                 }
             )
     if lists:
         below = [v for value in lists for v in value]
-        found.append([shape(*below, open_at=open_at, where=where)] if below else [])
+        found.append([shape(*below)] if below else [])
     plain = {type(v).__name__ for v in values if not isinstance(v, dict | list)}
     if plain:
         found.append(" | ".join(sorted(plain)))

@@ -32,6 +32,8 @@ COMMANDS = [
     *([name] for name in cli.COMMANDS if name != "simulate"),
     *(["simulate", kind] for kind in KINDS),
 ]
+MADE: dict[tuple[int, tuple[str, ...]], str] = {}
+"""Pages of help, by width and command."""
 HINT = re.compile(r"\((?:default: .*|required|repeatable.*)\)$")
 
 
@@ -113,8 +115,15 @@ def shown(monkeypatch):
 
 @pytest.fixture
 def help_of(shown):
-    """The help of a command."""
-    return lambda width, *command: shown(width, lambda: cli.main([*command, "--help"]))
+    """The help of a command, which is made once."""
+
+    def help_of(width, *command):
+        if (width, command) not in MADE:
+            page = shown(width, lambda: cli.main([*command, "--help"]))
+            MADE[width, command] = page
+        return MADE[width, command]
+
+    return help_of
 
 
 @pytest.mark.parametrize("width", WIDTHS)
