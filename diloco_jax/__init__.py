@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from diloco_jax.island.joined import IslandEndedError, JoinedIsland, join
     from diloco_jax.models.model import loop_model
     from diloco_jax.models.presets import preset
-    from diloco_jax.observability.history import History
-    from diloco_jax.observability.recorded import read_history
+    from diloco_jax.observability.history import History, read_history
     from diloco_jax.simulation.emulation.emulate import Emulation, emulate
     from diloco_jax.simulation.emulation.options import EmulationOptions
     from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
@@ -87,7 +86,7 @@ _HOMES = {
     "EmulationOptions": "diloco_jax.simulation.emulation.options",
     "LineSpeed": "diloco_jax.simulation.virtual.line",
     "History": "diloco_jax.observability.history",
-    "read_history": "diloco_jax.observability.recorded",
+    "read_history": "diloco_jax.observability.history",
     "LocalCluster": "diloco_jax.cluster.local",
     "LocalClusterError": "diloco_jax.cluster.local",
     "load_params": "diloco_jax.evaluation",

@@ -89,8 +89,7 @@ def _loss(options: EvalOptions) -> tuple[dict[str, Any], str]:
     from rich.console import Console
 
     from diloco_jax.evaluation import run
-    from diloco_jax.observability.bar import bar
-    from diloco_jax.observability.report import loss_line
+    from diloco_jax.observability.terminal import bar, loss_line
 
     config = read_config(
         options.workdir, options.paths or None, trust_code=options.trust_code
@@ -111,7 +110,7 @@ def _scores(options: EvalOptions) -> tuple[dict[str, Any], str]:
     """Return the scores for programs and for people."""
     from rich.console import Console
 
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.tasks import read_task, score
 
     tasks = [read_task(path) for path in options.tasks]
@@ -134,7 +133,7 @@ def _of_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
     """Return what lm-eval finds, for programs and for people."""
     from rich.console import Console
 
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
     from diloco_jax.weights import harness
 
     speaker, length = _speaker(options)
@@ -157,7 +156,7 @@ def _speaker(options: EvalOptions) -> tuple[Speaker, int]:
     """Return the run's model, and the length of the rows that it was trained on."""
     from rich.console import Console
 
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.speaker import open_speaker
 
     config = read_config(options.workdir, trust_code=options.trust_code)

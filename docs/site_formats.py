@@ -16,7 +16,7 @@ from typing import Any
 from site_structs import Struct, rows, section
 
 from diloco_jax.coordinator import notes
-from diloco_jax.observability import segments
+from diloco_jax.observability.tape import SEGMENT_BYTES
 from diloco_jax.options import paragraph
 from diloco_jax.protocol import messages, records, tickets
 from diloco_jax.wire import bulk, encoding, errors, follow, frames
@@ -189,7 +189,7 @@ def tape() -> str:
         every kind of line, made of the types that write it.
 
         `tape.jsonl` in the workdir has one JSON object a line. A file of
-        {segments.SEGMENT_BYTES >> 20} MiB is put aside as `tape.000001.jsonl` and so
+        {SEGMENT_BYTES >> 20} MiB is put aside as `tape.000001.jsonl` and so
         on; `cat tape.*.jsonl tape.jsonl` is the whole.
 
         {rows("field of every line", "what it is", of=_common())}

@@ -23,7 +23,6 @@ from diloco_jax.launch.resources import Command
 from diloco_jax.launch.submit import LaunchStep, Submitter
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.observability import bar as bars
 from diloco_jax.observability import terminal
 from diloco_jax.planning.command import _bars
 from diloco_jax.weights.first import first_params
@@ -174,7 +173,6 @@ def test_how_far_it_is_and_how_long_it_takes(
         monkeypatch.delenv(variable, raising=False)
     for variable, value in TERMINALS[where].items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(bars, "LINE_EVERY_S", 0.0)
     monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
     (SHOWN | OF_RUN)[name](Given(tmp_path, run))
     said = capsys.readouterr().err

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.observability import segments
+from diloco_jax.observability.tape import segments
 
 
 class Tail:
@@ -24,7 +24,7 @@ class Tail:
         tape yet."""
         lines: list[dict[str, Any]] = []
         try:
-            for file in segments.files(self._path):
+            for file in segments(self._path):
                 number = os.fstat(file.fileno()).st_ino
                 # What a writer cuts off after a crash is behind the last whole line.
                 file.seek(begin := self._read.get(number, 0))

@@ -19,7 +19,7 @@ from diloco_jax.config.validation import require_followable
 from diloco_jax.coordinator.mandates.folder import FolderStore
 from diloco_jax.coordinator.standby.name import read_name
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.observability import segments
+from diloco_jax.observability.tape import closed_segments, put_aside
 from diloco_jax.wire import addresses
 from diloco_jax.workdir import held, holds_run
 
@@ -149,7 +149,7 @@ def _state(folder: Path) -> list[Path]:
     """Return what there is of a coordinator's state, run.json first."""
     tape = folder / run_files.TAPE
     found = [folder / name for name in STATE]
-    return [path for path in (*found, *segments.closed(tape), tape) if path.exists()]
+    return [path for path in (*found, *closed_segments(tape), tape) if path.exists()]
 
 
 def _remove_state(folder: Path) -> None:
@@ -172,10 +172,10 @@ def _keep_records(source: Path, target: Path) -> None:
     """Put what a coordinator left for people to what the other one did."""
     metrics = source / run_files.METRICS
     newest = target / run_files.METRICS
-    for path in (*segments.closed(metrics), metrics):
+    for path in (*closed_segments(metrics), metrics):
         if path.exists():
             if newest.exists():
-                segments.put_aside(newest)
+                put_aside(newest)
             path.rename(newest)
     for name in (run_files.CURVES, run_files.KEPT, run_files.PROFILES):
         for path in [p for p in (source / name).rglob("*") if p.is_file()]:

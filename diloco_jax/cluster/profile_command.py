@@ -54,7 +54,7 @@ def profile_command(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--target {target} exists; name a folder that does not")
     from rich.console import Console
 
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
 
     with (
         operator_of(options) as (client, patience_s),

@@ -36,10 +36,8 @@ from diloco_jax.config.resolving import resolve
 from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
 from diloco_jax.interrupt import Interrupt
-from diloco_jax.observability.bar import bar
-from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.tape import tells_of_the_end
-from diloco_jax.observability.terminal import Dashboard
+from diloco_jax.observability.terminal import Dashboard, bar, closing_report, comparison
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError

@@ -36,9 +36,8 @@ def status_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.cluster.status import read_status
-    from diloco_jax.observability.health import health_of
-    from diloco_jax.observability.report import closing_report
-    from diloco_jax.observability.terminal import render
+    from diloco_jax.observability.measures import health_of
+    from diloco_jax.observability.terminal import closing_report, render
 
     placement = Placement(certificates=options.certificates, insecure=options.insecure)
     status = read_status(options.target, placement)

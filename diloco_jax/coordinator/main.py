@@ -56,7 +56,7 @@ from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Params
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability import sinks
-from diloco_jax.observability.health import ENDING
+from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
 from diloco_jax.protocol.coordinator.state import State

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from diloco_jax import memory
 from diloco_jax.observability.exported import Readings
-from diloco_jax.observability.recent import RecentGoodput
+from diloco_jax.observability.measures import RecentGoodput
 
 HANGING_STEPS = 20
 """Median steps without a step after which an island hangs, at least three time

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from diloco_jax.observability import segments
+from diloco_jax.observability.tape import closed_segments
 
 BLOCK_BYTES = 1 << 20
 
@@ -62,7 +62,7 @@ class NewLines:
 
     def _open(self) -> bool:
         if self._file is None:
-            before = segments.closed(self.path) if self.path.parent.is_dir() else []
+            before = closed_segments(self.path) if self.path.parent.is_dir() else []
             try:
                 self._file = (before[0] if before else self.path).open("rb")
             except FileNotFoundError:
@@ -74,7 +74,7 @@ class NewLines:
         at the end of the newest."""
         assert self._file is not None
         mine = os.fstat(self._file.fileno())
-        closed = segments.closed(self.path)
+        closed = closed_segments(self.path)
         for number, file in enumerate(closed):
             if os.path.samestat(file.stat(), mine):
                 after = closed[number + 1] if number + 1 < len(closed) else self.path

@@ -12,7 +12,7 @@ from typing import Any
 from diloco_jax.dashboard.run_readers import Telling, status_or_why
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
-from diloco_jax.observability.health import health_of
+from diloco_jax.observability.measures import health_of
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from diloco_jax.dashboard.lines import NewLines
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.models.flops_by_formula import analytic_flops
-from diloco_jax.observability import segments
+from diloco_jax.observability.tape import nbytes
 from diloco_jax.paths import expand
 from diloco_jax.wire.errors import WireError
 from diloco_jax.workdir import holds_run, read_facts
@@ -116,7 +116,7 @@ class OfWorkdir:
     def read_share(self) -> float:
         """Return the share of the bytes of tape and metrics that were read."""
         both = (self._tape, self._metrics)
-        there = sum(segments.nbytes(lines.path) for lines in both)
+        there = sum(nbytes(lines.path) for lines in both)
         read = sum(lines.read_bytes for lines in both)
         return min(1.0, read / there) if there else 1.0
 

@@ -8,7 +8,7 @@ import threading
 
 from rich.console import Console
 
-from diloco_jax.observability.bar import bar
+from diloco_jax.observability.terminal import bar
 
 logger = logging.getLogger(__name__)
 

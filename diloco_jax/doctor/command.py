@@ -39,7 +39,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
 
     console = Console(stderr=True, markup=False, highlight=False)
     findings = []

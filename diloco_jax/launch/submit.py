@@ -17,7 +17,7 @@ from diloco_jax.launch.calls import CommandError, attempt, call, failure
 from diloco_jax.launch.record import LaunchRecord
 from diloco_jax.launch.resources import Command, Deployment, Owned, Resource
 from diloco_jax.launch.states import HEARD_S, is_heard, is_unwell, state_of
-from diloco_jax.observability.bar import bar
+from diloco_jax.observability.terminal import bar
 
 
 class _HasOwner(Protocol):

@@ -1,21 +1,31 @@
-"""Events of a run, emulated or recorded, as arrays."""
+"""Events of a run, emulated or recorded, as arrays; their plots.
+
+Colours of all plots of the project are those of Okabe and Ito, which the colour-blind
+tell apart. The paper is opaque, so that a dark page shows a plot as a light one does.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diloco_jax.observability import plots
+from diloco_jax import run_files
+from diloco_jax.errors import ConfigError
+from diloco_jax.observability.metrics import read_metrics
+from diloco_jax.observability.tape import Repeats, read_tape
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Table = dict[str, np.ndarray]
 """Columns by name, all of one length; a matrix has a column per island."""
@@ -136,7 +146,7 @@ class History:
           The matplotlib axes. Takes and adoptions are drawn while they can be told
           apart; choose a shorter time to see them.
         """
-        return plots.timeline(self, begin, end, title, axes)
+        return timeline(self, begin, end, title, axes)
 
     def plot_loss(
         self,
@@ -155,7 +165,7 @@ class History:
         Returns:
           The matplotlib axes.
         """
-        return plots.losses(self, final, title, axes)
+        return losses(self, final, title, axes)
 
     def _table(self, name: str) -> Table:
         if name not in COLUMNS:
@@ -190,3 +200,406 @@ def of_rows(
     """Return the history with these rows of each table, in the order of COLUMNS."""
     tables: Any = {name: table(COLUMNS[name], rows.get(name, ())) for name in COLUMNS}
     return History(islands=islands, recorded=recorded, **tables)
+
+
+PAUSE_S = 1.0
+"""Seconds beyond twice its steps' usual time from which an interval has a pause."""
+MEASURES = ("norm", "pairwise_cosine", "cosine_to_last", "length_ratio", "step_ratio")
+
+Line = Mapping[str, Any]
+
+
+def read_history(workdir: str | Path) -> History:
+    """Return the history of a run from its workdir, while it goes on or afterwards.
+
+    It reads all of the tape and of `metrics.jsonl`, and keeps a row for every event.
+
+    Args:
+      workdir: of `diloco run`, of a coordinator, or `LocalCluster.workdir`.
+
+    Raises:
+      ConfigError: the folder has no tape.
+      TapeError: the tape was altered, or is damaged.
+    """
+    workdir = Path(workdir)
+    if not (workdir / run_files.TAPE).exists():
+        raise ConfigError(
+            f"{workdir} has no {run_files.TAPE}, so no run was recorded there; give "
+            f"the workdir of a run"
+        )
+    reader = _Reader()
+    for line in read_tape(workdir / run_files.TAPE):
+        reader.read(line)
+    try:
+        reader.measured(list(read_metrics(workdir)))
+    except FileNotFoundError:
+        reader.measured([])  # It has only just begun.
+    return reader.history()
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Life:
+    """One incarnation of an island; times as on the tape."""
+
+    began: float
+    first_step: float = math.nan
+    ended: float = math.nan
+    absent: float = math.nan
+    steps: int = 0
+    end: str = ""
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._begin: float | None = None
+        self._last = 0.0
+        self._lives: dict[tuple[str, int], _Life] = {}
+        self._repeats = Repeats()
+        self._merged: list[Line] = []
+        self._rows: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+
+    def read(self, line: Line) -> None:
+        """Take in a line of the tape."""
+        if self._begin is None:
+            self._begin = line["time"]
+        kind, now = line["kind"], line["time"] - self._begin
+        self._last = now
+        if kind == "merged":
+            self._merged.append(line)
+        if kind == "joined":
+            self._lives[line["island"], line["incarnation"]] = _Life(began=now)
+        life = self._lives.get((line.get("island", ""), line.get("incarnation", 0)))
+        if life is None:
+            return
+        if kind == "island" and not self._repeats.seen(line):
+            self._fact(line["island"], line["incarnation"], line["record"], now, life)
+        elif kind == "absent":
+            life.absent = now
+        elif kind == "resumed":
+            life.absent = math.nan
+        elif kind == "left":
+            life.ended = now if math.isnan(life.absent) else life.absent
+            life.steps, life.end = line["steps"], line["reason"]
+
+    def _fact(
+        self, island: str, incarnation: int, record: Line, now: float, life: _Life
+    ) -> None:
+        step, fragment = record["step"], record["fragment"]
+        if not step:
+            return  # It joins.
+        life.steps = max(life.steps, step)
+        if math.isnan(life.first_step):
+            life.first_step = now
+        who = (island, incarnation, fragment)
+        if record["kind"] == "took":
+            self._rows["takes"].append((*who, now, math.nan))
+        elif record["kind"] == "adopted":
+            self._rows["adoptions"].append((*who, record["version"][1], now))
+
+    def measured(self, lines: list[dict[str, Any]]) -> None:
+        """Take in all lines of the metrics, after the tape."""
+        begin = self._begin or 0.0
+        starts: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for (island, incarnation), life in self._lives.items():
+            starts[island].append((life.began, incarnation))
+        before: dict[tuple[str, int], tuple[float, int]] = {}
+        measures: dict[tuple[int, int], Line] = {}
+        for line in lines:
+            now = line["time"] - begin
+            if line["kind"] == "merge":
+                measures[line["fragment"], line["version"]] = line
+            elif line["kind"] == "merged_model":
+                loss = line["eval_loss"]
+                self._rows["evaluations"].append((now, math.nan, _number(loss)))
+            elif known := starts.get(line.get("island", "")):
+                at = bisect.bisect(known, (now, math.inf)) - 1
+                who = (line["island"], known[max(0, at)][1])
+                self._steps(who, line, now, before)
+        names = self._islands()
+        for merge in self._merged:
+            self._merge(merge, names, measures)
+
+    def _steps(
+        self,
+        who: tuple[str, int],
+        line: Line,
+        now: float,
+        before: dict[tuple[str, int], tuple[float, int]],
+    ) -> None:
+        """Add a row for the steps since the line before."""
+        last, step = before.get(who, (self._lives[who].began, 0))
+        if step < line["step"]:
+            usual = (line["step"] - step) * line["median_step_seconds"]
+            # The steps come right before the line if they do not fill the time.
+            paused = not step or now - last > 2 * usual + PAUSE_S
+            began = max(last, now - usual) if paused else last
+            loss = _number(line["loss"])
+            row = (*who, line["step"] - 1, began, now, loss, line["learning_rate"])
+            self._rows["steps"].append(row)
+        before[who] = (now, line["step"])
+
+    def _merge(
+        self, line: Line, names: tuple[str, ...], measures: Mapping[Any, Line]
+    ) -> None:
+        fragment, version = line["fragment"], line["version"][1]
+        tokens = dict.fromkeys(names, 0)
+        for part in line["contributions"]:
+            tokens[part["island"]] += part["tokens"]
+        found = measures.get((fragment, version), {})
+        self._rows["merges"].append(
+            (
+                line["time"] - (self._begin or 0.0),
+                math.nan,
+                fragment,
+                version,
+                line["final"],
+                list(tokens.values()),
+                line["share"],
+                _number(found.get(MEASURES[0])),
+                line["digest"],
+                *(_number(found.get(name)) for name in MEASURES[1:]),
+            )
+        )
+
+    def history(self) -> History:
+        """Return what was read."""
+        for (island, incarnation), life in self._lives.items():
+            ended = self._last if math.isnan(life.ended) else life.ended
+            self._rows["lives"].append(
+                (
+                    *(island, incarnation, life.began, life.first_step),
+                    *(ended, life.steps, life.end),
+                )
+            )
+        return of_rows(self._islands(), self._rows, recorded=True)
+
+    def _islands(self) -> tuple[str, ...]:
+        return tuple(sorted({island for island, _ in self._lives}))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+BLUE, GREEN, ORANGE, PINK, SKY = "#0072B2", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+INK, GREY, PAPER = "#222222", "#999999", "#ffffff"
+LINES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PINK, ":"), (SKY, "-"))
+"""Colour and style of the first line, the second one and so on."""
+MOST_MARKS = 60
+"""Takes and adoptions of one island that can be told apart in one plot."""
+MOST_BARS = 120
+"""Steps of one island that can be told apart in one plot."""
+SMOOTHED = 15
+"""A point of a loss curve is the mean over one in so many of the island's steps."""
+STANDSTILL = 3.0
+"""A pause of an island, in its median steps, from which on it counts as one."""
+
+
+def paper(
+    width: float, height: float, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure, in inches, and its axes from left to right."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(width, height), facecolor=PAPER, squeeze=False, **options
+    )
+    for one in axes[0]:
+        one.set_facecolor(PAPER)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes[0])
+
+
+def say(axes: Axes, finding: str, x: str = "", y: str = "") -> None:
+    """Write the finding above, and what the axes are, with their units."""
+    axes.set_title(finding, color=INK, loc="left", fontsize=11)
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+
+
+def timeline(
+    history: History,
+    begin: float,
+    end: float | None,
+    title: str | None,
+    axes: Axes | None,
+) -> Axes:
+    """Draw `History.plot_timeline`."""
+    steps, merges = history.frame("steps"), history.frame("merges")
+    if end is None:
+        end = float(max([begin + 1e-9, *steps.time, *merges.time]))
+    if axes is None:
+        lanes = len(history.islands) + 1
+        _, (axes,) = paper(10, 1.5 + 0.42 * lanes, layout="constrained")
+    shown = merges[merges.time.between(begin, end)]
+    axes.plot(shown.time, [0.0] * len(shown), "|", color=INK, markersize=13)
+    few = all(
+        len(_of(history.frame(name), island, begin, end)) <= MOST_MARKS
+        for name in ("takes", "adoptions")
+        for island in history.islands
+    )
+    for lane, island in enumerate(history.islands, start=1):
+        own = steps[(steps.island == island) & (steps.began < end)]
+        own = own[own.time > begin]
+        apart = len(own) <= MOST_BARS and not history.recorded
+        bars = _bars(own, None if apart else (end - begin) / 200)
+        axes.broken_barh(bars, (lane - 0.33, 0.66), color=SKY, alpha=0.6, lw=0)
+        for ended, away in history.absences(island):
+            _away(axes, lane, max(begin, ended), min(end, ended + away), end - begin)
+        if few:
+            takes = _of(history.frame("takes"), island, begin, end)
+            axes.plot(
+                takes.time, [lane - 0.13] * len(takes), "^", color=ORANGE, ms=6, mew=0
+            )
+            adopted = _of(history.frame("adoptions"), island, begin, end)
+            axes.plot(
+                adopted.time, [lane + 0.13] * len(adopted), "v", color=BLUE, ms=6, mew=0
+            )
+    _key(axes, few)
+    axes.set_yticks(range(len(history.islands) + 1), ["merges", *history.islands])
+    axes.set(xlim=(begin, end), ylim=(len(history.islands) + 0.5, -0.5))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    say(axes, title or _finding(history, steps), _clock(history))
+    return axes
+
+
+def losses(
+    history: History, final: float | None, title: str | None, axes: Axes | None
+) -> Axes:
+    """Draw `History.plot_loss`."""
+    steps, judged = history.frame("steps"), history.frame("evaluations")
+    if axes is None:
+        _, (axes,) = paper(7.5, 3.8, layout="constrained")
+    for index, island in enumerate(history.islands):
+        own = steps[(steps.island == island) & np.isfinite(steps.loss)]
+        window = max(1, len(own) // SMOOTHED)
+        curve = own.loss.rolling(window, min_periods=1).mean()
+        colour, style = LINES[index % len(LINES)]
+        axes.plot(own.time, curve, style, color=colour, lw=1.8, label=island)
+    if len(judged):
+        axes.plot(
+            judged.time, judged.loss, "o", color=INK, ms=4, label="merged, validation"
+        )
+    if final is not None:
+        label = f"merged, validation: {final:.2f}"
+        axes.axhline(final, color=INK, lw=1.2, ls=(0, (6, 3)), label=label)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, labelcolor=INK, loc="upper right")
+    found = steps.loss[np.isfinite(steps.loss)]
+    if title is None and len(found):
+        last = found.iloc[-1] if final is None else final
+        seconds = f"{steps.time.max():,.0f} {_clock(history).split(' since')[0]}"
+        title = f"The loss falls from {found.iloc[0]:.2f} to {last:.2f} in {seconds}"
+    say(axes, title or "No step was made", _clock(history), "loss, nats per token")
+    return axes
+
+
+def _of(
+    events: pandas.DataFrame, island: str, begin: float, end: float
+) -> pandas.DataFrame:
+    return events[(events.island == island) & events.time.between(begin, end)]
+
+
+def _bars(steps: pandas.DataFrame, gap: float | None) -> list[tuple[float, float]]:
+    """Return (start, length) of bars: one for all steps that follow within `gap`
+    seconds; None = one per step, a little short, so that they can be told apart."""
+    spans = zip(steps.began, steps.time, strict=True)
+    if gap is None:
+        return [(start, 0.96 * (stop - start)) for start, stop in spans]
+    joined: list[tuple[float, float]] = []
+    for start, stop in spans:
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return [(start, stop - start) for start, stop in joined]
+
+
+def _away(axes: Axes, lane: int, start: float, stop: float, width: float) -> None:
+    """Draw an outage, with its length if there is room for it."""
+    if math.isnan(stop) or stop <= start:
+        return
+    bar = [(start, stop - start)]
+    axes.broken_barh(
+        bar, (lane - 0.33, 0.66), facecolor="#eeeeee", edgecolor=GREY, hatch="////"
+    )
+    if stop - start > 0.07 * width:
+        axes.text(
+            (start + stop) / 2,
+            lane,
+            f"away {stop - start:.0f} s",
+            ha="center",
+            va="center",
+            color=INK,
+            fontsize=9,
+            bbox={"facecolor": "#eeeeee", "edgecolor": "none", "pad": 1.5},
+        )
+
+
+def _key(axes: Axes, marks: bool) -> None:
+    """Explain bars and marks below the axes."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Line2D([], [], marker="|", color=INK, ls="", ms=10, label="merge"),
+        Patch(color=SKY, alpha=0.6, lw=0, label="steps"),
+    ]
+    for marker, colour, name in (("^", ORANGE, "take"), ("v", BLUE, "adoption")):
+        if marks:
+            handles.append(
+                Line2D([], [], marker=marker, color=colour, ls="", ms=6, label=name)
+            )
+    axes.legend(
+        handles=handles,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        labelcolor=INK,
+    )
+
+
+def _clock(history: History) -> str:
+    return "seconds since the run began" if history.recorded else "virtual seconds"
+
+
+def _finding(history: History, steps: pandas.DataFrame) -> str:
+    """Return what a timeline shows, in one sentence."""
+    absences = [
+        (away, ended, island)
+        for island in history.islands
+        for ended, away in history.absences(island)
+        if not math.isnan(away)
+    ]
+    if absences:
+        away, ended, island = max(absences)
+        others = [name for name in history.islands if name != island]
+        still = _never_still(steps, others, ended, ended + away)
+        rest = "; the others do not stop" if others and still else ""
+        return f"{island} is away for {away:.0f} s{rest}"
+    span = steps.groupby("island").agg({"began": "min", "time": "max"})
+    lived = float((span.time - span.began).sum())
+    if history.recorded or not lived:
+        merges = len(history.merges["time"])
+        return f"{len(history.islands)} islands, {merges:,} merge{'s' * (merges != 1)}"
+    share = float((steps.time - steps.began).sum()) / lived
+    return f"Islands are in steps for {share:.0%} of their time"
+
+
+def _never_still(
+    steps: pandas.DataFrame, islands: Sequence[str], begin: float, end: float
+) -> bool:
+    """Tell whether none of these islands paused between two of its steps then."""
+    for island in islands:
+        own = steps[(steps.island == island) & (steps.time > begin)]
+        own = own[own.began < end]
+        if not len(own):
+            return False
+        pauses = own.began.to_numpy()[1:] - own.time.to_numpy()[:-1]
+        usual = float((own.time - own.began).median())
+        if own.began.iloc[0] > begin + usual or own.time.iloc[-1] < end - usual:
+            return False
+        if len(pauses) and pauses.max() > STANDSTILL * usual:
+            return False
+    return True

@@ -4,24 +4,111 @@ Every line of a tape carries `prev`, the first 16 hex digits of the SHA-256 of t
 before it (without its newline; empty on the first line). So a line that is missing,
 altered or out of order is found and named. A tape that ends early cannot be told.
 
-Both are written in files of bounded size (`segments.py`). The chain of a tape, and the
-numbers of lines in messages, go through all of them.
+Both are written in files of bounded size, the segments: one that is written, and older
+closed ones. `tape.jsonl` is the newest file of the tape. When it is full, it is renamed
+to `tape.000001.jsonl`, `tape.000002.jsonl` and so on, and a new one begins; a closed
+file never changes. The whole tape is `cat tape.*.jsonl tape.jsonl`. The same holds for
+`metrics.jsonl`. The chain of a tape, and the numbers of lines in messages, go through
+all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from diloco_jax.files import Appended
-from diloco_jax.observability import segments
+
+SEGMENT_BYTES = 64 << 20
+"""Bytes after which a file is full: about half an hour of 64 islands at 1 s a step."""
+
+
+def segments(path: Path, *, newest_first: bool = False) -> Iterator[BinaryIO]:
+    """Yield the files, opened for reading, from the oldest or the newest on.
+
+    A writer may be at work: what it puts aside meanwhile is neither left out nor read
+    twice, and what it begins after the call is not read. FileNotFoundError if there is
+    no file.
+    """
+    with _open_newest(path) as newest:
+        itself = os.fstat(newest.fileno())
+        older = list(
+            itertools.takewhile(
+                # It may have been put aside since it was opened.
+                lambda file: not os.path.samestat(file.stat(), itself),
+                closed_segments(path),
+            )
+        )
+        if newest_first:
+            yield newest
+            older.reverse()
+        for one in older:
+            with one.open("rb") as file:
+                yield file
+        if not newest_first:
+            yield newest
+
+
+def closed_segments(path: Path) -> list[Path]:
+    """Return the closed files of these lines, the oldest first."""
+    name = re.compile(rf"{re.escape(path.stem)}\.\d{{6}}{re.escape(path.suffix)}")
+    return sorted(file for file in path.parent.iterdir() if name.fullmatch(file.name))
+
+
+def nbytes(path: Path) -> int:
+    """Return the bytes of all files of these lines."""
+    found = 0
+    for file in (*closed_segments(path), path):
+        with contextlib.suppress(FileNotFoundError):
+            found += file.stat().st_size
+    return found
+
+
+def missing_segment(path: Path) -> str:
+    """Return the name of a closed file that is missing although a later one exists; ""
+    if none is.
+    """
+    expected = (_closed_path(path, number) for number in itertools.count(1))
+    for file, wanted in zip(closed_segments(path), expected, strict=False):
+        if file != wanted:
+            return wanted.name
+    return ""
+
+
+def put_aside(path: Path) -> None:
+    """Close the current file: rename it to the next number."""
+    before = closed_segments(path)
+    number = _segment_number(before[-1]) if before else 0
+    path.rename(_closed_path(path, number + 1))
+
+
+def _open_newest(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        # A writer that has just put it aside, or died then.
+        before = closed_segments(path) if path.parent.is_dir() else []
+        if not before:
+            raise
+        return before[-1].open("rb")
+
+
+def _closed_path(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
+
+
+def _segment_number(file: Path) -> int:
+    return int(file.stem.rpartition(".")[2])
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +141,7 @@ class JsonLines:
     itself. Use from one thread at a time.
     """
 
-    def __init__(
-        self, path: str | Path, segment_bytes: int = segments.SEGMENT_BYTES
-    ) -> None:
+    def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.path = Path(path)
         self._segment_bytes = segment_bytes
         self.appended: Callable[[Path, bytes], None] = lambda path, data: None
@@ -100,7 +185,7 @@ class JsonLines:
         # on behalf of these lines.
         self._file.close()
         if self.path.exists():  # It was put aside if this is another attempt.
-            segments.put_aside(self.path)
+            put_aside(self.path)
             self.put_aside(self.path)
         self._file = Appended(self.path)
         self._bytes = 0
@@ -112,14 +197,14 @@ class Tape(JsonLines):
     def __init__(
         self,
         path: str | Path,
-        segment_bytes: int = segments.SEGMENT_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
         repeat: Callable[[str, Callable[[], None]], None] = lambda what, write: write(),
     ) -> None:
         """repeat: calls a write until there is space for it."""
         super().__init__(path, segment_bytes)
         self._repeat = repeat
         self._prev = ""
-        for file in segments.files(self.path, newest_first=True):
+        for file in segments(self.path, newest_first=True):
             if (last := _last_line(file)) is not None:
                 self._prev = _digest(last)
                 break
@@ -147,7 +232,7 @@ def read_tape(
     line before it, or unfinished in a file that was put aside.
     """
     path = Path(path)
-    if missing := segments.missing(path):
+    if missing := missing_segment(path):
         raise TapeError(
             f"{path}: the tape goes on from {missing}, which is missing; put it back"
         )
@@ -185,7 +270,7 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def remove_tape(path: Path) -> None:
     """Remove all files of a tape."""
-    for file in (*segments.closed(path), path):
+    for file in (*closed_segments(path), path):
         file.unlink(missing_ok=True)
 
 
@@ -256,7 +341,7 @@ def tells_of_the_end(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    for file in segments.files(path):
+    for file in segments(path):
         yield from file
 
 
@@ -264,8 +349,8 @@ def _whole_lines(path: Path, report: Report) -> Iterator[bytes]:
     """Yield the lines without an unfinished last one; raise TapeError if a file that
     was put aside ends in one. report: told the share that is read."""
     number, cut_off = 0, False
-    read, whole = 0, segments.nbytes(path)
-    for file in segments.files(path):
+    read, whole = 0, nbytes(path)
+    for file in segments(path):
         if cut_off:
             raise TapeError(
                 f"{path}, line {number}: it is cut off, and the tape goes on in a "
@@ -283,7 +368,7 @@ def _whole_lines(path: Path, report: Report) -> Iterator[bytes]:
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all complete lines from the last one back, unchecked."""
-    for file in segments.files(path, newest_first=True):
+    for file in segments(path, newest_first=True):
         yield from map(json.loads, _reversed_lines(file))
 
 

@@ -27,8 +27,8 @@ from diloco_jax.hardware.rates import (
     write_rates,
 )
 from diloco_jax.hardware.slices import slice_of
-from diloco_jax.observability.bar import lines
 from diloco_jax.observability.logs import setup_logging
+from diloco_jax.observability.terminal import progress_lines
 from diloco_jax.planning.options import PlanOptions
 from diloco_jax.planning.price import parse_prices, require_prices
 from diloco_jax.planning.processes import (
@@ -182,7 +182,7 @@ def _bars(console: Console, names: list[str]) -> Iterator[Report]:
     """Show one bar per island on a terminal, and remove them when all are done;
     elsewhere lines of text."""
     if not console.is_terminal:
-        plain = {name: lines(console, name) for name in names}
+        plain = {name: progress_lines(console, name) for name in names}
         yield lambda name, doing, share: plain[name](share)
         return
     columns = (

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.observability.bar import bar as progress_bar
+from diloco_jax.observability.terminal import bar as progress_bar
 from diloco_jax.simulation.progress import Progress
 
 

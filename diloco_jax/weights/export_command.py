@@ -96,7 +96,7 @@ def _write(
     target: Path,
     cycle: int | None,
 ) -> tuple[int, str]:
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.export import export
 
     config = read_config(workdir, trust_code=options.trust_code)
@@ -116,7 +116,7 @@ def _export_live(
     options: ExportOptions, console: Console, target: Path
 ) -> tuple[tuple[int, str], int]:
     """Return what `export` does, and the number of the cycle."""
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.export import require_target
     from diloco_jax.weights.live import LiveRun
     from diloco_jax.wire.client import Client

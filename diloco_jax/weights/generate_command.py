@@ -70,7 +70,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from diloco_jax.models.generation import generate
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
     from diloco_jax.weights.speaker import open_speaker
 
     console = Console(stderr=True)

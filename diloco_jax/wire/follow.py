@@ -84,7 +84,7 @@ class AppendedTo(Message, frozen=True, kw_only=True, tag=True):
 
 
 class PutAside(Message, frozen=True, kw_only=True, tag=True):
-    """A file of JSON lines was put aside (`observability/segments.py`)."""
+    """A file of JSON lines was put aside (`observability/tape.py`)."""
 
     number: Count
     """Counted with what is appended."""

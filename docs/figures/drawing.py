@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from diloco_jax.observability.plots import (
+from diloco_jax.observability.history import (
     BLUE,
     GREEN,
     GREY,

@@ -16,8 +16,7 @@ from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.faults import parse_faults
-from diloco_jax.observability import segments
-from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.observability.tape import Tape, closed_segments, read_tape
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.coordinator.ledger import Tally
 from diloco_jax.protocol.messages import Hello, Measures, Report
@@ -182,7 +181,7 @@ def test_the_state_has_all_that_it_is_measured_by(run):
 
 def test_the_tape_is_in_files_of_bounded_size(run):
     found, _ = run
-    files = segments.closed(found.tape.path)
+    files = closed_segments(found.tape.path)
     assert len(files) > 20
     assert max(file.stat().st_size for file in files) < SEGMENT_BYTES + 5000
     merged = sum(line["kind"] == "merged" for line in read_tape(found.tape.path))

@@ -16,7 +16,7 @@ from diloco_jax.data import corpus, manifest
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.data.manifest_command import manifest_command
 from diloco_jax.data.text import read_text_file
-from diloco_jax.observability import bar
+from diloco_jax.observability import terminal
 
 CHUNK = 64
 WAIT_S = 60.0
@@ -208,7 +208,7 @@ def test_a_long_reading_is_told_with_its_remedy(folder, monkeypatch, caplog, cap
     assert not any(r.name.startswith("diloco_jax.data") for r in caplog.records)
     monkeypatch.setattr(manifest, "TOLD_FROM", 2 * LARGE)
     monkeypatch.setattr(corpus, "TOLD_FROM", 40)
-    monkeypatch.setattr(bar, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
     (folder / "2.txt.manifest").unlink()
     load_corpus((str(folder),), 0.3)
     path = folder / "2.txt"

@@ -7,14 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
-from diloco_jax.observability import bar as bars
-from diloco_jax.observability.bar import LINE_EVERY_S, bar
+from diloco_jax.observability import terminal
+from diloco_jax.observability.terminal import LINE_EVERY_S, bar
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(bars.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from diloco_jax.observability.health import health_of, health_text
+from diloco_jax.observability.measures import health_of, health_text
 
 WELL = {"state": "training", "steps": 9, "loss": 2.0}
 

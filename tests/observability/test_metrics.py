@@ -7,9 +7,10 @@ import threading
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
-from diloco_jax.observability import curves, segments
+from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability import tape as tape_module
 from diloco_jax.observability.metrics import Metrics, read_metrics
+from diloco_jax.observability.tape import closed_segments
 
 LATE_S = 60.0
 ISLAND = {
@@ -84,7 +85,7 @@ def test_lines_are_in_files_of_bounded_size_and_read_as_one(tmp_path):
         for line in numbered(range(begin, end)):
             metrics.append(line)
         metrics.close()
-    closed = segments.closed(path)
+    closed = closed_segments(path)
     assert len(closed) > 10
     longest = len(json.dumps(MERGE)) + 10
     assert all(1000 <= file.stat().st_size < 1000 + longest for file in closed)
@@ -144,9 +145,9 @@ def test_a_disk_that_was_full_for_a_moment_costs_points_and_holds_up_nobody(
         return flush(self)
 
     monkeypatch.setattr(EventsWriter, "flush", full_once)
-    monkeypatch.setattr(curves, "FLUSH_S", 0.0)
-    monkeypatch.setattr(curves, "RETRY_S", 0.0)
-    monkeypatch.setattr(curves, "CLOSE_S", LATE_S)
+    monkeypatch.setattr(metrics_module, "FLUSH_S", 0.0)
+    monkeypatch.setattr(metrics_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLOSE_S", LATE_S)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
     assert failed.wait(LATE_S)
@@ -161,9 +162,9 @@ def test_a_disk_that_was_full_for_a_moment_costs_points_and_holds_up_nobody(
 def test_a_disk_that_hangs_holds_up_nobody(tmp_path, monkeypatch, caplog):
     hang = threading.Event()
     monkeypatch.setattr(EventsWriter, "flush", lambda self: hang.wait(60))
-    monkeypatch.setattr(curves, "FLUSH_S", 0.0)
-    monkeypatch.setattr(curves, "CLOSE_S", 0.1)
-    monkeypatch.setattr(curves, "MOST_WAITING", 10)
+    monkeypatch.setattr(metrics_module, "FLUSH_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(metrics_module, "MOST_POINTS_WAITING", 10)
     metrics = Metrics(tmp_path)
     try:
         for _ in range(20):
@@ -187,7 +188,7 @@ def test_a_disk_that_stays_full_is_not_filled_with_files(tmp_path, monkeypatch):
         return write(self, event)
 
     monkeypatch.setattr(EventsWriter, "write_event", full)
-    monkeypatch.setattr(curves, "RETRY_S", 3600.0)
+    monkeypatch.setattr(metrics_module, "RETRY_S", 3600.0)
     metrics = Metrics(tmp_path)
     metrics.append(ISLAND)
     assert tried.wait(LATE_S)

@@ -10,8 +10,7 @@ from matplotlib import pyplot
 from matplotlib.text import Text
 
 from diloco_jax import History
-from diloco_jax.observability.history import COLUMNS, of_rows, table
-from diloco_jax.observability.plots import MOST_BARS
+from diloco_jax.observability.history import COLUMNS, MOST_BARS, of_rows, table
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_jax.observability.recent import SAMPLE_S, WINDOW_S, RecentGoodput
+from diloco_jax.observability.measures import SAMPLE_S, WINDOW_S, RecentGoodput
 
 
 class Run:

@@ -10,13 +10,14 @@ import threading
 
 import pytest
 
-from diloco_jax.observability import segments
 from diloco_jax.observability.tape import (
     LAST_LINES,
     Tape,
     TapeError,
+    closed_segments,
     newest_record,
     not_on_tape,
+    put_aside,
     read_tape,
     remove_tape,
     tells_of_the_end,
@@ -41,13 +42,13 @@ def write(path, numbers):
 @pytest.fixture
 def path(tmp_path):
     write(tmp_path / "tape.jsonl", range(100))
-    assert len(segments.closed(tmp_path / "tape.jsonl")) > 5
+    assert len(closed_segments(tmp_path / "tape.jsonl")) > 5
     return tmp_path / "tape.jsonl"
 
 
 def test_no_file_is_larger_than_the_limit_and_a_line(path):
     line = max(len(line) for line in path.read_bytes().splitlines(keepends=True))
-    sizes = [file.stat().st_size for file in segments.closed(path)]
+    sizes = [file.stat().st_size for file in closed_segments(path)]
     assert all(FULL <= size < FULL + line for size in sizes)
     assert 0 < path.stat().st_size < FULL + line
 
@@ -58,7 +59,7 @@ def test_reads_as_the_tape_that_one_file_would_be(path, tmp_path):
     for n in range(100):
         tape.append(numbered(n))
     tape.close()
-    files = [file.read_bytes() for file in (*segments.closed(path), path)]
+    files = [file.read_bytes() for file in (*closed_segments(path), path)]
     assert b"".join(files) == whole.read_bytes()
     assert list(read_tape(path)) == list(read_tape(whole))
 
@@ -88,7 +89,7 @@ def test_the_end_of_a_run_is_found_in_a_closed_file(path):
 
 
 def test_numbers_of_lines_go_through_all_files(path):
-    closed = segments.closed(path)
+    closed = closed_segments(path)
     before = len(closed[0].read_bytes().splitlines())
     lines = closed[1].read_bytes().splitlines(keepends=True)
     closed[1].write_bytes(b"".join([lines[0], *lines[2:]]))
@@ -98,7 +99,7 @@ def test_numbers_of_lines_go_through_all_files(path):
 
 @pytest.mark.parametrize("gone", [0, 2, -1])
 def test_a_file_that_is_missing_is_named(path, gone):
-    file = segments.closed(path)[gone]
+    file = closed_segments(path)[gone]
     file.unlink()
     name = file.name if gone != -1 else "lines before .* are missing"
     with pytest.raises(TapeError, match=name):
@@ -108,7 +109,7 @@ def test_a_file_that_is_missing_is_named(path, gone):
 @pytest.mark.parametrize("emptied", [False, True])
 def test_goes_on_where_a_writer_died_as_it_began_a_file(path, emptied):
     """Between putting the full file aside and the first line of the next one."""
-    segments.put_aside(path)
+    put_aside(path)
     if emptied:
         path.touch()
     assert [r["n"] for r in read_tape(path)] == list(range(100))
@@ -190,7 +191,7 @@ def test_nothing_is_lost_when_the_writer_is_killed(tmp_path):
         assert numbers == list(range(len(numbers)))
         assert numbers[-1] >= told[-1]
         begin = len(numbers)
-    assert len(segments.closed(path)) > 30
+    assert len(closed_segments(path)) > 30
     # The newest segment is empty if the writer was killed just after it began one.
     newest = path.read_bytes().splitlines()
     assert not newest or json.loads(newest[-1])["n"] == begin - 1

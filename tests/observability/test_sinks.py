@@ -14,7 +14,8 @@ from test_metrics import ISLAND, MERGE, MODEL
 
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.errors import ConfigError
-from diloco_jax.observability import curves, sinks
+from diloco_jax.observability import metrics as metrics_module
+from diloco_jax.observability import sinks
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.sinks.tensorboard import TensorBoard
 
@@ -108,8 +109,8 @@ def test_a_sink_that_fails_is_begun_anew_and_the_run_goes_on(
         return init(**asked)
 
     wandb.init = no_key_at_first
-    monkeypatch.setattr(curves, "RETRY_S", 0.0)
-    monkeypatch.setattr(curves, "CLOSE_S", LATE_S)
+    monkeypatch.setattr(metrics_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(metrics_module, "CLOSE_S", LATE_S)
     metrics = Metrics(tmp_path, sinks=("wandb",), run_id="r1")
     metrics.append(ISLAND)
     assert failed.wait(LATE_S)

@@ -6,10 +6,11 @@ import pytest
 from rich.console import Console
 
 from diloco_jax.faults import parse_faults
-from diloco_jax.observability.report import closing_report, comparison
 from diloco_jax.observability.terminal import (
     Dashboard,
     bytes_text,
+    closing_report,
+    comparison,
     duration_text,
     render,
 )

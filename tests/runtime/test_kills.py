@@ -24,8 +24,7 @@ from diloco_jax.config import (
     RunConfig,
     SyncConfig,
 )
-from diloco_jax.observability import segments
-from diloco_jax.observability.tape import Tape, remove_tape
+from diloco_jax.observability.tape import Tape, closed_segments, remove_tape
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 
@@ -166,7 +165,7 @@ def write_tape(workdir: Path, records: list[dict[str, Any]]) -> None:
     for record in records:
         tape.append(record)
     tape.close()
-    assert len(segments.closed(workdir / "tape.jsonl")) > 5
+    assert len(closed_segments(workdir / "tape.jsonl")) > 5
 
 
 def test_replay_gives_the_bits_of_every_merge(run, workdir):

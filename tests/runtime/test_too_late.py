@@ -15,7 +15,7 @@ from diloco_jax.coordinator import main
 from diloco_jax.coordinator.last_writes import LastWrites
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.island.network.link import ending_of
-from diloco_jax.observability.health import health_of
+from diloco_jax.observability.measures import health_of
 from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import ConnectionLost, Refused
 from diloco_jax.workdir import read_summary

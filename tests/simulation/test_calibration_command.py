@@ -13,8 +13,7 @@ from virtual_recording import config, record
 from diloco_jax import cli
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.observability import segments
-from diloco_jax.observability.tape import Tape, read_tape
+from diloco_jax.observability.tape import Tape, closed_segments, read_tape
 from diloco_jax.simulation.calibration import command
 from diloco_jax.simulation.calibration.command import calibrate_command
 from diloco_jax.simulation.calibration.fit import calibrate
@@ -78,7 +77,7 @@ def write_tape(path: Path, lines: list[dict], segment_bytes: int = 1 << 20) -> N
 
 def test_a_tape_in_many_files_gives_the_same_numbers(workdir, copied):
     write_tape(copied / "tape.jsonl", list(read_tape(workdir / "tape.jsonl")), 10_000)
-    assert len(segments.closed(copied / "tape.jsonl")) > 3
+    assert len(closed_segments(copied / "tape.jsonl")) > 3
     assert calibrate(copied).transfer_s == calibrate(workdir).transfer_s
 
 

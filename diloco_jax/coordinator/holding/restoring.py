@@ -14,7 +14,7 @@ from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
 from diloco_jax.memory import give_back
-from diloco_jax.observability.bar import bar
+from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.holding import (
     Committed,
     FragmentsRestored,

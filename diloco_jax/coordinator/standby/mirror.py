@@ -21,8 +21,7 @@ from diloco_jax.coordinator.holding.publishes import Publishes, name_of
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import Appended
-from diloco_jax.observability import segments
-from diloco_jax.observability.tape import remove_tape
+from diloco_jax.observability.tape import put_aside, remove_tape
 from diloco_jax.paths import naming
 from diloco_jax.protocol.values import Version
 from diloco_jax.sealed import TEMPORARY, seal_of, sync_path
@@ -149,7 +148,7 @@ class Mirror:
         path = self._path(name)
         if (file := self._open.pop(name, None)) is not None:
             file.close()
-        segments.put_aside(path)
+        put_aside(path)
 
     def close(self) -> None:
         """Close the files."""

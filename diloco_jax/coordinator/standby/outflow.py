@@ -21,7 +21,7 @@ from diloco_jax.coordinator.holding import publishes
 from diloco_jax.coordinator.snapshots import SUFFIX, fragment_path
 from diloco_jax.coordinator.standby.feed import StandbyFeed
 from diloco_jax.coordinator.workers.supervised import Heard
-from diloco_jax.observability import segments
+from diloco_jax.observability.tape import closed_segments
 from diloco_jax.protocol.holding import AnchorKept, MergePrepared
 from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import FragmentSaved
@@ -188,7 +188,7 @@ class Outflow:
     def _others(self) -> list[Path]:
         tape = self._workdir / run_files.TAPE
         named = (run_files.CONFIG, run_files.FACTS, run_files.ROSTER)
-        paths = [*segments.closed(tape), tape, *(self._workdir / n for n in named)]
+        paths = [*closed_segments(tape), tape, *(self._workdir / n for n in named)]
         source = sorted((self._workdir / run_files.SOURCE).glob("*"))
         return [path for path in (*paths, *source) if path.is_file()]
 

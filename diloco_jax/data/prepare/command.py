@@ -92,7 +92,7 @@ def data_command(arguments: Sequence[str]) -> int:
     from diloco_jax.data.prepare.work import prepare
     from diloco_jax.data.prepare.writing import Recipe
     from diloco_jax.data.tokenizers.opening import open_tokenizer
-    from diloco_jax.observability.bar import bar
+    from diloco_jax.observability.terminal import bar
 
     tokenizer = open_tokenizer(options.tokenizer, "--tokenizer")
     reader = reader_for(tokenizer, options.text_field, options.turn)

@@ -44,8 +44,7 @@ from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.history import History, outages
-from diloco_jax.observability.report import closing_report
-from diloco_jax.observability.terminal import Dashboard
+from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.sealed import digest_of

@@ -39,8 +39,8 @@ from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.observability.bar import bar
 from diloco_jax.observability.tape import TapeError
+from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.replay.island import ReplayedIsland
