@@ -65,8 +65,7 @@ def dashboard_command(arguments: Sequence[str]) -> int:
 
     import uvicorn
 
-    from diloco_jax.dashboard.app import make_app
-    from diloco_jax.dashboard.onlooker import Onlooker
+    from diloco_jax.dashboard.app import Onlooker, make_app
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     link_bytes_per_s = options.link_gbit_per_s * 1e9 / 8

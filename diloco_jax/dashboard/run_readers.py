@@ -1,6 +1,7 @@
 """Where the dashboard reads from: a run's workdir, or its coordinator's address.
 
-Nothing here writes, and the coordinator is asked for its status alone.
+Nothing here writes, and the coordinator is asked for its status alone. Lines of a
+workdir are followed while their writer is at work, through all their files.
 """
 
 from __future__ import annotations
@@ -8,23 +9,106 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.dashboard.lines import NewLines
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.models.flops_by_formula import analytic_flops
-from diloco_jax.observability.tape import nbytes
+from diloco_jax.observability.tape import closed_segments, nbytes
 from diloco_jax.paths import expand
 from diloco_jax.wire.errors import WireError
 from diloco_jax.workdir import holds_run, read_facts
+
+BLOCK_BYTES = 1 << 20
+
+
+class NewLines:
+    """The lines of a file that were not yielded before. Use from one thread.
+
+    `bad_lines` counts complete lines that were no JSON objects and were left out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: the newest file, which need not exist yet."""
+        self.bad_lines = 0
+        self.read_bytes = 0
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the new lines up to the end; a line without its end comes later."""
+        while self._open():
+            assert self._file is not None
+            rest = b""
+            while block := self._file.read(BLOCK_BYTES):
+                self.read_bytes += len(block)
+                *whole, rest = (rest + block).split(b"\n")
+                for line in whole:
+                    if (found := self._decode(line)) is not None:
+                        yield found
+            read = self._file.tell()
+            # An unfinished line is read again: its writer's next life cuts it off.
+            self.read_bytes -= len(rest)
+            self._file.seek(read - len(rest))
+            if not self._go_on(read):
+                return
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _decode(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            found = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = None
+        if isinstance(found, dict) and isinstance(found.get("time"), (int, float)):
+            return found
+        self.bad_lines += 1
+        return None
+
+    def _open(self) -> bool:
+        if self._file is None:
+            before = closed_segments(self.path) if self.path.parent.is_dir() else []
+            try:
+                self._file = (before[0] if before else self.path).open("rb")
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _go_on(self, read: int) -> bool:
+        """Open the file after this one, of which `read` bytes were read; return False
+        at the end of the newest."""
+        assert self._file is not None
+        mine = os.fstat(self._file.fileno())
+        closed = closed_segments(self.path)
+        for number, file in enumerate(closed):
+            if os.path.samestat(file.stat(), mine):
+                after = closed[number + 1] if number + 1 < len(closed) else self.path
+                break
+        else:
+            return False
+        if mine.st_size > read:
+            return True  # Its last lines came after the last read.
+        try:
+            following = after.open("rb")
+        except FileNotFoundError:
+            return False
+        self._file.close()
+        self._file = following
+        return True
+
 
 Lines = Iterator[tuple[float, Callable[[Mapping[str, Any]], None], dict[str, Any]]]
 

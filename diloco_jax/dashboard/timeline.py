@@ -1,22 +1,238 @@
 """A run over time, out of the lines of its tape and its metrics, in bounded memory.
 
 Times are the coordinator's, in unix seconds. Tokens of deltas count once for each
-fragment; divided by the number of fragments they compare with tokens of steps.
+fragment; divided by the number of fragments they compare with tokens of steps. Numbers
+are summed in a grid by bins of time, for any width of screen.
+
+Shapes: `F` fields, `R` rows (the coordinator and the islands), `B` bins, `C` columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diloco_jax.dashboard import telling
-from diloco_jax.dashboard.failures import Failures
-from diloco_jax.dashboard.grid import Grid
-from diloco_jax.dashboard.lane import Lane
-from diloco_jax.dashboard.merge import ShownMerge
+import numpy as np
+import numpy.typing as npt
+
+from diloco_jax.dashboard.failures import Failures, Lane
 from diloco_jax.observability.tape import Repeats
+
+BINS = 4096
+WIDTH_S = 0.25
+"""Seconds of a bin at first."""
+
+Array = npt.NDArray[np.float64]
+
+
+class Grid:
+    """Sums of quantities by field, row and bin.
+
+    When a run outgrows its bins, each two of them become one, and a bin is twice as
+    long: an hour has bins of one second, a week has bins of four minutes.
+    """
+
+    def __init__(
+        self, fields: Sequence[str], bins: int = BINS, width_s: float = WIDTH_S
+    ) -> None:
+        """bins: even number B. width_s: seconds of a bin at first."""
+        self.width_s = width_s
+        self.begin: float | None = None
+        """Unix time at which the first bin begins; None before anything is added."""
+        self.rows = 0
+        self._index = {name: number for number, name in enumerate(fields)}
+        self._bins = bins
+        self._sums = np.zeros((len(fields), 0, bins), np.float32)
+
+    def new_row(self) -> int:
+        """Return the number of one more row."""
+        self.rows += 1
+        fields, room, bins = self._sums.shape
+        if self.rows > room:
+            larger = np.zeros((fields, max(4, 2 * room), bins), np.float32)
+            larger[:, :room] = self._sums
+            self._sums = larger
+        return self.rows - 1
+
+    def add(self, field: str, row: int, time: float, value: float) -> None:
+        """Add a value to the bin of a time, in unix seconds."""
+        self._sums[self._index[field], row, int(self._place(time))] += value
+
+    def spread(
+        self, field: str, row: int, start: float, stop: float, value: float
+    ) -> None:
+        """Add a value evenly over [start, stop), in unix seconds."""
+        if self.begin is None:
+            self.begin = start
+        last = self._place(stop)
+        # After the last one: its bins may have become longer.
+        first = max(0.0, (start - self.begin) / self.width_s)
+        if last <= first:
+            return
+        sums = self._sums[self._index[field], row]
+        low, high = int(first), int(last)
+        if low == high:
+            sums[low] += value
+            return
+        each = value / (last - first)
+        sums[low] += each * (low + 1 - first)
+        if high > low + 1:
+            sums[low + 1 : high] += each
+        sums[high] += each * (last - high)
+
+    def columns(
+        self,
+        fields: Sequence[str],
+        start: float,
+        stop: float,
+        count: int,
+        rows: slice = slice(None),
+    ) -> Array:
+        """Return sums [F, R, C] of `count` equal columns of [start, stop), of these
+        rows.
+
+        What lies in a bin counts as spread evenly over it.
+        """
+        numbers = [self._index[name] for name in fields]
+        rows = slice(*rows.indices(self.rows))
+        if self.begin is None or stop <= start:
+            return np.zeros((len(fields), rows.stop - rows.start, count))
+        edges = np.linspace(start, stop, count + 1) - self.begin
+        edges = np.clip(edges / self.width_s, 0, self._bins)
+        low, high = int(edges[0]), int(np.ceil(edges[-1]))
+        part = self._sums[numbers, rows, low:high]
+        until = np.zeros((*part.shape[:2], high - low + 1))
+        np.cumsum(part, axis=-1, out=until[..., 1:])
+        whole = np.minimum((edges - low).astype(int), max(high - low - 1, 0))
+        rest = edges - low - whole
+        after = np.minimum(whole + 1, high - low)
+        reached = until[..., whole] + rest * (until[..., after] - until[..., whole])
+        found: Array = np.diff(reached, axis=-1)
+        return found
+
+    def totals(self, fields: Sequence[str], start: float, stop: float) -> Array:
+        """Return sums [F, R] of [start, stop)."""
+        numbers = [self._index[name] for name in fields]
+        if self.begin is None or stop <= start:
+            return np.zeros((len(fields), self.rows))
+        ends = (np.array([start, stop]) - self.begin) / self.width_s
+        first, last = np.clip(ends, 0, self._bins)
+        low, high = int(first), int(np.ceil(last))
+        bins = np.arange(low, high)
+        shares = np.minimum(bins + 1, last) - np.maximum(bins, first)
+        found: Array = self._sums[numbers, : self.rows, low:high] @ shares
+        return found
+
+    def _place(self, time: float) -> float:
+        """Return a time as a number of bins; make bins longer until it is within."""
+        if self.begin is None:
+            self.begin = time
+        while (place := (time - self.begin) / self.width_s) >= self._bins:
+            self._fold()
+        return max(0.0, place)
+
+    def _fold(self) -> None:
+        half = self._bins // 2
+        self._sums[..., :half] = self._sums[..., ::2] + self._sums[..., 1::2]
+        self._sums[..., half:] = 0.0
+        self.width_s *= 2
+
+
+@dataclasses.dataclass(kw_only=True)
+class ShownMerge:
+    """One merge: who took part, with how many tokens, and its measures."""
+
+    time: float
+    fragment: int
+    version: int
+    final: bool
+    share: float
+    tokens: dict[str, int]
+    stale: dict[str, int]
+    """Versions by which a delta's base was behind; only those that were."""
+    measures: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+
+
+def text_of(line: Mapping[str, Any]) -> str:
+    """Return what a line of the tape says; for an unknown kind, its fields."""
+    kind = line["kind"]
+    island, incarnation = line.get("island", ""), line.get("incarnation", 0)
+    match kind:
+        case "begun":
+            return f"run {line['run_id']} begins, to {line['total_tokens']:,} tokens"
+        case "compiled":
+            return "the coordinator has compiled what merges need"
+        case "recovered":
+            return (
+                f"the coordinator is back, from snapshot {line['snapshot']} and "
+                f"{line['records']:,} records of its log"
+            )
+        case "worker_recovered":
+            count = len(line["fragments"])
+            away = line.get("away_seconds")
+            after = "" if away is None else f" after {away:.1f} s"
+            return f"worker {line['worker']} is back with its {count} fragments{after}"
+        case "term":
+            return f"term {line['term']} begins with anchors of islands"
+        case "hello":
+            device = line["environment"].get("device_kind", "")
+            return f"{island} #{incarnation} says hello from {line['peer']} ({device})"
+        case "joined":
+            return (
+                f"{island} #{incarnation} joins with "
+                f"{line['tokens_per_step']:,} tokens a step"
+            )
+        case "resumed":
+            return f"{island} #{incarnation} is back after {line['steps']:,} steps"
+        case "absent":
+            return f"{island} #{incarnation} is away: {line['why']}"
+        case "left":
+            return _left(line)
+        case "leaving":
+            return f"{island} #{incarnation} is leaving, and sends what it has"
+        case "refused":
+            return (
+                f"the delta of {island} #{incarnation} for fragment "
+                f"{line['fragment']} is refused: {line['reason']}"
+            )
+        case "skipped":
+            return (
+                f"tick {line['tick']} of fragment {line['fragment']} is skipped: "
+                f"{line['why']}"
+            )
+        case "turned_away":
+            return f"{island} is turned away ({line['code']}): {line['message']}"
+        case "quarantined":
+            return (
+                f"{island} #{incarnation} is quarantined after {line['refused']} "
+                f"unfit deltas"
+            )
+        case "released":
+            return f"{island} #{incarnation} is out of quarantine"
+        case "stopping":
+            return f"the run has its tokens ({line['tokens']:,}): the flush begins"
+        case "finished":
+            return "the run is over"
+        case "extended":
+            return f"the run goes on to {line['total_tokens']:,} tokens"
+        case "alert":
+            return str(line["text"])
+    shown = {k: v for k, v in line.items() if k not in ("kind", "time", "prev")}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _left(line: Mapping[str, Any]) -> str:
+    fragments = line["lost_tokens_by_fragment"]
+    lost = sum(fragments) / max(1, len(fragments))
+    said = f" ({line['said']})" if line["said"] else ""
+    cost = f"; {lost:,.0f} tokens are lost" if lost else "; nothing is lost"
+    return (
+        f"{line['island']} #{line['incarnation']} ended after {line['steps']:,} steps: "
+        f"{line['reason']}{said}{cost}"
+    )
+
 
 STATES = ("joining", "compiling", "training", "stopped", "quarantined", "absent")
 SUMS = (
@@ -145,7 +361,7 @@ class Timeline:
             case "alert":
                 self.alerts.append((time, line["text"]))
         if kind not in ROUTINE:
-            self.event(time, kind, str(line.get("island", "")), telling.text_of(line))
+            self.event(time, kind, str(line.get("island", "")), text_of(line))
 
     def event(self, time: float, kind: str, island: str, text: str) -> None:
         """Note something that people look for."""

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.dashboard.grid import Array
-from diloco_jax.dashboard.lane import Lane
-from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Timeline
+from diloco_jax.dashboard.failures import Lane
+from diloco_jax.dashboard.timeline import COORDINATOR, STATES, Array, Timeline
 from diloco_jax.observability.measures import IslandMeasure, goodput
 
 LETTERS = "jctsqa"

@@ -23,9 +23,8 @@ from diloco_jax.cluster import beside
 from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.dashboard import run_readers
-from diloco_jax.dashboard.app import STATIC
+from diloco_jax.dashboard.app import STATIC, Onlooker
 from diloco_jax.dashboard.command import dashboard_command, listen
-from diloco_jax.dashboard.onlooker import Onlooker
 from diloco_jax.wire.errors import ConnectionLost
 
 START_S = 30.0

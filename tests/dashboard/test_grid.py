@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.dashboard.grid import Grid
+from diloco_jax.dashboard.timeline import Grid
 
 BEGIN = 1_790_000_000.0
 DAY_S = 86_400.0

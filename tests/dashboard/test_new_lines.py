@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_jax.dashboard.lines import NewLines
+from diloco_jax.dashboard.run_readers import NewLines
 from diloco_jax.observability.tape import JsonLines
 
 
