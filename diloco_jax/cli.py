@@ -246,7 +246,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "prints a script by which the shell completes commands and options",
     ),
     "doctor": (
-        _of("diloco_jax.doctor.command", "doctor_command"),
+        _of("diloco_jax.doctor", "doctor_command"),
         "[--folder DIR] [--json]",
         "what is installed here, what jax finds, what the machine gives a run",
     ),

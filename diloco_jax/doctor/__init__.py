@@ -1,1 +1,0 @@
-"""`diloco doctor`: what of this machine a run depends on."""
