@@ -8,8 +8,6 @@ import socket
 from importlib import metadata
 from pathlib import Path
 
-import jax
-
 from diloco_jax import libtpu, machine
 from diloco_jax.before_jax import FLAG_LISTS
 
@@ -31,6 +29,8 @@ LONGEST = 4096
 
 def describe() -> dict[str, str | int]:
     """Return versions, flags, device kind; counts of devices, processes, threads."""
+    import jax
+
     device = jax.devices()[0]
     return {
         "diloco_jax": metadata.version("diloco-jax"),

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import NOT_NEGATIVE, setting
+from diloco_jax.errors import ConfigError
 from diloco_jax.exit_codes import EXIT_DONE
 from diloco_jax.options import WorkdirOptions, parse
 from diloco_jax.workdir import add_to_summary, read_config

@@ -1,5 +1,5 @@
-"""`diloco doctor`: what it says of this machine, and of machines in worse order, or with
-unusual variables, folders, limits or names."""
+"""`diloco doctor`: what it says of this machine, and of machines in worse order, or
+with unusual variables, folders, limits or names."""
 
 from __future__ import annotations
 
