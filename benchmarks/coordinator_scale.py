@@ -50,7 +50,7 @@ from machine import free_bytes, resident
 
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.merge_route import passes_of
 from diloco_jax.planning.merge_rate import contributions, encoded_delta, store_of
 from diloco_jax.protocol.values import Version
@@ -262,7 +262,7 @@ def cycle_here(parameters: int, islands: int, workers: int) -> dict[str, Any]:
     )
     written = merged.payload.nbytes
     del small, merged
-    give_back()
+    give_memory_back()
     before = resident("VmRSS")
     shapes = {f"w{i:02}": shape for i in range(count)}
     store = store_of(RUN, CODEC, shapes, count, passes)

@@ -56,7 +56,7 @@ from machine import free_bytes, resident
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.merge_route import Route, passes_of
 from diloco_jax.planning.merge_rate import (
     ELEMENTS,
@@ -282,12 +282,12 @@ def store_memory(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
     del small, merged
     base = settled()
     store = store_of(RUN, "int8", shapes, FRAGMENTS, passes)
-    give_back()
+    give_memory_back()
     for number in range(1, CYCLES + 2):
         for fragment in range(FRAGMENTS):
             merged = store.merge(fragment, parts, payloads, squares, final=False)
             store.commit(fragment, Version(1, number), merged)
-            give_back()
+            give_memory_back()
     del merged
     peak, state = resident("VmHWM"), settled()
     f32 = 4 * store.plan.total
@@ -296,7 +296,7 @@ def store_memory(shapes: dict[str, tuple[int, ...]]) -> dict[str, float]:
 
 def settled() -> int:
     """Return the memory held once freed memory is given back; the peak starts anew."""
-    give_back()
+    give_memory_back()
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 

@@ -43,7 +43,7 @@ from coordinator_pair import NODES, Pair, other
 from diloco_jax.cluster.processes import last_error
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve
-from diloco_jax.exit_codes import EXIT_CONFIG
+from diloco_jax.errors import EXIT_CONFIG
 
 GAP_S = (4.0, 20.0)
 AGAIN_S = 4.0

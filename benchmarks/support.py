@@ -28,11 +28,11 @@ from machine import FACTS, CpuSamples, machine_facts, sample_cpu
 from diloco_jax import run_files
 from diloco_jax.cluster.children import start_child
 from diloco_jax.config import Config
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.files import write_json
-from diloco_jax.interrupt import Interruptible
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.process import Interruptible
 
 DILOCO = (sys.executable, "-m", "diloco_jax.cli")
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"

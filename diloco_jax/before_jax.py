@@ -1,19 +1,123 @@
-"""The environment that jax must find when it is imported; imports no jax itself."""
+"""The environment that jax must find when it is imported; imports no jax itself.
+
+libtpu reads its flags once per process, from LIBTPU_INIT_ARGS, when jax first looks for
+TPUs or compiles for them. They go by TPU generation and by the version of libtpu, and
+must be set before jax is imported. `docs/results/plan.md` compares the candidates.
+
+`describe_environment` tells the tape what was found: the facts about a process on which
+the bits of its results depend.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import platform
+import re
+import socket
 import sys
 from collections.abc import Mapping, MutableMapping
 from importlib import metadata, util
 from pathlib import Path
 
-from diloco_jax import libtpu, machine
+from diloco_jax import machine
 from diloco_jax.errors import ConfigError
 from diloco_jax.hardware import tpus
 
-FLAG_LISTS = ("XLA_FLAGS", libtpu.VARIABLE)
+LIBTPU_VARIABLE = "LIBTPU_INIT_ARGS"
+MAXTEXT = "MaxText, benchmarks/xla_flags_library.py"
+LISTED = "libtpu 0.0.42.1 and 0.0.50.1 list it; docs/results/plan.md compares it"
+UNFUSED = "--xla_tpu_enable_all_reduce_scatter_fusion=false"
+FLAG_SOURCES = {
+    "--xla_tpu_enable_sparse_core_collective_offload_all_gather=true": MAXTEXT,
+    "--xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=true": LISTED,
+    "--xla_tpu_enable_sparse_core_collective_offload_3d_all_gather=true": LISTED,
+    "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true": LISTED,
+    "--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true": MAXTEXT,
+    "--xla_tpu_use_tc_device_shape_on_sc=true": MAXTEXT,
+    "--xla_sc_disable_megacore_partitioning=true": MAXTEXT,
+    "--xla_enable_async_all_gather=true": MAXTEXT,
+    UNFUSED: LISTED,
+}
+"""Every flag that is given, and where it stands. None has a documented meaning: they
+were chosen by the programs that the compilers make of them.
+
+Left out: continuation fusion (`xla_tpu_enable_async_collective_fusion` and
+`xla_tpu_overlap_compute_collective_tc`), which could do the same. The two together gave
+NaN without an error on v6e-16 with jax 0.10.2 (github.com/jax-ml/jax/issues/38741), and
+libtpu 0.0.50.1 refuses fusion of gathers on all generations but v5e, since it may give
+wrong results.
+"""
+Flags = tuple[str, ...]
+SPARSE_CORE: Flags = tuple(flag for flag in FLAG_SOURCES if flag != UNFUSED)
+"""Flags that let SparseCores carry out collectives during the matrix products."""
+LIBTPU_FLAGS: dict[str, tuple[tuple[tuple[int, ...], Flags], ...]] = {
+    "v5p": (((0, 0, 42), SPARSE_CORE),),
+    # On v6e no reduce-scatter of 12 B overlaps. Left as an all-reduce it sends twice
+    # the bytes, but SparseCores do that beside the matrix products.
+    "v6e": (((0, 0, 42), (*SPARSE_CORE, UNFUSED)),),
+}
+"""Pairs of the first libtpu version and its flags, by generation, newest first. Older
+versions and other generations get no flags."""
+
+
+def libtpu_flags(generation: str, version: str) -> Flags:
+    """Return the flags for this generation; none where they were never tried.
+
+    generation: "v6e"; version: libtpu's, "0.0.42.1"; either may be empty.
+    """
+    here = tuple(map(int, re.findall(r"\d+", version)))
+    for since, flags in LIBTPU_FLAGS.get(generation, ()):
+        if here >= since:
+            return flags
+    return ()
+
+
+def libtpu_version() -> str:
+    """Return the version of libtpu; empty if it is not installed."""
+    try:
+        return metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def generation_of(topology: str) -> str:
+    """Return the generation of a topology like "v5p:4x4x4"; empty for an empty one."""
+    return topology.partition(":")[0]
+
+
+def set_libtpu_flags(generation: str, environment: MutableMapping[str, str]) -> None:
+    """Add the generation's flags to the environment. Flags that are set stay."""
+    given = environment.get(LIBTPU_VARIABLE, "").split()
+    names = {flag.split("=")[0] for flag in given}
+    flags = libtpu_flags(generation, libtpu_version())
+    missing = [flag for flag in flags if flag.split("=")[0] not in names]
+    if missing:
+        environment[LIBTPU_VARIABLE] = " ".join([*given, *missing])
+
+
+def flag_clashes(given: str, flags: Flags, whose: str) -> list[str]:
+    """Describe every flag in `given` that the table has with another value.
+
+    whose: generation and version of libtpu that the table's flags are for.
+    """
+    names = {flag.split("=")[0]: flag for flag in flags}
+    found = [(flag, names.get(flag.split("=")[0], flag)) for flag in given.split()]
+    return [
+        f"{LIBTPU_VARIABLE} has {here}, and the table for {whose} has {there}: the "
+        f"variable counts; leave the flag out to have the table's"
+        for here, there in found
+        if here != there
+    ]
+
+
+def libtpu_flags_in_force(environment: MutableMapping[str, str]) -> str:
+    """Describe for messages the libtpu and flags that compile in that environment."""
+    version, flags = libtpu_version() or "none", environment.get(LIBTPU_VARIABLE, "")
+    return f"libtpu {version}, {LIBTPU_VARIABLE} = {flags!r}"
+
+
+FLAG_LISTS = ("XLA_FLAGS", LIBTPU_VARIABLE)
 """Variables whose values are lists of flags. An unknown flag ends the process."""
 HOST_DEVICES = "--xla_force_host_platform_device_count"
 MULTI_SLICE = "MEGASCALE_"
@@ -72,7 +176,7 @@ def require_platforms(
     some platforms without a word."""
     value = environment.get("JAX_PLATFORMS", "")
     here = {"cpu"}
-    if libtpu.installed_version() and _may_have_tpu(environment, root):
+    if libtpu_version() and _may_have_tpu(environment, root):
         here.add("tpu")
     missing = {name.strip() for name in value.split(",")} - {"", *here}
     if missing and not (_plugins() and "tpu" not in missing):
@@ -122,3 +226,75 @@ def _plugins() -> bool:
     """Tell if jax has plugins, which is how it finds GPUs."""
     entry_points = metadata.entry_points(group="jax_plugins")
     return bool(entry_points) or util.find_spec("jax_plugins") is not None
+
+
+VECTOR_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
+"""Instruction sets for which XLA compiles different code, as Linux names them."""
+
+
+STEERING = ("JAX_", "XLA_", "TPU_", "LIBTPU_")
+"""Beginnings of the names of variables that jax and its libraries read."""
+NOT_STEERING = (
+    *FLAG_LISTS,
+    *("JAX_COORDINATOR_", "TPU_WORKER_", "TPU_PROCESS_ADDRESSES"),
+)
+"""Variables that are left out: the tape has flags as facts of their own, and the others
+only name the places of hosts."""
+LONGEST_FACT = 4096
+"""Characters of a fact."""
+
+
+def describe_environment() -> dict[str, str | int]:
+    """Return versions, flags, device kind; counts of devices, processes, threads."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "diloco_jax": metadata.version("diloco-jax"),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "threads": _threads(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "libtpu": libtpu_version(),
+        "libtpu_flags": os.environ.get(LIBTPU_VARIABLE, ""),
+        "variables": _variables(),
+    }
+
+
+def _variables() -> str:
+    """Return the other variables that steer jax, as NAME=VALUE."""
+    found = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(STEERING) and not name.startswith(NOT_STEERING)
+    ]
+    return " ".join(found)[:LONGEST_FACT]
+
+
+def _threads() -> int:
+    """Count the threads of XLA's pool, which decide how long sums are cut."""
+    if nproc := os.environ.get("NPROC"):
+        return int(nproc)
+    return machine.schedulable()
+
+
+def _cpu() -> str:
+    """Return the name and instruction sets of the processor, if the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip().lower(), value.strip())
+    flags = machine.instructions().split()
+    sets = [name for name in VECTOR_SETS if name in flags]
+    return " ".join((facts.get("model name", platform.machine()), *sets))

@@ -2,27 +2,129 @@
 
 Exit codes: 0 done, 2 bad arguments or config, 3 refused by the peer, 1 anything else.
 Results for programs go to standard output (`--json`), all else to standard error.
-Nothing heavy is imported before a command needs it.
+Nothing heavy is imported before a command needs it. `diloco completion bash|zsh|fish`
+prints a script by which a shell completes commands, options and configs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+import io
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
-from diloco_jax import config_commands, machine
-from diloco_jax.errors import UNNAMEABLE, ConfigError, disk_failure, suggest
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_REFUSED
-from diloco_jax.interrupt import Interruptible
-from diloco_jax.process_end import end_process, end_when_asked
-from diloco_jax.shell_variables import set_variables_right
-from diloco_jax.streams import hold_streams
+from diloco_jax import commands, machine
+from diloco_jax.config import named
+from diloco_jax.config.fields import positional
+from diloco_jax.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    UNNAMEABLE,
+    ConfigError,
+    disk_failure,
+    suggest,
+)
+from diloco_jax.options import parse
+from diloco_jax.process import (
+    Interruptible,
+    end_process,
+    end_when_asked,
+    hold_streams,
+    set_variables_right,
+)
+
+OPTION_PATTERN = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+BASH = """\
+_diloco() {
+  local word=${COMP_WORDS[COMP_CWORD]} words=""
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    words="COMMANDS"
+  else
+    case ${COMP_WORDS[1]} in
+CASES
+    esac
+  fi
+  [[ $word == -* || $COMP_CWORD -eq 1 ]] || words="$words NAMES"
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _diloco diloco
+"""
+ZSH = "#compdef diloco\nautoload -U +X bashcompinit && bashcompinit\n" + BASH
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """The options of `diloco completion`."""
+
+    shell: Literal["bash", "zsh", "fish"] = positional(
+        metavar="bash|zsh|fish", help="The shell to write the script for."
+    )
+
+
+def completion_command(arguments: Sequence[str]) -> int:
+    """Print a shell's script to standard output."""
+    (options,) = parse(
+        [CompletionOptions],
+        arguments,
+        "diloco completion",
+        "Print a script by which a shell completes the words of diloco. For bash: "
+        "diloco completion bash > ~/.local/share/bash-completion/completions/diloco.",
+    )
+
+    runs = {name: command for name, (command, _, _) in COMMANDS.items()}
+    words = {name: options_of(run) for name, run in runs.items()}
+    if options.shell == "fish":
+        print(fish({name: does for name, (_, _, does) in COMMANDS.items()}, words))
+    else:
+        print(bash(words, ZSH if options.shell == "zsh" else BASH), end="")
+    return 0
+
+
+def options_of(command: Callable[[Sequence[str]], int]) -> list[str]:
+    """Return the options that a command's help names, in order."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        command(["--help"])
+    return sorted(set(OPTION_PATTERN.findall(shown.getvalue())))
+
+
+def bash(options: Mapping[str, Sequence[str]], script: str = BASH) -> str:
+    """Return the completion script for bash; zsh gets the same with another
+    `script`.
+    """
+    cases = "\n".join(
+        f'      {name}) words="{" ".join(own)}" ;;' for name, own in options.items()
+    )
+    return (
+        script.replace("COMMANDS", " ".join(options))
+        .replace("CASES", cases)
+        .replace("NAMES", " ".join(named.names()))
+    )
+
+
+def fish(does: Mapping[str, str], options: Mapping[str, Sequence[str]]) -> str:
+    """Return the script for fish. does: what each command does."""
+    lines = []
+    for name, text in does.items():
+        unquoted = text.replace("'", "")
+        lines.append(
+            f"complete -c diloco -n __fish_use_subcommand -a {name} -d '{unquoted}'"
+        )
+        seen = f"'__fish_seen_subcommand_from {name}'"
+        lines += [
+            f"complete -c diloco -n {seen} -l {option.removeprefix('--')}"
+            for option in options[name]
+        ]
+    return "\n".join(lines)
+
 
 T = TypeVar("T")
 
@@ -76,7 +178,7 @@ def script() -> NoReturn:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     from diloco_jax.cluster.cluster import ClusterError
-    from diloco_jax.paths import StorageAway
+    from diloco_jax.files import StorageAway
     from diloco_jax.wire.errors import Refused, SecurityError, WireError
 
     try:
@@ -136,32 +238,32 @@ def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     "run": (
-        config_commands.run_command,
+        commands.run_command,
         "CONFIG [--workdir DIR] [--init hf:DIR] [--resume WORKDIR] [options]",
         "coordinator and all islands of CONFIG on this machine",
     ),
     "coordinator": (
-        config_commands.coordinator_command,
+        commands.coordinator_command,
         "CONFIG --workdir DIR --bind HOST:PORT",
         "the coordinator alone; --init [hf:DIR] begins a new run",
     ),
     "worker": (
-        config_commands.worker_command,
+        commands.worker_command,
         "CONFIG --index N --workdir DIR",
         "one worker of a coordinator on another machine",
     ),
     "island": (
-        config_commands.island_command,
+        commands.island_command,
         "CONFIG --name NAME --coordinator HOST:PORT --workdir DIR",
         "one island",
     ),
     "chaos": (
-        config_commands.chaos_command,
+        commands.chaos_command,
         "CONFIG, WORKDIR or HOST:PORT [--strikes WHO@TIMEs:KIND...] [options]",
         "a run, begun or going on, whose processes and links are struck; what it cost",
     ),
     "emulate": (
-        config_commands.emulate_command,
+        commands.emulate_command,
         "CONFIG [--workdir DIR] [--json] [options]",
         "all islands with real gradients in this process, in virtual time",
     ),
@@ -191,7 +293,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "shows a run in a browser: islands over time, merges, losses, alerts",
     ),
     "eval": (
-        _of("diloco_jax.eval_command", "eval_command"),
+        _of("diloco_jax.commands", "eval_command"),
         "WORKDIR [--json]",
         "loss on the whole validation split",
     ),
@@ -216,12 +318,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "repeats a recorded run from its tape and compares every merge",
     ),
     "plan": (
-        config_commands.plan_command,
+        commands.plan_command,
         "CONFIG [--json] [options]",
         "compiles CONFIG for its TPU slices without one: fit, speed, bandwidth",
     ),
     "launch": (
-        config_commands.launch_command,
+        commands.launch_command,
         "CONFIG --on tpu_vm|gke|sky [--action create|watch|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
@@ -241,7 +343,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "writes a commented config to start from",
     ),
     "completion": (
-        _of("diloco_jax.completion", "completion_command"),
+        _of("diloco_jax.cli", "completion_command"),
         "bash|zsh|fish",
         "prints a script by which the shell completes commands and options",
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.paths import is_bucket, of_home
+from diloco_jax.files import is_bucket, of_home
 
 logger = logging.getLogger(__name__)
 

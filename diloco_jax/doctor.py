@@ -29,11 +29,10 @@ from pathlib import Path
 import msgspec
 from packaging.requirements import Requirement
 
-from diloco_jax import files, libtpu, machine, shell_variables
+from diloco_jax import before_jax, files, machine, process
 from diloco_jax.before_jax import skip_absent_tpu
 from diloco_jax.config.fields import setting
-from diloco_jax.errors import ConfigError
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED, ConfigError
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.options import parse
 from diloco_jax.wire import addresses
@@ -98,8 +97,8 @@ def check_packages() -> Iterator[Finding]:
     yield _complete(required)
     yield from _begun(required, extras)
     yield _jax()
-    if libtpu.installed_version():
-        yield _libtpu(metadata.version("jax"), libtpu.installed_version())
+    if before_jax.libtpu_version():
+        yield _libtpu(metadata.version("jax"), before_jax.libtpu_version())
     else:
         yield note(
             "libtpu",
@@ -314,7 +313,7 @@ LOOKS: dict[str, tuple[Look, str, str]] = {
         "rename those files, or work in another folder",
     ),
     "variables": (
-        lambda _: [f"{n}={v}" for n, v in shell_variables.set_right.items()],
+        lambda _: [f"{n}={v}" for n, v in process.variables_set_right.items()],
         "commands of diloco do not heed them",
         "unset them, if that surprises",
     ),

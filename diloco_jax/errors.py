@@ -1,10 +1,22 @@
-"""Errors of configs and command lines, the disk's errors, and "did you mean"."""
+"""Errors of configs and command lines, the disk's errors, and "did you mean".
+
+The exit codes of the commands and processes of this project are `EXIT_...`; any other
+is a crash. Another attempt cures neither `EXIT_CONFIG` nor `EXIT_REFUSED`.
+"""
 
 from __future__ import annotations
 
 import errno
 
 from diloco_jax.core.members import suggest as suggest
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+"""Bad arguments or config."""
+EXIT_REFUSED = 3
+"""Refused by the peer."""
+
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a write that finds no space."""

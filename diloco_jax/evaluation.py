@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 from etils import epath
 
-from diloco_jax import checkpoint, run_files, sealed
+from diloco_jax import checkpoint, run_files, storage
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.holding.store import Store
@@ -174,7 +174,7 @@ def newest_pieces(
         arrays = snapshots.empty(store.like(fragment))
         path = snapshots.fragment_path(folder, fragment, version)
         with _remedy():
-            sealed.read(path, snapshots.flat(arrays))
+            storage.read_sealed(path, snapshots.flat(arrays))
         for piece, value in zip(of_fragment, arrays["theta"], strict=True):
             yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
@@ -213,7 +213,7 @@ def kept_pieces(
     for fragment, of_fragment in enumerate(plan.fragments):
         theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
         with _remedy():
-            sealed.read(folder / kept.fragment_name(fragment), theta)
+            storage.read_sealed(folder / kept.fragment_name(fragment), theta)
         for piece, value in zip(of_fragment, theta, strict=True):
             yield piece, TileGrid.of(piece.shape).from_tiles(value)
 
@@ -250,7 +250,7 @@ def newest_plan(
     if not found:
         raise ConfigError(f"{folder} has no snapshot; give the workdir of a run")
     with _remedy():
-        facts = sealed.read_header(snapshots.state_path(folder, found[-1]))
+        facts = storage.read_sealed_header(snapshots.state_path(folder, found[-1]))
     checkpoint.refuse_other_model(folder, found[-1], facts, plan.digest())
     return plan, facts
 
@@ -260,8 +260,8 @@ def _remedy() -> Iterator[None]:
     """Say what to do about a file that is not as it was written."""
     try:
         yield
-    except sealed.SealedError as error:
-        raise sealed.SealedError(f"{error}; copy the workdir again") from error
+    except storage.SealedError as error:
+        raise storage.SealedError(f"{error}; copy the workdir again") from error
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from diloco_jax.core.merge.merging import rule_for
 from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.weighting import WEIGHTINGS, weight
-from diloco_jax.sealed import digest_of
+from diloco_jax.storage import digest_of
 
 
 class RoundIsland(NamedTuple):

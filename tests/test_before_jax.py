@@ -1,17 +1,26 @@
-"""The environment that jax finds when a process imports it."""
+"""The environment that jax finds when a process imports it; libtpu's flags by the
+generation of the TPUs and its version; what a replay must find again."""
 
 import subprocess
 import sys
+from importlib import metadata
 
+import jax
 import pytest
 
 from diloco_jax import before_jax, machine
 from diloco_jax.before_jax import (
+    FLAG_SOURCES,
+    LIBTPU_FLAGS,
+    SPARSE_CORE,
     dial_directly,
+    libtpu_flags,
     prepare_environment,
+    set_libtpu_flags,
     skip_absent_tpu,
 )
 from diloco_jax.errors import ConfigError
+from diloco_jax.hardware.slices import GENERATIONS
 
 
 def chosen(root, **environment):
@@ -54,7 +63,7 @@ def test_who_chose_or_has_an_accelerator_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(before_jax, "_plugins", lambda: False)
     assert chosen(tmp_path, TPU_WORKER_ID="0") is None
     assert chosen(tmp_path, JAX_PLATFORMS="") == ""
-    monkeypatch.setattr(before_jax.libtpu, "installed_version", lambda: "0.0.44")
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.44")
     given = {"JAX_PLATFORMS": "tpu", "TPU_WORKER_ID": "0"}
     assert chosen(tmp_path, **given) == "tpu"
 
@@ -63,7 +72,7 @@ def test_who_chose_or_has_an_accelerator_is_left_alone(tmp_path, monkeypatch):
 def test_a_platform_that_cannot_be_here_is_refused(tmp_path, monkeypatch, value):
     """jax ends with a bare AssertionError for some."""
     monkeypatch.setattr(before_jax, "_plugins", lambda: False)
-    monkeypatch.setattr(before_jax.libtpu, "installed_version", lambda: "0.0.44")
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.44")
     with pytest.raises(ConfigError, match=rf"JAX_PLATFORMS = '{value}'.*cpu.*unset"):
         chosen(tmp_path, JAX_PLATFORMS=value)
     assert chosen(tmp_path, JAX_PLATFORMS="cpu") == "cpu"
@@ -141,3 +150,120 @@ def test_a_world_is_dialled_without_a_proxy(given, expected):
     environment = dict(given)
     dial_directly("10.0.0.1", environment)
     assert environment == {**given, "no_grpc_proxy": expected}
+
+
+@pytest.fixture
+def version(monkeypatch):
+    """Installs a version of libtpu, or none."""
+
+    def install(found):
+        def version(name):
+            if not found:
+                raise metadata.PackageNotFoundError(name)
+            return found
+
+        monkeypatch.setattr(before_jax.metadata, "version", version)
+
+    return install
+
+
+def test_every_generation_that_can_be_launched_has_flags():
+    assert set(LIBTPU_FLAGS) == set(GENERATIONS)
+
+
+@pytest.mark.parametrize("version", ["0.0.42.1", "0.0.50.1", "0.1"])
+@pytest.mark.parametrize("generation", sorted(LIBTPU_FLAGS))
+def test_no_known_version_is_told_what_it_refuses(generation, version):
+    # "not supported on platforms other than TPU v5e": libtpu 0.0.50.1 of v5p and v6e.
+    flags = libtpu_flags(generation, version)
+    assert flags[: len(SPARSE_CORE)] == SPARSE_CORE
+    assert not any("async_collective_fusion" in flag for flag in flags)
+    # Together with fusion reported to give NaN on v6e (jax issue 38741).
+    assert not any("overlap_compute_collective_tc" in flag for flag in flags)
+
+
+def test_every_flag_has_a_source():
+    given = {
+        flag for rows in LIBTPU_FLAGS.values() for _, flags in rows for flag in flags
+    }
+    assert given == set(FLAG_SOURCES)
+    assert all(FLAG_SOURCES.values())
+
+
+def test_the_newest_row_that_is_not_too_new_counts(monkeypatch):
+    rows = (((0, 0, 50), ("--new",)), ((0, 0, 9), ("--old",)))
+    monkeypatch.setitem(LIBTPU_FLAGS, "v6e", rows)
+    found = [libtpu_flags("v6e", v) for v in ("0.0.8", "0.0.9", "0.0.49.3", "0.0.50.1")]
+    assert found == [(), ("--old",), ("--old",), ("--new",)]
+
+
+def test_what_was_never_tried_gets_no_flags():
+    assert libtpu_flags("v4", "0.0.50.1") == libtpu_flags("", "0.0.50.1") == ()
+    assert libtpu_flags("v6e", "") == libtpu_flags("v6e", "0.0.41") == ()
+
+
+def test_flags_that_the_user_sets_win(version):
+    version("0.0.50.1")
+    flag = SPARSE_CORE[0].replace("=true", "=false")
+    environment = {before_jax.LIBTPU_VARIABLE: f"{flag} --xla_other=1"}
+    set_libtpu_flags("v6e", environment)
+    flags = environment[before_jax.LIBTPU_VARIABLE].split()
+    assert flags == [flag, "--xla_other=1", *libtpu_flags("v6e", "0.0.50.1")[1:]]
+    set_libtpu_flags("v6e", environment)
+    assert environment[before_jax.LIBTPU_VARIABLE].split() == flags
+    assert before_jax.libtpu_flags_in_force(environment) == (
+        f"libtpu 0.0.50.1, LIBTPU_INIT_ARGS = '{' '.join(flags)}'"
+    )
+
+
+def test_without_libtpu_or_a_generation_nothing_is_set(version):
+    version("0.0.50.1")
+    set_libtpu_flags("", environment := {})
+    version("")
+    set_libtpu_flags("v6e", environment)
+    assert environment == {}
+    assert (
+        before_jax.libtpu_flags_in_force(environment)
+        == "libtpu none, LIBTPU_INIT_ARGS = ''"
+    )
+
+
+def test_threads_are_those_of_xlas_pool(monkeypatch):
+    monkeypatch.setenv("NPROC", "5")
+    assert before_jax.describe_environment()["threads"] == 5
+    monkeypatch.delenv("NPROC")
+    assert before_jax.describe_environment()["threads"] >= 1
+
+
+def test_facts_are_those_of_this_process(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_two=2")
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
+    facts = before_jax.describe_environment()
+    assert facts["jax"] == jax.__version__
+    assert facts["devices"] == jax.device_count()
+    assert facts["xla_flags"] == "--xla_one=1"
+    assert (facts["libtpu"], facts["libtpu_flags"]) == ("0.0.50.1", "--xla_tpu_two=2")
+    assert facts["cpu"]
+
+
+def test_variables_that_steer_jax_are_on_the_tape(monkeypatch):
+    given = {
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "TPU_VISIBLE_DEVICES": "0,1",
+        # A host's place, a fact of its own, and none of jax's.
+        "TPU_WORKER_HOSTNAMES": "a,b",
+        "XLA_FLAGS": "--xla_one=1",
+        "HF_TOKEN": "a secret",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    told = str(before_jax.describe_environment()["variables"])
+    assert "JAX_DEFAULT_MATMUL_PRECISION=highest" in told.split()
+    assert "TPU_VISIBLE_DEVICES=0,1" in told.split()
+    assert not any(text in told for text in ("a,b", "xla_one", "secret"))
+    monkeypatch.setenv("TPU_LONG", "x" * 20_000)
+    assert (
+        len(str(before_jax.describe_environment()["variables"]))
+        == before_jax.LONGEST_FACT
+    )

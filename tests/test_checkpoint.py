@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.paths import StorageAway
+from diloco_jax.files import StorageAway
 
 PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
 

@@ -14,7 +14,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from diloco_jax import before_jax, cli, doctor, files, shell_variables
+from diloco_jax import before_jax, cli, doctor, files, process
 from diloco_jax.doctor import LOOKS, Level, check_surroundings, ok, problem
 from diloco_jax.errors import ConfigError
 
@@ -222,7 +222,7 @@ def shadow(monkeypatch, folder):
 
 
 def strict(monkeypatch, folder):
-    monkeypatch.setattr(shell_variables, "set_right", {"COLUMNS": "0"})
+    monkeypatch.setattr(process, "variables_set_right", {"COLUMNS": "0"})
     return "COLUMNS=0"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax import baseline, checkpoint, evaluation, run_files, sealed
+from diloco_jax import baseline, checkpoint, evaluation, run_files, storage
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -53,7 +53,7 @@ def test_parameters_of_another_model_are_refused(tmp_path) -> None:
     write_config_json(config, tmp_path / run_files.CONFIG)
     folder = checkpoint.snapshots_folder(config.placement, tmp_path)
     folder.mkdir(parents=True)
-    sealed.write(state_path(folder, 2), {"plan": "abc"}, [])
+    storage.write_sealed(state_path(folder, 2), {"plan": "abc"}, [])
     wanted = r"checkpoint 2 in .* does not fit: .* here, abc there; .* Bring the code"
     with pytest.raises(ConfigError, match=wanted):
         evaluation.load_params(tmp_path)
@@ -67,7 +67,7 @@ def a_run(workdir: Path, **facts: Any) -> Config:
     folder = checkpoint.snapshots_folder(config.placement, workdir)
     folder.mkdir(parents=True)
     plan = build_plan(config.run, build(config.run))
-    sealed.write(state_path(folder, 2), {"plan": plan.digest(), **facts}, [])
+    storage.write_sealed(state_path(folder, 2), {"plan": plan.digest(), **facts}, [])
     return config
 
 
@@ -90,7 +90,7 @@ def test_who_ended_a_run_without_a_fragment_is_not_to_be_started_again(
         version = Version(1, 3 if fragment else 2)
         path = fragment_path(folder, fragment, version)
         path.parent.mkdir()
-        sealed.write(path, {}, [])
+        storage.write_sealed(path, {}, [])
     behind = r"has version \(1, 2\) of fragment 0, and the run ended with \(1, 3\)"
     start = f"{behind}.*start the coordinator again, which does that"
     with pytest.raises(ConfigError, match=start):

@@ -17,17 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from interruption import until_it_is_raised
 
-from diloco_jax import cli, interrupt
-from diloco_jax.interrupt import (
+from diloco_jax import cli, process
+from diloco_jax.island.signals import ended_by_signals
+from diloco_jax.process import (
     RAISES,
     Interrupt,
     Interruptible,
+    end_when_asked,
     heed_signals,
     heeding_signals,
     signals,
 )
-from diloco_jax.island.signals import ended_by_signals
-from diloco_jax.process_end import end_when_asked
 
 SIGNALS = 3000
 
@@ -189,7 +189,7 @@ def test_nothing_is_raised_within_an_import(tmp_path, monkeypatch):
     """Half of a library in C is worse than none: some end the process by a signal."""
     (tmp_path / "imported_late.py").write_text(IMPORTED)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(interrupt, "_imports", interrupt._imports)
+    monkeypatch.setattr(process, "_imports", process._imports)
     whole = []
 
     def work():
@@ -202,7 +202,7 @@ def test_nothing_is_raised_within_an_import(tmp_path, monkeypatch):
 
 TWICE = """
 import os, signal
-from diloco_jax.interrupt import Interruptible
+from diloco_jax.process import Interruptible
 ears, _ = os.pipe()
 with Interruptible():
     while True:
@@ -214,7 +214,7 @@ with Interruptible():
 """
 FLOOD = """
 import inspect, os, subprocess, sys
-from diloco_jax.interrupt import Interruptible
+from diloco_jax.process import Interruptible
 send = "import os\\nfor _ in range(100_000): os.kill(os.getppid(), 2)"
 ears, _ = os.pipe()
 sys.setrecursionlimit(len(inspect.stack(0)) + 60)

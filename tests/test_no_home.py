@@ -11,8 +11,8 @@ import pytest
 from diloco_jax import compilation, merge_route
 from diloco_jax.cluster import commands
 from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig, trust
+from diloco_jax.files import of_home
 from diloco_jax.merge_route import passes_of
-from diloco_jax.paths import of_home
 
 VARIABLES = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "JAX_COMPILATION_CACHE_DIR")
 RUN = RunConfig(model=ModelConfig(factory="theirs.py:make"))

@@ -27,8 +27,8 @@ from diloco_jax.config import (
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.evaluation import load_params
+from diloco_jax.files import StorageAway
 from diloco_jax.models.build import build
-from diloco_jax.paths import StorageAway
 from diloco_jax.weights.first import first_params, started_from
 
 WEIGHTS = Path(__file__).parent / "models" / "families" / "qwen3"

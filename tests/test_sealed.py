@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from diloco_jax import sealed
+from diloco_jax import storage
 
 ARRAYS = [np.arange(7, dtype=np.float32).reshape(7, 1), np.arange(5, dtype=np.int8)]
 
@@ -18,9 +18,9 @@ def blank():
 
 def test_files_that_differ_anywhere_have_other_seals(tmp_path):
     def seal(header, content):
-        sealed.write(tmp_path / "f", header, [content])
+        storage.write_sealed(tmp_path / "f", header, [content])
         with (tmp_path / "f").open("rb") as file:
-            found = sealed.seal_of(file)
+            found = storage.seal_of(file)
             assert file.tell() == 0
         return found
 
@@ -32,46 +32,46 @@ def test_files_that_differ_anywhere_have_other_seals(tmp_path):
 
 @pytest.mark.parametrize("block", [3, 1 << 20])
 def test_header_arrays_and_digest_come_back(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sealed, "BLOCK_BYTES", block)
+    monkeypatch.setattr(storage, "BLOCK_BYTES", block)
     path = epath.Path(tmp_path / "a")
-    digest = sealed.write(path, {"n": 1}, ARRAYS)
-    assert digest == sealed.digest_of(b"".join(a.tobytes() for a in ARRAYS))
+    digest = storage.write_sealed(path, {"n": 1}, ARRAYS)
+    assert digest == storage.digest_of(b"".join(a.tobytes() for a in ARRAYS))
     found = blank()
-    assert sealed.read(path, found) == ({"n": 1}, digest)
+    assert storage.read_sealed(path, found) == ({"n": 1}, digest)
     assert all(map(np.array_equal, ARRAYS, found))
-    assert sealed.read_header(path) == {"n": 1}
+    assert storage.read_sealed_header(path) == {"n": 1}
 
 
 @pytest.mark.parametrize("at", [2, 10, 15, 22, 40, -1])
 def test_a_changed_byte_is_found(tmp_path, at):
     path = tmp_path / "a"
-    sealed.write(path, {"n": 1}, ARRAYS)
+    storage.write_sealed(path, {"n": 1}, ARRAYS)
     data = bytearray(path.read_bytes())
-    sealed.check(path)
+    storage.check_sealed(path)
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(sealed.SealedError, match=str(path)):
-        sealed.read(path, blank())
-    with pytest.raises(sealed.SealedError, match=str(path)):
-        sealed.check(path)
+    with pytest.raises(storage.SealedError, match=str(path)):
+        storage.read_sealed(path, blank())
+    with pytest.raises(storage.SealedError, match=str(path)):
+        storage.check_sealed(path)
 
 
 @pytest.mark.parametrize("size", [0, 10, 24, 40, 60])
 def test_a_file_that_is_cut_off_is_found(tmp_path, size):
     path = tmp_path / "a"
-    sealed.write(path, {"n": 1}, ARRAYS)
+    storage.write_sealed(path, {"n": 1}, ARRAYS)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(sealed.SealedError, match=str(path)):
-        sealed.read(path, blank())
-    with pytest.raises(sealed.SealedError, match=str(path)):
-        sealed.check(path)
+    with pytest.raises(storage.SealedError, match=str(path)):
+        storage.read_sealed(path, blank())
+    with pytest.raises(storage.SealedError, match=str(path)):
+        storage.check_sealed(path)
 
 
 def test_arrays_of_other_sizes_are_found(tmp_path):
-    sealed.write(tmp_path / "a", {}, ARRAYS)
+    storage.write_sealed(tmp_path / "a", {}, ARRAYS)
     for others in (blank()[:1], [*blank(), np.zeros(1, np.int8)]):
-        with pytest.raises(sealed.SealedError):
-            sealed.read(tmp_path / "a", others)
+        with pytest.raises(storage.SealedError):
+            storage.read_sealed(tmp_path / "a", others)
 
 
 def test_it_is_on_disk_before_it_has_its_name_and_its_name_is_too(
@@ -83,20 +83,20 @@ def test_it_is_on_disk_before_it_has_its_name_and_its_name_is_too(
         synced.append((os.fstat(descriptor).st_ino, path.exists()))
 
     monkeypatch.setattr("os.fsync", fsync)
-    sealed.write(path, {}, ARRAYS)
+    storage.write_sealed(path, {}, ARRAYS)
     inodes = [file.stat().st_ino for file in (path, tmp_path)]
     assert synced == [(inodes[0], False), (inodes[1], True)]
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "a"
-    sealed.write(path, {"n": 1}, ARRAYS)
+    storage.write_sealed(path, {"n": 1}, ARRAYS)
 
     def fails():
         yield ARRAYS[0]
         raise OSError(errno.ENOSPC, "no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        sealed.write(path, {"n": 2}, fails())
-    assert sealed.read_header(path) == {"n": 1}
+        storage.write_sealed(path, {"n": 2}, fails())
+    assert storage.read_sealed_header(path) == {"n": 1}
     assert list(tmp_path.iterdir()) == [path]

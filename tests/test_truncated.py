@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from diloco_jax import checkpoint, sealed
+from diloco_jax import checkpoint, storage
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster.attempts import next_attempt
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
@@ -196,7 +196,7 @@ def mapped_publish(folder: Path) -> Kind:
     def read() -> bytes:
         found = publishes.mapped(0, Version(1, 2))
         if found is None:
-            raise sealed.SealedError(f"{folder} has it no longer")
+            raise storage.SealedError(f"{folder} has it no longer")
         return bytes(found)
 
     return Kind(next(folder.rglob("*.publish")), read, named=str(folder))

@@ -16,8 +16,7 @@ from diloco_jax.chaos.options import ChaosOptions
 from diloco_jax.chaos.schedule import Strike, write_schedule
 from diloco_jax.chaos.striker import LOOK_S, Striker
 from diloco_jax.config import Config
-from diloco_jax.errors import ConfigError
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.files import write_json
 from diloco_jax.workdir import read_config
 

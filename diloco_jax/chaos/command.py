@@ -23,8 +23,7 @@ from diloco_jax.chaos.striker import LOOK_S, Moment, Striker
 from diloco_jax.cluster import pair
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
-from diloco_jax.errors import ConfigError
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape

@@ -18,8 +18,7 @@ from diloco_jax.chaos.options import ChaosOptions, RemoteChaosOptions
 from diloco_jax.chaos.schedule import Strike, of_options, write_schedule
 from diloco_jax.cluster.steer_commands import operator_at
 from diloco_jax.config import Placement
-from diloco_jax.errors import ConfigError
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.protocol.coordinator import striking
 from diloco_jax.protocol.messages import StrikeOrder

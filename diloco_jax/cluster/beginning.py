@@ -15,7 +15,7 @@ from diloco_jax.cluster.pair import with_standby
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import with_absolute_paths
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 
 # Any of these means that a workdir belongs to a run.
 SIGNS_OF_A_RUN = (

@@ -20,9 +20,9 @@ from diloco_jax.cluster.processes import (
     wait_all,
 )
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.exit_codes import EXIT_CONFIG
+from diloco_jax.errors import EXIT_CONFIG
 from diloco_jax.files import write_json
-from diloco_jax.interrupt import Interrupt
+from diloco_jax.process import Interrupt
 from diloco_jax.workdir import has_begun
 
 ALIVE = ("running", "restarting")

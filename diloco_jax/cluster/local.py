@@ -30,8 +30,7 @@ from diloco_jax.cluster.private import private_files
 from diloco_jax.cluster.processes import log_tail
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.files import write_json
-from diloco_jax.paths import absolute
+from diloco_jax.files import absolute, write_json
 from diloco_jax.wire.errors import WireError
 
 POLL_S = 0.2

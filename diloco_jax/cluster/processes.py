@@ -21,8 +21,8 @@ from typing import Literal
 
 from diloco_jax.cluster.children import kill_group, start_child
 from diloco_jax.cluster.spare import Spare
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
-from diloco_jax.restarts import crashes_in_a_row
+from diloco_jax.errors import EXIT_CONFIG, EXIT_REFUSED
+from diloco_jax.process import crashes_in_a_row
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ ERROR = "error: "
 class ManagedProcess:
     """One child or several, restarts included. `poll()` must be called regularly.
 
-    restarts: largest number in a row; see `diloco_jax.restarts`.
+    restarts: largest number in a row; see `diloco_jax.process`.
 
     commands: returns the children's command lines for their n-th attempt (from 1,
     within this launcher); called just before each start.

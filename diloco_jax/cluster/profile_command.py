@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from diloco_jax.cluster.steer_commands import OneIslandOptions, operator_of
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import Bound, setting
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
+from diloco_jax.files import absolute
 from diloco_jax.options import parse
-from diloco_jax.paths import absolute
 from diloco_jax.protocol.messages import MOST_STEPS, ProfileOrder
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from diloco_jax.config.resolving import resolve, with_model_of
 from diloco_jax.coordinator.going_on import too_few
 from diloco_jax.coordinator.notes import Recovered
 from diloco_jax.core.learning_rate import learning_rate
-from diloco_jax.files import write_json
+from diloco_jax.files import absolute, expand, write_json
 from diloco_jax.observability.tape import newest_record
-from diloco_jax.paths import absolute, expand
 from diloco_jax.protocol.records import from_tape
 
 OPTION = "--resume"

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from diloco_jax import paths, run_files
+from diloco_jax import files, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import beside, commands, pair
 from diloco_jax.cluster.beginning import Beginning
@@ -33,11 +33,11 @@ from diloco_jax.cluster.resume import (
 from diloco_jax.cluster.status import status_client
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
-from diloco_jax.interrupt import Interrupt
 from diloco_jax.observability.tape import tells_of_the_end
 from diloco_jax.observability.terminal import Dashboard, bar, closing_report, comparison
+from diloco_jax.process import Interrupt
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
@@ -80,7 +80,7 @@ def run(
     _check_security(config, resume)
     with private_files(), contextlib.ExitStack() as whole:
         if resume:
-            workdir = Path(paths.absolute(resume))
+            workdir = Path(files.absolute(resume))
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
                 pair.settle(workdir)

@@ -11,9 +11,9 @@ from diloco_jax.cluster.pair import address_file
 from diloco_jax.cluster.private import with_own_keys
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.files import expand
 from diloco_jax.observability.measures import EVALUATING
 from diloco_jax.observability.terminal import duration_text
-from diloco_jax.paths import expand
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.fields import positional, setting
 from diloco_jax.config.validation import check_name
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE
 from diloco_jax.options import parse
 from diloco_jax.protocol.messages import Steer
 

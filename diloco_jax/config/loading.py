@@ -23,8 +23,7 @@ from diloco_jax.config.fields import types_of
 from diloco_jax.config.validation import require_sections
 from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.files import parse_json, write_json
-from diloco_jax.paths import absolute, expand
+from diloco_jax.files import absolute, expand, parse_json, write_json
 
 # Python's message about a keyword argument that a class does not have.
 UNKNOWN_FIELD = re.compile(

@@ -11,7 +11,7 @@ from diloco_jax.config.fields import own_code
 from diloco_jax.config.model import ModelConfig
 from diloco_jax.config.presets import preset
 from diloco_jax.config.run import RunConfig
-from diloco_jax.paths import absolute
+from diloco_jax.files import absolute
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.errors import ConfigError
-from diloco_jax.files import write_text
-from diloco_jax.paths import of_home
+from diloco_jax.files import of_home, write_text
 
 CODE = (
     "model.factory",

@@ -16,7 +16,7 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.sizes import next_snapshots, state_sizes
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 
 WORKDIR, CHECKPOINTS = "workdir", "checkpoints"
 

@@ -25,7 +25,7 @@ from diloco_jax.coordinator.holding.rooms import Rooms
 from diloco_jax.coordinator.lead import EngineThread
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
@@ -109,7 +109,7 @@ class Gatherer(NoProfiles):
         self._inbox = Inbox(self._layouts, Rooms(0))
         params = from_pieces(self._plan, arrays)
         del arrays
-        give_back()
+        give_memory_back()
         return Gathered(self._opened, params)
 
     # ---- calls of islands, on many threads ----------------------------------------

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 
 from diloco_jax.config import Placement
-from diloco_jax.exit_codes import EXIT_FAILED
-from diloco_jax.process_end import leave_at_once
-from diloco_jax.quiet import QuietWatch
+from diloco_jax.errors import EXIT_FAILED
+from diloco_jax.process import QuietWatch, leave_at_once
 
 TOLD_WITHIN_S = 10.0
 """Most seconds for the last words of a process: its log may be what hangs."""

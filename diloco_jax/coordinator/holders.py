@@ -18,7 +18,7 @@ from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import Committed, RestoreFragments
 from diloco_jax.protocol.values import Version
 
@@ -62,7 +62,7 @@ class Holders:
         own.close()
         # The caller has the store, too: workers would need their memory beside it.
         store.clear()
-        give_back()
+        give_memory_back()
         workers = self._workers()
         committed = tuple(
             Committed(fragment=f, version=version, digests={})

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco_jax import run_files, sealed
+from diloco_jax import run_files, storage
 from diloco_jax.coordinator.holding.publishes import require_space
 from diloco_jax.files import write_json
 from diloco_jax.protocol.holding import (
@@ -218,12 +218,12 @@ class KeptCycles:
             "tokens": tokens // sum(self._sizes),
         }
         write_json(facts, scratch / FACTS)
-        sealed.sync_path(scratch)
+        storage.sync_path(scratch)
         final = path_of(self._folder, cycle.number)
         if final.exists():  # After a crash ticks, and with them cycles, go on later.
             shutil.rmtree(final)
         scratch.rename(final)
-        sealed.sync_path(self._folder)
+        storage.sync_path(self._folder)
         for old in self.numbers()[: -self._keep]:
             shutil.rmtree(path_of(self._folder, old), ignore_errors=True)
         # One worker may have been at an older one as another began this one.
@@ -263,7 +263,7 @@ def _write_fragment(
         "fragment": keep.fragment,
         "version": list(keep.version),
     }
-    sealed.write(scratch / fragment_name(keep.fragment), facts, arrays)
+    storage.write_sealed(scratch / fragment_name(keep.fragment), facts, arrays)
 
 
 def numbers(folder: Path) -> list[int]:

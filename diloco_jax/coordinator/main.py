@@ -48,9 +48,8 @@ from diloco_jax.coordinator.standby.seat import taken
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.interrupt import heed_signals
 from diloco_jax.models.build import build
 from diloco_jax.models.inner import build_inner
 from diloco_jax.models.model import Params
@@ -59,6 +58,7 @@ from diloco_jax.observability import sinks
 from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape, remove_tape
+from diloco_jax.process import heed_signals
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.wire import addresses
 from diloco_jax.wire.server import Handlers

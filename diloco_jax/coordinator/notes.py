@@ -15,7 +15,7 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.values import Version
 
 Environment = dict[str, Any]
-"""Result of `diloco_jax.environment.describe` in a process."""
+"""Result of `diloco_jax.before_jax.describe` in a process."""
 
 
 class Begun(records.Written, frozen=True, kw_only=True):

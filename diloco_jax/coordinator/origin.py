@@ -28,7 +28,7 @@ from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.core.fragments import FragmentPlan, digest_all
 from diloco_jax.core.outer import optimizer as outer
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.models.model import Model, Params
 from diloco_jax.observability.tape import Tape, not_on_tape
 from diloco_jax.protocol import records
@@ -71,7 +71,7 @@ def initialise(
         )
         keep_source(run.model.weights, workdir)
     keep_tokenizer(run.data, workdir)
-    give_back()
+    give_memory_back()
     tape.append(
         notes.dated(
             notes.Begun(

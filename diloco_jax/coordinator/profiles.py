@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diloco_jax import run_files, sealed
+from diloco_jax import run_files, storage
 from diloco_jax.config import Placement
 from diloco_jax.coordinator.holding.publishes import require_space
 from diloco_jax.coordinator.kept import mapped
@@ -215,7 +215,7 @@ class Profiles:
         if final.exists():  # Of an earlier incarnation.
             shutil.rmtree(final)
         scratch.rename(final)
-        sealed.sync_path(self._folder)
+        storage.sync_path(self._folder)
         kept = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime)
         for old in kept[:-MOST_KEPT]:
             shutil.rmtree(old, ignore_errors=True)

@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 import numpy as np
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint, sealed, storage
+from diloco_jax import checkpoint, storage
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.holding.publishes import name_of, version_of
-from diloco_jax.paths import StorageAway, is_bucket
+from diloco_jax.files import StorageAway, is_bucket
 from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Snapshots:
     def _remove_torn(self, folder: Folder) -> None:
         """Remove what a crash left of a snapshot in a folder."""
         if not is_bucket(str(folder)):
-            for torn in Path(folder).glob(f"*{sealed.TEMPORARY}"):
+            for torn in Path(folder).glob(f"*{storage.TEMPORARY}"):
                 torn.unlink()
 
     def _without_old(self, known: list[K], path: Callable[[K], Folder]) -> list[K]:
@@ -95,13 +95,13 @@ class Snapshots:
     def _read(self, path: Folder, into: list[Any]) -> dict[str, Any]:
         """Read a snapshot's bytes into these arrays; return its header."""
         try:
-            return sealed.read(path, into)[0]
+            return storage.read_sealed(path, into)[0]
         except ConfigError:
             raise
         except Exception as error:
             # Backends of buckets raise many kinds of errors.
             storage.raise_if_away(self._folder, error)
-            raise sealed.SealedError(
+            raise storage.SealedError(
                 f"{self._folder} cannot be read: {error}"
             ) from error
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from etils.epath import Path as Folder
 
-from diloco_jax import checkpoint, sealed
+from diloco_jax import checkpoint, storage
 from diloco_jax.config import Placement
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.snapshots import (
@@ -71,9 +71,9 @@ class StateSnapshots(Snapshots):
             try:
                 header = self._read(state_path(self._folder, number), [])
                 break
-            except sealed.SealedError as error:
+            except storage.SealedError as error:
                 if len(self._states) == 1 or not goes_on_from(self._states[-2]):
-                    raise sealed.SealedError(
+                    raise storage.SealedError(
                         f"{error}; restore it from a copy, the record log does not go "
                         f"back to an older one that reads"
                     ) from error
@@ -96,7 +96,7 @@ class StateSnapshots(Snapshots):
         )
         facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
         written = state_path(self._folder, number)
-        sealed.write(written, facts, [])
+        storage.write_sealed(written, facts, [])
         self.written(written)
         path = functools.partial(state_path, self._folder)
         self._states = self._without_old([*self._states, number], path)

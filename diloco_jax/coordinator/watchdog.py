@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax import memory
+from diloco_jax.machine import (
+    LITTLE_DISK_BYTES,
+    give_memory_back,
+    left_bytes,
+    resident_bytes,
+)
 from diloco_jax.observability.exported import Readings
 from diloco_jax.observability.measures import RecentGoodput
 
@@ -64,10 +69,10 @@ class Gauges(NamedTuple):
     """Functions that read a machine's clocks and memory, in seconds and bytes."""
 
     unix: Callable[[], float] = time.time
-    resident: Callable[[], int] = memory.resident_bytes
-    left: Callable[[], tuple[int, int]] = memory.left_bytes
+    resident: Callable[[], int] = resident_bytes
+    left: Callable[[], tuple[int, int]] = left_bytes
     free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free
-    give_back: Callable[[], None] = memory.give_back
+    give_back: Callable[[], None] = give_memory_back
 
 
 class _Seen(NamedTuple):
@@ -293,7 +298,7 @@ class Watchdog:
             )
         needed = self._needed(status)
         for folder, octets in free.items():
-            least = max(needed.get(folder, 0), memory.LITTLE_DISK_BYTES)
+            least = max(needed.get(folder, 0), LITTLE_DISK_BYTES)
             if octets < least:
                 yield (
                     f"disk {folder}",

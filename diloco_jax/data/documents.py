@@ -23,7 +23,7 @@ from typing import NamedTuple
 from diloco_jax.config import ConfigError
 from diloco_jax.data import manifest
 from diloco_jax.data.tokens import SUFFIX
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.before_jax import prepare_environment
 from diloco_jax.config import IslandConfig
 from diloco_jax.hardware.tpus import generation_here
@@ -22,5 +22,5 @@ def prepare_island(
     libtpu's flags are those of the island's topology, or else of this machine's TPUs.
     """
     prepare_environment(island.devices // island.hosts, environment)
-    generation = libtpu.generation_of(island.topology) or generation_here(root)
-    libtpu.set_flags(generation, environment)
+    generation = before_jax.generation_of(island.topology) or generation_here(root)
+    before_jax.set_libtpu_flags(generation, environment)

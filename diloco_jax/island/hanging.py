@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island.loop import Loop
-from diloco_jax.process_end import leave_at_once
+from diloco_jax.process import QuietWatch, leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.quiet import QuietWatch
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 
 from diloco_jax import checkpoint, compilation, run_files
-from diloco_jax.collector import uncollected
 from diloco_jax.config import Config
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.data.loading import load_data
@@ -39,9 +38,10 @@ from diloco_jax.island.mailbox import Decisions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
 from diloco_jax.island.timing import Timing
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
+from diloco_jax.process import uncollected
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.island.watching import Watching
@@ -129,7 +129,7 @@ class Host(Parts[Loop]):
             like = trainer.abstract_state().params
             self._later = Later(self._exchange.lower_all(like))
         # A compiler leaves as much freed memory as a small island needs otherwise.
-        give_back()
+        give_memory_back()
         self.compile_seconds = time.monotonic() - began
 
     def loop(

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.world import Hosts, HostsError, hosts_here
 from diloco_jax.island.joined_host import JoinedHost, JoinedLoop

@@ -17,9 +17,9 @@ from typing import Generic
 
 import msgspec
 
-from diloco_jax import compilation, environment, machine
+from diloco_jax import before_jax, compilation, machine
 from diloco_jax.config import Config, ConfigError, shared_fields
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
 from diloco_jax.island.hanging import HangWatch, end_hanging
 from diloco_jax.island.host import Host
@@ -48,7 +48,7 @@ from diloco_jax.island.preemption import Preemption
 from diloco_jax.island.shortage import ShortageWatch
 from diloco_jax.island.signals import ended_by_signals
 from diloco_jax.island.starting import meet
-from diloco_jax.process_end import leave_at_once
+from diloco_jax.process import leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import OWN_DATA, Hello, ResendRequest, Welcome
@@ -325,7 +325,7 @@ class LeadingHost(Generic[L]):
                 plan=self._host.plan.digest(),
                 island_config=dataclasses.asdict(island),
                 environment={
-                    **environment.describe(),
+                    **before_jax.describe_environment(),
                     OWN_DATA: self._host.own_data,
                 },
                 tokens_per_step=island.batch_size * run.sequence_length,

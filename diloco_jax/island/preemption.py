@@ -14,7 +14,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island import metadata
 from diloco_jax.island.mailbox import Mailbox
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from diloco_jax import memory
+from diloco_jax import machine
 from diloco_jax.protocol.messages import Short
 
 logger = logging.getLogger(__name__)
@@ -69,26 +69,26 @@ class ShortageWatch:
     def _give_back(self) -> None:
         """Return freed memory to the system, if it is time for it."""
         self._looks += 1
-        peak = memory.peak_bytes()
+        peak = machine.peak_bytes()
         if self._looks >= GIVE_BACK_LOOKS or peak > GROWN * self._peak:
             self._looks, self._peak = 0, peak
-            memory.give_back()
+            machine.give_memory_back()
 
     def _found(self) -> Iterator[tuple[Short, str]]:
-        left, whole = memory.left_bytes()
+        left, whole = machine.left_bytes()
         if whole and left < LITTLE_LEFT * whole:
             if "memory" not in self._short:
-                memory.give_back()
+                machine.give_memory_back()
             yield (
                 "memory",
                 f"{left / 1e9:.1f} of {whole / 1e9:.1f} GB of memory are left on this "
-                f"machine, and this process has {memory.resident_bytes() / 1e9:.1f}: "
+                f"machine, and this process has {machine.resident_bytes() / 1e9:.1f}: "
                 f"it may be killed for it",
             )
         for folder in self._folders:
             made = next(f for f in (folder, *folder.absolute().parents) if f.exists())
             free = shutil.disk_usage(made).free
-            if free < memory.LITTLE_DISK_BYTES:
+            if free < machine.LITTLE_DISK_BYTES:
                 yield (
                     "disk",
                     f"{free / 1e6:.0f} MB are free in {folder}: checkpoints and the "

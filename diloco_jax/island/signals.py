@@ -8,7 +8,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 
-from diloco_jax.interrupt import heeding_signals
+from diloco_jax.process import heeding_signals
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.config import Config
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.environment import prepare_island
@@ -20,15 +20,19 @@ def meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
     ConfigError or HostsError."""
     island = config.island(name)
     prepare_island(island)
-    if libtpu.VARIABLE in os.environ:
+    if before_jax.LIBTPU_VARIABLE in os.environ:
         # libtpu ends a process whose flags it does not know: the log says which they
         # were.
-        logger.info("island %s compiles with %s", name, libtpu.in_force(os.environ))
-        generation = libtpu.generation_of(island.topology) or generation_here()
-        version = libtpu.installed_version()
-        for clash in libtpu.clashes(
-            os.environ[libtpu.VARIABLE],
-            libtpu.flags_of(generation, version),
+        logger.info(
+            "island %s compiles with %s",
+            name,
+            before_jax.libtpu_flags_in_force(os.environ),
+        )
+        generation = before_jax.generation_of(island.topology) or generation_here()
+        version = before_jax.libtpu_version()
+        for clash in before_jax.flag_clashes(
+            os.environ[before_jax.LIBTPU_VARIABLE],
+            before_jax.libtpu_flags(generation, version),
             f"{generation}, libtpu {version}",
         ):
             logger.warning("island %s: %s", name, clash)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from diloco_jax.config import Config
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.mailbox import Decisions, Mailbox
 from diloco_jax.island.pace import Pace

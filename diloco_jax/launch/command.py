@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
+from diloco_jax.files import absolute, is_bucket
 from diloco_jax.launch import gke, orphans, sky, tpu_vm
 from diloco_jax.launch.calls import CommandError
 from diloco_jax.launch.certificates import (
@@ -27,7 +28,6 @@ from diloco_jax.launch.submit import Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.launch.watch import LaunchWatch
 from diloco_jax.observability.alarm import WITHIN_S, Alarm
-from diloco_jax.paths import absolute, is_bucket
 from diloco_jax.planning import price
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}

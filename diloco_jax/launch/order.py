@@ -20,6 +20,7 @@ from diloco_jax.config import (
     own_code,
 )
 from diloco_jax.coordinator.mandates.kubernetes import KUBERNETES
+from diloco_jax.files import is_bucket
 from diloco_jax.launch.images import check_image
 from diloco_jax.launch.nodes import (
     PlacedNode,
@@ -39,7 +40,6 @@ from diloco_jax.launch.placing import (
     resource_name,
 )
 from diloco_jax.launch.variables import check_variables
-from diloco_jax.paths import is_bucket
 from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 from diloco_jax.wire import principal
 

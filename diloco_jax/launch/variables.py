@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.before_jax import FLAG_LISTS, HOST_DEVICES, MULTI_SLICE
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.launch import variables_of
@@ -68,16 +68,20 @@ def check_variables(config: Config) -> None:
 
 def flag_notes(config: Config) -> list[str]:
     """Return a note for every flag that a launch sets against the table of its
-    islands' generations (`libtpu.py`)."""
+    islands' generations (`before_jax.py`)."""
     notes = []
     for name, island in config.islands.items():
-        given = variables_of(config.launch, name).plain.get(libtpu.VARIABLE, "")
-        generation = libtpu.generation_of(island.topology)
-        for since, flags in libtpu.FLAGS.get(generation, ())[:1]:
+        given = variables_of(config.launch, name).plain.get(
+            before_jax.LIBTPU_VARIABLE, ""
+        )
+        generation = before_jax.generation_of(island.topology)
+        for since, flags in before_jax.LIBTPU_FLAGS.get(generation, ())[:1]:
             version = ".".join(map(str, since))
             notes += [
                 f"note: island {name}: {clash}"
-                for clash in libtpu.clashes(given, flags, f"{generation}, {version}")
+                for clash in before_jax.flag_clashes(
+                    given, flags, f"{generation}, {version}"
+                )
             ]
     return notes
 

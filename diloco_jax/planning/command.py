@@ -17,7 +17,7 @@ from rich.console import Console
 
 from diloco_jax import files
 from diloco_jax.config import Config
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
+from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.chips import chip_of
 from diloco_jax.hardware.machines import machine_of
 from diloco_jax.hardware.rates import (

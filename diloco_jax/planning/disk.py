@@ -17,7 +17,7 @@ from diloco_jax.coordinator.holding import rooms
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 
 LINES_PER_MERGE = 1700
 """Bytes of a merge's own lines on tape and in metrics, and of its points of curves."""

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from diloco_jax import files, merge_route, sealed
+from diloco_jax import files, merge_route, storage
 from diloco_jax.cluster.commands import coordinator_environment
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.config.loading import read_config, write_config_json
@@ -171,7 +171,7 @@ def disk_rates(folder: Path) -> tuple[DiskRates, float]:
         paths = [Path(scratch) / f"{number}" for number in range(count)]
         began, used = time.perf_counter(), time.process_time()
         for number, path in enumerate(paths):
-            sealed.write(path, {}, [block])
+            storage.write_sealed(path, {}, [block])
             if time.perf_counter() - began > DISK_S:
                 paths = paths[: number + 1]
                 break
@@ -180,7 +180,7 @@ def disk_rates(folder: Path) -> tuple[DiskRates, float]:
             _forget(path)
         began = time.perf_counter()
         for path in paths:
-            sealed.read(path, [into])
+            storage.read_sealed(path, [into])
         took = time.perf_counter() - began
     size = len(paths) * DISK_BYTES
     rates = DiskRates(write_bytes_per_s=size / wrote, read_bytes_per_s=size / took)

@@ -16,8 +16,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from diloco_jax import libtpu, run_files
-from diloco_jax.before_jax import FLAG_LISTS, prepare_environment
+from diloco_jax import run_files
+from diloco_jax.before_jax import (
+    FLAG_LISTS,
+    generation_of,
+    libtpu_flags_in_force,
+    prepare_environment,
+    set_libtpu_flags,
+)
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.launch import variables_of
 from diloco_jax.config.loading import write_config_json
@@ -118,8 +124,9 @@ class _Compiler:
             )
         raise ConfigError(
             f"compiling island {name} for {island.topology} ended with code {code} and "
-            f"no result, with {libtpu.in_force(environment)}; flags that you set there "
-            f"override those of diloco_jax/libtpu.py; it said:\n{last_lines(log)}"
+            f"no result, with {libtpu_flags_in_force(environment)}; flags that you set "
+            f"there override those of diloco_jax/before_jax.py; it said:\n"
+            f"{last_lines(log)}"
         )
 
     def stop(self) -> None:
@@ -140,7 +147,7 @@ def environment_of(island: IslandConfig, flags: Flags = ()) -> dict[str, str]:
     """
     environment = dict(os.environ) | dict(flags)
     prepare_environment(1, environment)
-    libtpu.set_flags(libtpu.generation_of(island.topology), environment)
+    set_libtpu_flags(generation_of(island.topology), environment)
     return environment | {
         "JAX_PLATFORMS": "cpu",
         # No device is opened, so that several processes may load the library.

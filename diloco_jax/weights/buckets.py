@@ -15,7 +15,7 @@ from etils.epath import Path as Folder
 from diloco_jax import run_files, storage
 from diloco_jax.coordinator import snapshots
 from diloco_jax.errors import ConfigError
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 from diloco_jax.weights.files import BESIDE, CONFIG, INDEX
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
-from diloco_jax.sealed import sync_path
+from diloco_jax.storage import sync_path
 from diloco_jax.weights import families, files, names
 from diloco_jax.weights.adapted import base_run, merged_leaves
 from diloco_jax.weights.adapter import write_adapter

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from diloco_jax.config import ConfigError, Placement, trust
 from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE
+from diloco_jax.files import absolute, expand
 from diloco_jax.options import TRUST_CODE, parse
-from diloco_jax.paths import absolute, expand
 from diloco_jax.workdir import read_config
 
 if TYPE_CHECKING:

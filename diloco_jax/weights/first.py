@@ -36,9 +36,9 @@ from diloco_jax.data.tokenizers.opening import (
     kept_name,
     open_tokenizer,
 )
+from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
-from diloco_jax.paths import is_bucket
 from diloco_jax.weights import families, names
 from diloco_jax.weights.buckets import at_hand
 from diloco_jax.weights.files import (

@@ -20,7 +20,7 @@ from diloco_jax.config.fields import (
     positional,
     setting,
 )
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE
 from diloco_jax.options import TRUST_CODE, parse
 
 

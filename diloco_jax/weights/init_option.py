@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_jax.errors import ConfigError
-from diloco_jax.paths import absolute
+from diloco_jax.files import absolute
 
 KINDS = ("hf", "run")
 FROM_ISLAND = "from-island:"

@@ -14,7 +14,7 @@ import support
 from fault_cases import CASES
 from tiny import MODEL
 
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 
 PATIENCE_S = 60.0
 BENCHMARK = """

@@ -6,7 +6,7 @@ import pytest
 
 from diloco_jax.cluster.cluster import Cluster
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
-from diloco_jax.interrupt import Interrupt
+from diloco_jax.process import Interrupt
 
 
 @pytest.fixture

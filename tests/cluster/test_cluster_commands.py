@@ -1,6 +1,6 @@
 """Command lines and environment of a run's processes."""
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.cluster import commands
 from diloco_jax.wire import addresses
 
@@ -8,7 +8,7 @@ from diloco_jax.wire import addresses
 def test_islands_compute_on_the_cpu_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert commands.island_environment()["JAX_PLATFORMS"] == "cpu"
-    monkeypatch.setattr(libtpu, "installed_version", lambda: "0.0.44")
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.44")
     monkeypatch.setenv("TPU_WORKER_ID", "0")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     assert commands.island_environment()["JAX_PLATFORMS"] == "tpu"

@@ -10,7 +10,7 @@ from diloco_jax.coordinator.disk_wait import given_up
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.coordinator.standby.broken_disk import is_of_broken_disk
 from diloco_jax.errors import ConfigError
-from diloco_jax.sealed import SealedError
+from diloco_jax.storage import SealedError
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator import main
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.coordinator.snapshots import states
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_DONE
-from diloco_jax.interrupt import signals
+from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
+from diloco_jax.process import signals
 from diloco_jax.workdir import RunFacts
 
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from diloco_jax import run_files, sealed
+from diloco_jax import run_files, storage
 from diloco_jax.coordinator import kept
 from diloco_jax.coordinator.kept import KeptCycles, KeptFragments
 from diloco_jax.protocol.holding import KeepFragment
@@ -71,7 +71,7 @@ def test_a_cycle_appears_when_all_of_it_is_on_disk(cycles, tmp_path):
     folder = tmp_path / run_files.KEPT / "cycle-000003"
     for fragment in (0, 1):
         read = [np.empty(SIZES[fragment], np.float32)]
-        header, _ = sealed.read(folder / kept.fragment_name(fragment), read)
+        header, _ = storage.read_sealed(folder / kept.fragment_name(fragment), read)
         np.testing.assert_array_equal(read[0], theta(fragment, 3)[0])
         assert header["version"] == [1, 3]
         assert (header["cycle"], header["run_id"]) == (3, "r")
@@ -163,7 +163,7 @@ def test_a_worker_that_cannot_write_gives_the_cycle_up(
         def full(path, facts, arrays):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-        patched.setattr(sealed, "write", full)
+        patched.setattr(storage, "write_sealed", full)
         written_by_workers(cycles, 1, told, made)
         told.wait()
     ((cycle, trouble),) = told.said
@@ -205,7 +205,7 @@ def test_few_are_kept_and_the_oldest_goes(cycles, tmp_path):
 
 
 def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monkeypatch):
-    told, real = Told(), sealed.write
+    told, real = Told(), storage.write_sealed
     calls = []
 
     def full(path, facts, arrays):
@@ -214,7 +214,7 @@ def test_one_that_cannot_be_written_is_given_up_and_told(cycles, tmp_path, monke
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return real(path, facts, arrays)
 
-    monkeypatch.setattr(sealed, "write", full)
+    monkeypatch.setattr(storage, "write_sealed", full)
     keep(cycles, 1, told)
     told.wait()
     ((cycle, trouble),) = told.said
@@ -247,13 +247,13 @@ def test_only_files_of_kept_cycles_are_handed_out(cycles, tmp_path):
 
 
 def test_a_disk_that_hangs_keeps_no_coordinator(tmp_path, monkeypatch):
-    hangs, real = threading.Event(), sealed.write
+    hangs, real = threading.Event(), storage.write_sealed
 
     def slow(path, facts, arrays):
         assert hangs.wait(60)
         return real(path, facts, arrays)
 
-    monkeypatch.setattr(sealed, "write", slow)
+    monkeypatch.setattr(storage, "write_sealed", slow)
     made, told = KeptCycles(tmp_path, 2, WHOSE, SIZES), Told()
     keep(made, 1, told)
     made.close(0.01)

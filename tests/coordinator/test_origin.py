@@ -8,7 +8,7 @@ from engine_support import as_bytes
 from etils import epath
 from msgspec.structs import replace
 
-from diloco_jax import checkpoint, sealed
+from diloco_jax import checkpoint, storage
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -235,13 +235,13 @@ def test_a_record_of_another_version_is_named(recover, line):
 def test_a_restart_reads_its_state_once(recover, merge, store, folder, monkeypatch):
     """Each newest snapshot and each publish after it, and nothing else."""
     read: Counter[str] = Counter()
-    read_into = sealed._read_into
+    read_into = storage._read_into
 
     def counted(file, block):
         read[str(file.name)] += len(block)
         return read_into(file, block)
 
-    monkeypatch.setattr(sealed, "_read_into", counted)
+    monkeypatch.setattr(storage, "_read_into", counted)
     recover(records.line(JOINED), *(merge(number) for number in (1, 2)))
     snapshots = {
         str(fragment_path(folder, fragment, Version())): sum(

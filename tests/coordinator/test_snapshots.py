@@ -26,7 +26,7 @@ from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Version
-from diloco_jax.sealed import read_header
+from diloco_jax.storage import read_sealed_header
 
 PLACEMENT = Placement(snapshot_every_s=10.0)
 
@@ -126,7 +126,7 @@ def test_an_old_one_goes_once_the_new_one_is_on_disk(
     save_first(snapshots, store)
     there = []
     monkeypatch.setattr(
-        "diloco_jax.sealed.sync_path", lambda _: there.append(versions(folder, 0))
+        "diloco_jax.storage.sync_path", lambda _: there.append(versions(folder, 0))
     )
     snapshots.save(0, Version(1, 1), store.arrays(0))
     assert there == [[Version(), Version(1, 1)]]
@@ -156,7 +156,7 @@ def test_it_says_how_far_its_parameters_have_come(opened_states, state, folder):
         state, carried_progress=500, fragments=(fragment, *state.fragments[1:])
     )
     opened_states("r").save(3, state)
-    facts = read_header(state_path(folder, 3))
+    facts = read_sealed_header(state_path(folder, 3))
     assert (facts["merges"], facts["tokens"]) == (7, 500)
 
 

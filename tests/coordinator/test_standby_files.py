@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from followed_support import Pair
 
-from diloco_jax import sealed
+from diloco_jax import storage
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.standby.feed import QUEUED_BYTES, StandbyFeed
@@ -155,11 +155,11 @@ def test_a_state_of_another_history_is_not_kept(pair: Pair) -> None:
     name = "checkpoints/coordinator/7.snapshot"
     for folder, version in ((pair.there, 22), (pair.here, 24)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        sealed.write(folder / name, {"state": {"version": version}}, [])
+        storage.write_sealed(folder / name, {"state": {"version": version}}, [])
     pair.outgoing = pair.out.prepare("r", pair.mirror.sealed())
     pair.begin()
     pair.take()
-    assert sealed.read_header(pair.there / name) == {"state": {"version": 24}}
+    assert storage.read_sealed_header(pair.there / name) == {"state": {"version": 24}}
 
 
 def test_the_files_of_another_run_stay(pair: Pair) -> None:

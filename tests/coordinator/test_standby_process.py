@@ -17,8 +17,8 @@ from diloco_jax.coordinator.standby import process
 from diloco_jax.coordinator.standby.node import StandbyOutcome
 from diloco_jax.coordinator.standby.seat import MANDATE, taken
 from diloco_jax.coordinator.standby.unseated import Unseated
-from diloco_jax.exit_codes import EXIT_FAILED
-from diloco_jax.paths import StorageAway
+from diloco_jax.errors import EXIT_FAILED
+from diloco_jax.files import StorageAway
 from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.wire.errors import Refused
 from diloco_jax.workdir import RunFacts

@@ -16,7 +16,7 @@ from diloco_jax.config import Placement
 from diloco_jax.coordinator import disk_wait
 from diloco_jax.coordinator.disk_wait import DiskWait
 from diloco_jax.coordinator.hanging import TurnWatch
-from diloco_jax.quiet import LOOK_S
+from diloco_jax.process import LOOK_S
 
 WAIT_S = 60.0
 PLACEMENT = Placement(time_budget_s=5.0, outage_budget_s=20.0)

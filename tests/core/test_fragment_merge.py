@@ -154,7 +154,7 @@ from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.merge import RULES
 from diloco_jax.core.outer.optimizer import OuterSettings
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 
 shape = (1024, 4096)
 merge = FragmentMerge(
@@ -183,7 +183,7 @@ def resident(what):
     return next(1024 * int(x.split()[1]) for x in lines if x.startswith(what))
 
 state = run(run(state).state).state
-give_back()
+give_memory_back()
 before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 after = run(state)

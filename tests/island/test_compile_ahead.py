@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.island import host
 from diloco_jax.island.device.build import NotCompiledError, compile_ahead
@@ -43,7 +43,7 @@ def test_what_may_pass_is_no_fault_of_the_config(said, passes):
 
 def test_a_refusal_names_the_flags_in_force(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=1")
-    monkeypatch.setattr(libtpu, "installed_version", lambda: "0.0.50.1")
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.50.1")
     with pytest.raises(ConfigError, match="Continuation fusion") as refused:
         compile_ahead(Refused(), Refused(), {}, 8)
     assert "libtpu 0.0.50.1, LIBTPU_INIT_ARGS = '--xla_mine=1'" in str(refused.value)

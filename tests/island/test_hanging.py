@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.config import IslandConfig
 from diloco_jax.island.device.mesh import require_accelerator
 from diloco_jax.island.hanging import HangWatch
-from diloco_jax.quiet import LOOK_S
+from diloco_jax.process import LOOK_S
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.config import IslandConfig
 from diloco_jax.island.environment import prepare_island
 
@@ -12,7 +12,9 @@ def told(monkeypatch):
     """The generations whose flags libtpu was told, in order."""
     generations = []
     monkeypatch.setattr(
-        libtpu, "set_flags", lambda generation, _: generations.append(generation)
+        before_jax,
+        "set_libtpu_flags",
+        lambda generation, _: generations.append(generation),
     )
     return generations
 

@@ -7,7 +7,7 @@ import pytest
 from link_support import DEADLINES, hello
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.exit_codes import EXIT_REFUSED
+from diloco_jax.errors import EXIT_REFUSED
 from diloco_jax.island.network import link as link_module
 from diloco_jax.island.network.link import Link
 from diloco_jax.protocol.messages import Welcome

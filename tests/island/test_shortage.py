@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.island import shortage
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.shortage import ShortageWatch
-from diloco_jax.memory import LITTLE_DISK_BYTES
+from diloco_jax.machine import LITTLE_DISK_BYTES
 from diloco_jax.protocol.island.reporting import Status
 
 

@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 import yaml
 
-from diloco_jax import libtpu
+from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
 from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.command import LaunchOptions, run
@@ -138,22 +138,22 @@ def test_a_flag_against_the_table_is_named_with_both_values(given, capsys):
 
 def test_flags_of_the_table_and_of_the_launch_are_merged():
     table = ("--a=true", "--b=1")
-    assert libtpu.clashes("--a=true --c=2", table, "v6e") == []
-    (clash,) = libtpu.clashes("--b=2 --c=2", table, "v6e, libtpu 0.0.42.1")
+    assert before_jax.flag_clashes("--a=true --c=2", table, "v6e") == []
+    (clash,) = before_jax.flag_clashes("--b=2 --c=2", table, "v6e, libtpu 0.0.42.1")
     assert clash.startswith(
         "LIBTPU_INIT_ARGS has --b=2, and the table for v6e, libtpu 0.0.42.1 has --b=1"
     )
 
 
 def test_the_plan_compiles_with_the_launchs_flags(given, monkeypatch):
-    monkeypatch.setattr(libtpu, "installed_version", lambda: "0.0.42.1")
+    monkeypatch.setattr(before_jax, "libtpu_version", lambda: "0.0.42.1")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_this_machine=1")
     flags = flags_of(given, "v6e.b")
     assert flags != flags_of(given, "v5p")
     environment = environment_of(given.islands["v6e.b"], flags)
     told = environment["LIBTPU_INIT_ARGS"].split()
     assert told[:2] == [OFF, "--xla_two=2"]
-    assert libtpu.SPARSE_CORE[0] in told
+    assert before_jax.SPARSE_CORE[0] in told
     assert OFF.replace("false", "true") not in told
 
 

@@ -158,7 +158,7 @@ def main(
     from diloco_jax.island.hosts.world import join_world, leave_world
     from diloco_jax.island.joined_host import JoinedHost
     from diloco_jax.island.main import LeadingHost
-    from diloco_jax.process_end import leave_at_once
+    from diloco_jax.process import leave_at_once
 
     where = WorldAddress(address=world, index=int(index))
     hosts = join_world(where, 2, budget_s=240.0, meet_s=240.0)

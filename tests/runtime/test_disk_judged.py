@@ -20,7 +20,7 @@ from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 

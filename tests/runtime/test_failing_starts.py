@@ -10,7 +10,7 @@ import jax
 import pytest
 from runtime_support import PATIENCE_S, coordinator, make_config, placed
 
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from diloco_jax.errors import EXIT_CONFIG, EXIT_FAILED
 from diloco_jax.island import host, main
 from diloco_jax.island.device.build import compile_programs
 

@@ -34,7 +34,7 @@ from runtime_support import (
     with_run,
 )
 
-from diloco_jax import environment, run_files, workdir
+from diloco_jax import before_jax, run_files, workdir
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.core.fragments import digest_arrays
@@ -93,7 +93,7 @@ def anonymous() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "host")
         for fact in ("_cpu", "_variables"):
-            patch.setattr(environment, fact, lambda: "")
+            patch.setattr(before_jax, fact, lambda: "")
         yield
 
 

@@ -14,7 +14,7 @@ from runtime_support import PATIENCE_S, coordinator, make_config, placed
 
 from diloco_jax import run_files
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.files import write_json
 from diloco_jax.workdir import read_facts
 

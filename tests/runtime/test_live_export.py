@@ -15,7 +15,7 @@ import support
 from runtime_support import make_config, placed, with_run
 from safetensors.numpy import load_file
 
-from diloco_jax import run_files, sealed
+from diloco_jax import run_files, storage
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.coordinator import kept, snapshots
@@ -136,7 +136,7 @@ def test_kept_cycles_are_of_one_moment_and_have_the_merges_bits(over):
             like = {"theta": store.like(fragment)["theta"]}
             theta = snapshots.empty(like)["theta"]
             path = kept.path_of(workdir / run_files.KEPT, cycle)
-            header, _ = sealed.read(path / kept.fragment_name(fragment), theta)
+            header, _ = storage.read_sealed(path / kept.fragment_name(fragment), theta)
             term, number = header["version"]
             turn = (cycle - 1) * 3 + fragment + 1
             upto = [

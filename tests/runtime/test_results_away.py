@@ -22,15 +22,15 @@ from elsewhere_support import (
 from runtime_support import PATIENCE_S, make_config, placed
 from training_support import trained
 
-from diloco_jax import run_files, sealed
+from diloco_jax import run_files, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import main, snapshots
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.core.fragments import digest_all, digest_arrays
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.evaluation import load_params
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import read_tape
@@ -77,7 +77,7 @@ def digest_of(config: Config, workdir: Path, versions: list[Version]) -> str:
         assert snapshots.versions(folder, fragment)[-1] == version
         arrays = snapshots.empty(store.like(fragment))
         path = snapshots.fragment_path(folder, fragment, version)
-        sealed.read(path, snapshots.flat(arrays))
+        storage.read_sealed(path, snapshots.flat(arrays))
         found.append(digest_arrays(arrays["theta"]))
     return digest_all(found)
 

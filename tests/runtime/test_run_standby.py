@@ -20,7 +20,7 @@ from diloco_jax import run_files
 from diloco_jax.cluster import pair
 from diloco_jax.cluster.children import start_child
 from diloco_jax.config import Config
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 
 pytestmark = [pytest.mark.dist, pytest.mark.timing]
 

@@ -26,7 +26,7 @@ from standby_support import (
 )
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.exit_codes import EXIT_CONFIG, EXIT_REFUSED
+from diloco_jax.errors import EXIT_CONFIG, EXIT_REFUSED
 from diloco_jax.wire import follow
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.following import FollowStream

@@ -23,7 +23,7 @@ from diloco_jax import run_files
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE
 
 pytestmark = [
     pytest.mark.dist,

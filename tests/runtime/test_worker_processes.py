@@ -27,7 +27,7 @@ from worker_support import (
     send_here,
 )
 
-from diloco_jax import cli, run_files, sealed
+from diloco_jax import cli, run_files, storage
 from diloco_jax.coordinator import kept as kept_cycles
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding.restoring import make_store
@@ -94,7 +94,9 @@ def assert_kept(
         for fragment in range(2):
             theta = snapshots.empty({"theta": store.like(fragment)["theta"]})["theta"]
             name = kept_cycles.fragment_name(fragment)
-            header, _ = sealed.read(kept_cycles.path_of(folder, cycle) / name, theta)
+            header, _ = storage.read_sealed(
+                kept_cycles.path_of(folder, cycle) / name, theta
+            )
             key = (fragment, *header["version"])
             if key[-1] and key not in recovered:
                 assert digest_arrays(theta) == merged[key]

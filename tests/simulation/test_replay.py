@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from diloco_jax import environment, load_params, merge_route, sealed
+from diloco_jax import before_jax, load_params, merge_route, storage
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -50,7 +50,7 @@ class Worker:
     """One that is never asked for anything."""
 
     def __init__(self, run, recorded):
-        self.environment = environment.describe()
+        self.environment = before_jax.describe_environment()
 
     def __enter__(self):
         return self
@@ -68,7 +68,7 @@ def recording(tmp_path, monkeypatch):
     data = DataConfig(paths=paths, digest=load_corpus(paths, 0.02).digest)
     run = dataclasses.replace(RUN, data=data)
     model = transformer.build(run.model)
-    here = environment.describe()
+    here = before_jax.describe_environment()
     took = Record(seq=2, kind="took", step=1, fragment=0, tick=1)
     begins = Record(seq=1, kind="adopted", step=0, fragment=0)
     life = Life(
@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_made_is_refused_first(recording):
 
 
 def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeypatch):
-    folder, save = tmp_path / "new" / "saved", sealed.write
+    folder, save = tmp_path / "new" / "saved", storage.write_sealed
 
     def interrupted(path, *arguments):
         save(path, *arguments)
@@ -194,11 +194,11 @@ def test_what_is_saved_is_there_whole_or_not_at_all(recording, tmp_path, monkeyp
             raise KeyboardInterrupt
 
     with replay.Replay(recording) as repeated:
-        monkeypatch.setattr(sealed, "write", interrupted)
+        monkeypatch.setattr(storage, "write_sealed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             repeated.save(folder, 0)
         assert not list(folder.parent.iterdir())
-        monkeypatch.setattr(sealed, "write", save)
+        monkeypatch.setattr(storage, "write_sealed", save)
         repeated.save(folder, 0)
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
     saved, begun = (

@@ -10,7 +10,7 @@ from unittest import mock
 
 import msgspec
 
-from diloco_jax import environment
+from diloco_jax import before_jax
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -93,7 +93,7 @@ def measured(made: Config, seed: int = 1) -> dict[str, Any]:
 
 
 STANDARD = config()
-HERE = environment.describe()
+HERE = before_jax.describe_environment()
 RECOVERED = notes.Recovered(
     snapshot=0,
     snapshot_versions=(),

@@ -17,8 +17,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
-from diloco_jax.files import POINTER
-from diloco_jax.paths import StorageAway
+from diloco_jax.files import POINTER, StorageAway
 from diloco_jax.weights import families, files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import started_from

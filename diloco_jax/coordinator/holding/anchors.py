@@ -19,7 +19,7 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.core.fragments import Piece, digest_arrays
 from diloco_jax.core.payload import Buffer, PayloadLayout
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
     AnchorKept,
     AwaitAnchor,
@@ -216,7 +216,7 @@ class LostFragments:
             if ended or self._awaited.get(fragment) is not awaited:
                 return
         self._prepared[fragment] = version, arrays
-        give_back()
+        give_memory_back()
         kept = AnchorKept(
             fragment=fragment,
             island=awaited.island,

@@ -14,7 +14,7 @@ from typing import Any
 
 from etils.epath import Path as Folder
 
-from diloco_jax import sealed
+from diloco_jax import storage
 from diloco_jax.config import Placement
 from diloco_jax.coordinator.holding.publishes import require_space
 from diloco_jax.coordinator.snapshots import (
@@ -26,7 +26,7 @@ from diloco_jax.coordinator.snapshots import (
     fragment_path,
     versions,
 )
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class FragmentSnapshots(Snapshots):
             arrays = empty(like)
             try:
                 header = self._read(path, flat(arrays))
-            except sealed.SealedError as error:
+            except storage.SealedError as error:
                 failure = str(error)
                 logger.warning("%s; the one before it is tried", error)
                 continue
@@ -91,7 +91,7 @@ class FragmentSnapshots(Snapshots):
                 self._remove(fragment_path(self._folder, fragment, unfit))
             self._versions[fragment] = own[: own.index(version) + 1]
             return version, arrays
-        raise sealed.SealedError(
+        raise storage.SealedError(
             f"fragment {fragment} cannot be loaded from the snapshots in "
             f"{self._folder}: {failure}; restore the folder from a copy"
         )
@@ -107,7 +107,7 @@ class FragmentSnapshots(Snapshots):
         if not is_bucket(str(self._folder)):
             require_space(Path(self._folder), sum(buffer.nbytes for buffer in buffers))
         facts = {**self._whose, "fragment": fragment, "version": list(version)}
-        sealed.write(path, facts, buffers)
+        storage.write_sealed(path, facts, buffers)
         of_version = functools.partial(fragment_path, self._folder, fragment)
         known = [*self._versions[fragment], version]
         self._versions[fragment] = self._without_old(known, of_version)

@@ -37,7 +37,7 @@ from diloco_jax.coordinator.kept import Keeper, telling
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.faults import Faults
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
     Commit,
@@ -356,7 +356,7 @@ class StoreHolder:
             digest=digest_arrays(merged.state.theta),
         )
         self.store.expire_pins()
-        give_back()
+        give_memory_back()
         self._tell(digested)
 
     def _submit(self, job: Callable[[], None]) -> None:

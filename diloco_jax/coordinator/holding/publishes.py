@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import sealed
+from diloco_jax import storage
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.core.payload import Buffer
 from diloco_jax.protocol.values import Prepared, Version
@@ -40,8 +40,8 @@ class Publishes:
         self.written: Callable[[Path], None] = lambda path: None
         """Called with the file of a publish that is on disk."""
         folder.mkdir(parents=True, exist_ok=True)
-        sealed.sync_path(folder.parent)
-        torn, own = f"*{sealed.TEMPORARY}", [folder]
+        storage.sync_path(folder.parent)
+        torn, own = f"*{storage.TEMPORARY}", [folder]
         if fragments is not None:
             own = [self.path(f, Version()).parent for f in fragments]
         for path in [path for below in own for path in below.rglob(torn)]:
@@ -55,7 +55,7 @@ class Publishes:
         path = self.path(fragment, version)
         if not path.parent.is_dir():
             path.parent.mkdir(exist_ok=True)
-            sealed.sync_path(self._folder)
+            storage.sync_path(self._folder)
         require_space(self._folder, len(payload))
         header = {
             "fragment": fragment,
@@ -63,7 +63,7 @@ class Publishes:
             "final": final,
             "bytes": len(payload),
         }
-        digest = sealed.write(path, header, [payload])
+        digest = storage.write_sealed(path, header, [payload])
         self.written(path)
         return Prepared(digest=digest, payload_bytes=len(payload))
 
@@ -81,8 +81,8 @@ class Publishes:
             return made[0]
 
         try:
-            header, found = sealed.read(path, make)
-        except sealed.SealedError as error:
+            header, found = storage.read_sealed(path, make)
+        except storage.SealedError as error:
             raise _damaged(fragment, version, str(error)) from error
         if wanted is not None and found != wanted:
             what = f"{path} has digest {found}, its record says {wanted}"
@@ -95,8 +95,8 @@ class Publishes:
         """
         path = self.path(fragment, version)
         try:
-            header, found = sealed.mapped(path)
-        except sealed.SealedError:
+            header, found = storage.map_sealed(path)
+        except storage.SealedError:
             return None
         if len(found) != header["bytes"]:
             logger.error(

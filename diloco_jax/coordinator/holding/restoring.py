@@ -6,14 +6,14 @@ from collections.abc import Container, Iterator
 
 from rich.console import Console
 
-from diloco_jax import merge_route, sealed
+from diloco_jax import merge_route, storage
 from diloco_jax.config import Config
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.holding import (
     Committed,
@@ -61,9 +61,9 @@ def restore(
         for done, fragment in enumerate(committed, start=1):
             try:
                 found.append(_restored(fragment, store, snapshots, publishes))
-            except (sealed.SealedError, durable.DurableError) as error:
+            except (storage.SealedError, durable.DurableError) as error:
                 lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
-            give_back()
+            give_memory_back()
             report(done / len(committed))
     return FragmentsRestored(
         fragments=tuple(found),

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import memory
+from diloco_jax import machine
 from diloco_jax.coordinator.holding.spares import Spares
 from diloco_jax.wire.errors import Busy
 
@@ -100,7 +100,7 @@ class Rooms:
         # Outside the lock, for which islands' bytes wait.
         if freed:
             freed.clear()
-            memory.give_back()
+            machine.give_memory_back()
 
     def on_disk(self, nbytes: int) -> Place:
         """Return a room on disk, which may take time. Raises Busy if there is none."""

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import environment, merge_route
+from diloco_jax import before_jax, merge_route
 from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.holding.pins import Pins, watch
 from diloco_jax.coordinator.holding.spares import Spares
@@ -141,7 +141,10 @@ class Store:
     def describe(self) -> dict[str, Any]:
         """Return the facts on which the bits of merges depend."""
         passes = self._merges[0].passes
-        return {**environment.describe(), "merge_route": merge_route.route_of(passes)}
+        return {
+            **before_jax.describe_environment(),
+            "merge_route": merge_route.route_of(passes),
+        }
 
     @property
     def layouts_up(self) -> Sequence[PayloadLayout]:

@@ -9,7 +9,7 @@ from diloco_jax.coordinator.mandates.folder import FolderStore
 from diloco_jax.coordinator.mandates.kubernetes import KUBERNETES, KubernetesStore
 from diloco_jax.coordinator.mandates.store import MandateStore
 from diloco_jax.errors import ConfigError
-from diloco_jax.paths import absolute, is_bucket
+from diloco_jax.files import absolute, is_bucket
 
 
 def open_store(where: str) -> MandateStore:

@@ -7,7 +7,7 @@ import errno
 
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.errors import FULL
-from diloco_jax.sealed import SealedError
+from diloco_jax.storage import SealedError
 
 BROKEN = (
     *(errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV),

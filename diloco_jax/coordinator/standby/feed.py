@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from diloco_jax import sealed
+from diloco_jax import storage
 from diloco_jax.wire import follow
 from diloco_jax.wire.encoding import encode
 from diloco_jax.wire.errors import Busy, WireError
@@ -199,7 +199,7 @@ class StandbyFeed:
 
     def _is_held(self, file: _File) -> bool:
         held = self._held.get(self._name(file))
-        return held is not None and held == sealed.seal_of(file.file)
+        return held is not None and held == storage.seal_of(file.file)
 
     def _name(self, file: _File) -> str:
         return file.path.relative_to(self._workdir).as_posix()

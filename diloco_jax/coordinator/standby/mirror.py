@@ -20,11 +20,10 @@ from diloco_jax.coordinator import log, snapshots
 from diloco_jax.coordinator.holding.publishes import Publishes, name_of
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import ConfigError
-from diloco_jax.files import Appended
+from diloco_jax.files import Appended, naming
 from diloco_jax.observability.tape import put_aside, remove_tape
-from diloco_jax.paths import naming
 from diloco_jax.protocol.values import Version
-from diloco_jax.sealed import TEMPORARY, seal_of, sync_path
+from diloco_jax.storage import TEMPORARY, seal_of, sync_path
 from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.workdir import holds_run, read_facts
 

@@ -21,7 +21,7 @@ from diloco_jax.coordinator.standby.mirror import Mirror
 from diloco_jax.coordinator.standby.name import adopt, copied_from, node_of
 from diloco_jax.coordinator.standby.waiting import Waiting
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.interrupt import heeding_signals
+from diloco_jax.process import heeding_signals
 from diloco_jax.protocol.standby import following
 from diloco_jax.protocol.standby.events import (
     AnswerPrimary,

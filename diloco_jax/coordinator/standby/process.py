@@ -14,7 +14,7 @@ from diloco_jax.coordinator.serving import serve
 from diloco_jax.coordinator.settings import own_tls
 from diloco_jax.coordinator.standby.node import StandbyNode
 from diloco_jax.coordinator.standby.seat import LED_ELSEWHERE
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.wire import addresses
 from diloco_jax.wire.errors import Refused
 

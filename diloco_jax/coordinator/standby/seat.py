@@ -30,8 +30,8 @@ from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.supervised import Heard
+from diloco_jax.files import StorageAway
 from diloco_jax.observability.tape import Tape
-from diloco_jax.paths import StorageAway
 from diloco_jax.protocol.coordinator.events import Alert
 from diloco_jax.protocol.standby import primary
 from diloco_jax.protocol.standby.events import (

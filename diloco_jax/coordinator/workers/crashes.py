@@ -8,7 +8,7 @@ of.
 
 from __future__ import annotations
 
-from diloco_jax.restarts import crashes_in_a_row
+from diloco_jax.process import crashes_in_a_row
 
 
 class Crashes:

@@ -40,7 +40,7 @@ from diloco_jax.faults import worker_name
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.process_end import end_process
+from diloco_jax.process import end_process
 from diloco_jax.protocol.holding import (
     Forget,
     KeepFragment,

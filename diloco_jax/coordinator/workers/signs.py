@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import secrets
 
-from diloco_jax.memory import resident_bytes
+from diloco_jax.machine import resident_bytes
 from diloco_jax.protocol.working import WorkerAlive
 
 _PROCESS = secrets.token_hex(8)

@@ -18,10 +18,9 @@ from diloco_jax.config.fields import (
     positional,
     setting,
 )
-from diloco_jax.errors import ConfigError
-from diloco_jax.exit_codes import EXIT_DONE
+from diloco_jax.errors import EXIT_DONE, ConfigError
+from diloco_jax.files import absolute, is_bucket
 from diloco_jax.options import parse
-from diloco_jax.paths import absolute, is_bucket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

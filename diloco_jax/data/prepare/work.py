@@ -40,8 +40,8 @@ from diloco_jax.data.prepared.contents import (
 )
 from diloco_jax.data.tokenizers.opening import kept_name
 from diloco_jax.errors import ConfigError
-from diloco_jax.paths import naming
-from diloco_jax.sealed import sync_path
+from diloco_jax.files import naming
+from diloco_jax.storage import sync_path
 
 PLAN = "plan.json"
 PLAN_FORMAT = 2

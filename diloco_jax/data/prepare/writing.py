@@ -28,7 +28,7 @@ from diloco_jax.data.prepared.contents import (
 )
 from diloco_jax.data.prepared.records import RecordFormat
 from diloco_jax.data.tokenizers.tokenizer import Tokenizer
-from diloco_jax.paths import naming
+from diloco_jax.files import naming
 
 SUFFIX = ".arrayrecord"
 OPTIONS = "group_size:1"

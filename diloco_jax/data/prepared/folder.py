@@ -19,7 +19,7 @@ from etils.epath import Path as BucketPath
 from diloco_jax import storage
 from diloco_jax.data.tokenizers.beside import BESIDE
 from diloco_jax.errors import ConfigError
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 
 SCHEME = "gs://"
 ASKERS = 16

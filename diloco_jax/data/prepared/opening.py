@@ -20,7 +20,7 @@ from diloco_jax.data.prepared.folder import folder_at
 from diloco_jax.data.prepared.rows import PreparedRows
 from diloco_jax.data.shares import slots_of
 from diloco_jax.data.tokenizers.opening import open_tokenizer, require_digest
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 from diloco_jax.protocol.messages import MAX_SOURCES
 
 

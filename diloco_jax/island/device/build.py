@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from diloco_jax import libtpu
+from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.device.exchange import Exchange
@@ -99,9 +99,10 @@ def compile_programs(lowered: Iterable[jax.stages.Lowered]) -> None:
             ) from error
         raise ConfigError(
             f"the compiler refuses the island's programs for "
-            f"{jax.devices()[0].device_kind}, with {libtpu.in_force(os.environ)}; "
-            f"flags that you set there win over the ones of diloco_jax/libtpu.py, and "
-            f"`diloco plan` compiles without a TPU; it said: {error}"
+            f"{jax.devices()[0].device_kind}, with "
+            f"{libtpu_flags_in_force(os.environ)}; flags that you set there win over "
+            f"the ones of diloco_jax/before_jax.py, and `diloco plan` compiles "
+            f"without a TPU; it said: {error}"
         ) from error
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import jax
 
-from diloco_jax.memory import give_back
+from diloco_jax.machine import give_memory_back
 
 logger = logging.getLogger(__name__)
 
@@ -43,4 +43,4 @@ class Later:
                 program.compile()
         except Exception as error:  # The loop meets it where it needs the program.
             logger.warning("a program that may be needed does not compile: %s", error)
-        give_back()
+        give_memory_back()

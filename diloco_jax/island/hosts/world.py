@@ -22,7 +22,7 @@ from diloco_jax.before_jax import dial_directly
 from diloco_jax.config import ConfigError
 from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting
 from diloco_jax.island.hosts.roll_call import await_all
-from diloco_jax.process_end import leave_at_once
+from diloco_jax.process import leave_at_once
 from diloco_jax.wire.addresses import parse_address
 
 logger = logging.getLogger(__name__)

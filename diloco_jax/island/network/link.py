@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.awaited import Awaited
 from diloco_jax.protocol.island.boundary import Ending

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.following import Orders
 from diloco_jax.island.mailbox import Arrival, Mailbox

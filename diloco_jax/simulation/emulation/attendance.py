@@ -12,8 +12,8 @@ import numpy as np
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.faults import Fault, parse_faults
+from diloco_jax.process import crashes_in_a_row
 from diloco_jax.protocol.values import lead_of
-from diloco_jax.restarts import crashes_in_a_row
 from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.island import IslandSpec

@@ -31,10 +31,10 @@ from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
+from diloco_jax.storage import digest_of
 from diloco_jax.wire.fetch_source import FetchSource
 
 

@@ -47,7 +47,6 @@ from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.values import DeltaKey
-from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.emulation.attendance import Attendance
 from diloco_jax.simulation.emulation.bodies import StoreMerging, TrainedBody, trainer_of
 from diloco_jax.simulation.emulation.diary import collect
@@ -55,6 +54,7 @@ from diloco_jax.simulation.emulation.options import EmulationOptions
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.steps import durations
 from diloco_jax.simulation.virtual.world import World
+from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 if TYPE_CHECKING:

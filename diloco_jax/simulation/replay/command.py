@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diloco_jax.config import ConfigError
 from diloco_jax.config.fields import setting
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar

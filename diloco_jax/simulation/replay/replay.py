@@ -19,13 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diloco_jax import (
-    checkpoint,
-    compilation,
-    environment,
-    run_files,
-    sealed,
-)
+from diloco_jax import before_jax, checkpoint, compilation, run_files, storage
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
@@ -42,7 +36,6 @@ from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.values import FIRST_VERSION, Version
-from diloco_jax.sealed import digest_of
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.pipe import Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
@@ -57,6 +50,7 @@ from diloco_jax.simulation.replay.recording import (
     passes_like,
     refuse_other_bits,
 )
+from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
 
@@ -138,7 +132,9 @@ class Replay(contextlib.ExitStack):
         self.steps = 0
         """Inner steps done."""
         for recorded in recording.coordinators:
-            refuse_other_bits("the coordinator", recorded, environment.describe())
+            refuse_other_bits(
+                "the coordinator", recorded, before_jax.describe_environment()
+            )
         compilation.use_cache(compilation.of_user())
         self._recording = recording
         self._run = run = recording.config.run
@@ -243,12 +239,12 @@ class Replay(contextlib.ExitStack):
         for fragment, version in enumerate(self._versions):
             path = fragment_path(snapshots, fragment, version)
             path.parent.mkdir()
-            sealed.write(path, {}, flat(self._store.arrays(fragment)))
+            storage.write_sealed(path, {}, flat(self._store.arrays(fragment)))
         facts = {
             **checkpoint.of_model(self._store.plan),
             **checkpoint.trained(number, self._tokens(number)),
         }
-        sealed.write(state_path(snapshots, 0), facts, [])
+        storage.write_sealed(state_path(snapshots, 0), facts, [])
 
     def _tokens(self, merges: int) -> int:
         """Return the tokens of the first merges, weighted by fragment size."""

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.experimental.multihost_utils import process_allgather
 
-from diloco_jax import compilation, environment
+from diloco_jax import before_jax, compilation
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.reader import Arrays
@@ -68,7 +68,7 @@ def _serve(connection: Connection) -> None:
         hosts = join_world(
             where, setup.hosts, budget_s=LOST_AFTER_S, meet_s=10 * LOST_AFTER_S
         )
-    described = environment.describe()
+    described = before_jax.describe_environment()
     if setup.index == 0:
         connection.send_bytes(encode(described))
     copies = Copies(setup.run, hosts)

@@ -11,7 +11,7 @@ from outpost_support import elsewhere
 
 from diloco_jax.coordinator.workers.outpost import command, patience
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
-from diloco_jax.exit_codes import EXIT_FAILED
+from diloco_jax.errors import EXIT_FAILED
 
 PATIENCE_S = 60.0
 

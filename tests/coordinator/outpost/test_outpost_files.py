@@ -15,7 +15,7 @@ from outpost_support import (
     placed,
 )
 
-from diloco_jax import deadlines, sealed
+from diloco_jax import deadlines, storage
 from diloco_jax.config import ConfigError
 from diloco_jax.coordinator.workers.outpost import dialing
 from diloco_jax.coordinator.workers.outpost import outpost as outposts
@@ -39,7 +39,7 @@ def slow_disk(monkeypatch):
 
     def make(folder: Path, module, name: str) -> None:
         heard = threading.Semaphore(0)
-        decode, check = getattr(module, name), sealed.check
+        decode, check = getattr(module, name), storage.check_sealed
 
         def hear(frame: bytes):
             found = decode(frame)
@@ -55,7 +55,7 @@ def slow_disk(monkeypatch):
         # A disk may take minutes for these files, too.
         monkeypatch.setattr(deadlines, "SLOWEST_DISK_BYTES_PER_S", 0.1)
         monkeypatch.setattr(module, name, hear)
-        monkeypatch.setattr(sealed, "check", check_slowly)
+        monkeypatch.setattr(storage, "check_sealed", check_slowly)
 
     return make
 
@@ -63,12 +63,12 @@ def slow_disk(monkeypatch):
 def written(files: FragmentFiles, kind, fragment, version, content: bytes):
     path = files.path(kind, fragment, version)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sealed.write(path, {}, [content])
+    storage.write_sealed(path, {}, [content])
     return path
 
 
 def content(path) -> bytes:
-    return bytes(sealed.mapped(path)[1])
+    return bytes(storage.map_sealed(path)[1])
 
 
 def damage(path) -> None:
@@ -173,7 +173,7 @@ def test_last_snapshots_and_kept_cycles_come_home(config, serve, tmp_path):
     for cycle in (3, 4):
         path = there.kept_path(cycle, 2)
         path.parent.mkdir(parents=True)
-        sealed.write(path, {}, [b"kept"])
+        storage.write_sealed(path, {}, [b"kept"])
     place.fetch_kept(4, 2)
     assert content(here.kept_path(4, 2)) == b"kept"
     assert not there.kept_path(3, 2).parent.exists()
@@ -249,7 +249,7 @@ def test_a_disk_that_takes_long_here_parts_no_outpost(
     place = elsewhere(config, tmp_path / "lead")
     path = FragmentFiles(config.placement, tmp_path / "there").kept_path(4, 2)
     path.parent.mkdir(parents=True)
-    sealed.write(path, {}, [b"kept"])
+    storage.write_sealed(path, {}, [b"kept"])
     slow_disk(tmp_path / "lead", outposts, "files_asked")
     place.fetch_kept(4, 2)
     assert content(place._files.kept_path(4, 2)) == b"kept"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
-from diloco_jax.exit_codes import EXIT_DONE, EXIT_FAILED
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 
 logger = logging.getLogger(__name__)
 

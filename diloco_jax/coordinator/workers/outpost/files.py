@@ -18,14 +18,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from diloco_jax import checkpoint, run_files, sealed
+from diloco_jax import checkpoint, run_files, storage
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator import kept, snapshots
 from diloco_jax.coordinator.holding.publishes import Publishes, require_space
 from diloco_jax.coordinator.workers.line import write_frame
 from diloco_jax.coordinator.workers.outpost.relay import cut
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 from diloco_jax.protocol.outposts import AtWork, Kind
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.duplex import End
@@ -60,8 +60,8 @@ class FragmentFiles:
         for version in sorted((v for v in known if v <= through), reverse=True):
             try:
                 if not self.in_bucket:
-                    sealed.check(self.path("snapshot", fragment, version))
-            except sealed.SealedError as error:
+                    storage.check_sealed(self.path("snapshot", fragment, version))
+            except storage.SealedError as error:
                 logger.error("%s; an older snapshot takes its place", error)
             else:
                 return version
@@ -81,7 +81,7 @@ class FragmentFiles:
         if self.in_bucket:
             return ""
         with self.path("snapshot", fragment, version).open("rb") as file:
-            return sealed.seal_of(file)
+            return storage.seal_of(file)
 
     def publishes(self, fragment: int, through: Version) -> list[Version]:
         """Return the versions of the publishes of a fragment, up to `through`."""
@@ -154,7 +154,7 @@ def receive_file(
     path.parent.mkdir(parents=True, exist_ok=True)
     require_space(path.parent, size)
     # A name of its own: an earlier connection may still be writing.
-    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{sealed.TEMPORARY}")
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}{storage.TEMPORARY}")
     try:
         with scratch.open("wb") as file:
             left = size
@@ -171,7 +171,7 @@ def receive_file(
                 _require_whole(scratch, path.name)
                 scratch.replace(path)
                 for folder in (path.parent, path.parent.parent):
-                    sealed.sync_path(folder)
+                    storage.sync_path(folder)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -205,8 +205,8 @@ def at_work(
 
 def _require_whole(scratch: Path, name: str) -> None:
     try:
-        sealed.check(scratch)
-    except sealed.SealedError as error:
+        storage.check_sealed(scratch)
+    except storage.SealedError as error:
         raise OSError(f"{name} came damaged: {error}") from error
 
 

@@ -37,7 +37,7 @@ from diloco_jax.coordinator.workers.outpost.files import (
 from diloco_jax.coordinator.workers.outpost.patience import Patience
 from diloco_jax.coordinator.workers.outpost.relay import cut, relay
 from diloco_jax.coordinator.workers.places import Here
-from diloco_jax.paths import is_bucket
+from diloco_jax.files import is_bucket
 from diloco_jax.protocol.outposts import (
     AboutFiles,
     AskNewest,

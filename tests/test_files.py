@@ -14,7 +14,7 @@ from diloco_jax.config import (
     RunConfig,
 )
 from diloco_jax.config.resolving import with_absolute_paths
-from diloco_jax.paths import absolute, naming
+from diloco_jax.files import absolute, naming
 
 
 def test_paths_are_those_of_the_folder_that_they_were_written_in(tmp_path, monkeypatch):

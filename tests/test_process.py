@@ -1,0 +1,370 @@
+"""A process: its streams, closed or without a reader; variables of the user's shell that
+would end or silence it; its start without the garbage collector; its own exit code with
+threads in C++; crashes in a row."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from diloco_jax import cli, process
+from diloco_jax.errors import EXIT_FAILED
+from diloco_jax.process import (
+    STEADY_S,
+    crashes_in_a_row,
+    set_variables_right,
+    uncollected,
+)
+
+OPENED = """
+import os, subprocess, sys
+from diloco_jax.process import hold_streams
+hold_streams(unread=True)
+print("said"), print("logged", file=sys.stderr), sys.stdout.flush()
+assert sys.stdin.read() == ""
+files = [os.open(os.devnull, os.O_RDONLY), *map(os.dup, range(3))]
+assert min(files) > 2, files
+child = "import os; [os.fstat(number) for number in range(3)]"
+sys.exit(subprocess.run([sys.executable, "-c", child], close_fds=False).returncode)
+"""
+SAYS = """
+import sys
+from diloco_jax import cli
+def command(arguments):
+    print("the result", flush=True)
+    return 0
+name = sys.argv[1]
+cli.COMMANDS[name] = (command, "", "")
+cli.script()
+"""
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_opened_on_nothing(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "opened.py").write_text(OPENED)
+    command = f'exec "{sys.executable}" "{tmp_path}/opened.py" {closed}'
+    done = subprocess.run(["bash", "-c", command], stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 0
+
+
+@pytest.fixture
+def unread() -> Iterator[Callable[[str], TextIO]]:
+    """Make a stream that nobody reads: a pipe without a reader, or a full disk."""
+    with contextlib.ExitStack() as opened:
+
+        def make(kind: str) -> TextIO:
+            if kind == "pipe":
+                reader, writer = os.pipe()
+                os.close(reader)
+            else:
+                writer = os.open("/dev/full", os.O_WRONLY)
+            file = opened.enter_context(os.fdopen(writer, "w"))
+            # What is left in its buffer is written at its end.
+            null = os.open(os.devnull, os.O_WRONLY)
+            opened.callback(os.close, null)
+            opened.callback(os.dup2, null, writer)
+            return file
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("kind", "unheard", "raises"),
+    [
+        ("pipe", OSError, False),
+        ("full disk", OSError, False),
+        ("pipe", BrokenPipeError, False),
+        ("full disk", BrokenPipeError, True),
+    ],
+)
+def test_only_a_result_that_finds_no_room_is_an_error(unread, kind, unheard, raises):
+    file = unread(kind)
+    stream = process._lasting(file, unheard)
+    expected = (
+        pytest.raises(OSError, match="space") if raises else contextlib.nullcontext()
+    )
+    for _ in range(3):
+        with expected:
+            print("x" * 10_000, file=stream, flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    stream.close()
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_a_line_is_written_at_once(unbuffered: bool) -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w", encoding="latin-1") as file, os.fdopen(reads, "rb"):
+        file.reconfigure(line_buffering=not unbuffered, write_through=unbuffered)
+        with process._lasting(file, OSError) as stream:
+            print("grün", file=stream)
+            assert os.read(reads, 100) == "grün\n".encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("run", 0), ("island", 0), ("coordinator", 0), ("status", 1)]
+)
+def test_a_run_ends_with_its_own_code_though_nobody_reads(name, code) -> None:
+    assert (name in cli.LASTING) == (code == 0)
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-c", SAYS, name]
+    done = subprocess.run(command, stdout=writes, stderr=writes, timeout=60)
+    os.close(writes)
+    assert done.returncode == code
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch):
+    monkeypatch.setattr(process, "variables_set_right", {})
+    with warnings.catch_warnings():
+        yield
+
+
+def left(**environment):
+    set_variables_right(environment)
+    return environment
+
+
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+@pytest.mark.parametrize("value", ["0", "00", "7", "1000000"])
+def test_an_absurd_size_of_the_terminal_is_not_heeded(name, value):
+    assert left(**{name: value}) == {}
+    assert process.variables_set_right == {name: value}
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        {"COLUMNS": "80"},
+        {"COLUMNS": "212", "LINES": ""},
+        {"JAX_NUMPY_DTYPE_PROMOTION": "standard"},
+        {"JAX_TRANSFER_GUARD": "log"},
+        {"JAX_NUMPY_RANK_PROMOTION": "raise"},
+        {"PYTHONWARNINGS": "ignore::DeprecationWarning"},
+        {"PYTHONWARNINGS": "default,once::UserWarning"},
+    ],
+    ids=str,
+)
+def test_usual_variables_stay(usual):
+    assert left(**usual) == usual
+    assert process.variables_set_right == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAX_NUMPY_DTYPE_PROMOTION", "strict"),
+        ("JAX_TRANSFER_GUARD", "disallow"),
+        ("JAX_TRANSFER_GUARD_HOST_TO_DEVICE", "disallow_explicit"),
+    ],
+)
+def test_settings_with_which_no_step_compiles_are_taken_out(name, value):
+    assert left(**{name: value}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("error", "default"),
+        ("ignore::UserWarning,error", "ignore::UserWarning,default"),
+        ("error::DeprecationWarning", "default::DeprecationWarning"),
+        ("e", "default"),
+    ],
+)
+def test_warnings_are_printed_that_were_to_be_errors(given, kept):
+    """Packages warn as they are imported."""
+    assert left(PYTHONWARNINGS=given) == {"PYTHONWARNINGS": kept}
+    with pytest.warns(DeprecationWarning, match="own"):
+        warnings.warn("a package's own", DeprecationWarning, stacklevel=1)
+
+
+class Node:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.fixture
+def collections():
+    """Generations that were collected since, in order."""
+    seen: list[int] = []
+
+    def note(phase, info):
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+def make(count):
+    """Make so many objects that stay; return them."""
+    return [[number] for number in range(count)]
+
+
+def test_nothing_is_collected_inside_and_all_is_as_before(collections):
+    with uncollected():
+        before = len(collections)
+        kept = make(100_000)
+        assert len(collections) == before
+    assert gc.isenabled()
+    kept += make(100_000)
+    assert len(collections) > before
+
+
+def test_what_a_start_made_is_never_looked_at_again():
+    with uncollected():
+        node = Node()
+        seen = weakref.ref(node)
+        del node
+    gc.collect()
+    assert seen() is not None
+    assert gc.get_freeze_count() > 0
+
+
+def test_what_is_made_later_is_freed():
+    with uncollected():
+        pass
+    node = Node()
+    seen = weakref.ref(node)
+    del node
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_start_that_fails_leaves_the_collector_on():
+    with pytest.raises(ValueError, match="fell"), uncollected():
+        raise ValueError("fell")
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off():
+    frozen = gc.get_freeze_count()
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+
+
+BUSY = textwrap.dedent(
+    """
+    import atexit, sys, threading
+    import jax, numpy
+    from diloco_jax import cli
+
+    def in_jax(begun):
+        step, values = jax.jit(lambda x: x * 2), numpy.ones(1000)
+        while True:
+            values = numpy.asarray(step(values))
+            begun.set()
+
+    def command(arguments):
+        begun = threading.Event()
+        for _ in range(3):
+            threading.Thread(target=in_jax, args=(begun,), daemon=True).start()
+        assert begun.wait(60)
+        atexit.register(print, "registered", end="")
+        print("said", end=" ")
+        if "fails" in arguments:
+            raise RuntimeError("a bug")
+        return 7
+
+    name = sys.argv[1]
+    cli.COMMANDS[name] = (command, "", "")
+    cli.script()
+    """
+)
+
+
+def ends(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BUSY, *words]
+    # jax warns of an entry that a killed process has left half written.
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", cli.MEMBERS)
+def test_a_member_keeps_its_exit_code_while_threads_are_in_jax(name):
+    done = ends(name)
+    assert (done.returncode, done.stdout) == (7, "said registered")
+
+
+@pytest.mark.parametrize("name", cli.MEMBERS)
+def test_a_member_that_fails_for_no_known_reason_leaves_in_order(name):
+    """An abort would say -6 to its launcher, and nothing of the reason to its log."""
+    done = ends(name, "fails")
+    assert (done.returncode, done.stdout) == (EXIT_FAILED, "said registered")
+    first, *_, last = done.stderr.splitlines()
+    assert (first, last) == (
+        "Traceback (most recent call last):",
+        "RuntimeError: a bug",
+    )
+
+
+AWAY = textwrap.dedent(
+    """
+    import sys, time
+    from diloco_jax import cli
+
+    def command(arguments):
+        print("up", flush=True)  # As it would import jax.
+        time.sleep(60)
+
+    cli.COMMANDS[sys.argv[1]] = (command, "", "")
+    cli.script()
+    """
+)
+CONTAINER = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child")
+"""A container's first process is number 1 of its own."""
+
+
+@pytest.mark.parametrize("name", cli.MEMBERS)
+def test_the_first_process_of_a_container_ends_at_a_notice_that_comes_early(name):
+    if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("this machine makes no containers for its users")
+    line = [*CONTAINER, sys.executable, "-c", AWAY, name]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout.readline() == "up\n"
+        numbers = pathlib.Path(f"/proc/{outside.pid}/task/{outside.pid}/children")
+        (first,) = map(int, numbers.read_text().split())
+        os.kill(first, signal.SIGTERM)
+        assert outside.wait(30) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("before", "ran_s", "now"),
+    [
+        (0, 0.0, 1),
+        (3, STEADY_S - 0.1, 4),
+        (3, STEADY_S, 1),
+        (0, 10 * STEADY_S, 1),
+    ],
+)
+def test_ten_minutes_end_a_row(before: int, ran_s: float, now: int) -> None:
+    assert STEADY_S == 600
+    assert crashes_in_a_row(before, ran_s) == now
