@@ -1,5 +1,5 @@
-"""The `diloco` command: exit codes, what goes where, and what is imported when; the words
-that a shell is offered."""
+"""The `diloco` command: exit codes, what goes where, what is imported when, and the
+words that a shell is offered."""
 
 from __future__ import annotations
 

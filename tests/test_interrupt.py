@@ -171,12 +171,12 @@ def test_what_else_is_discarded_is_told_as_before(monkeypatch):
 
 IMPORTED = """
 import os, signal, time
-from diloco_jax import cli, interrupt
-looked, imports = [], interrupt._imports
+from diloco_jax import cli, process
+looked, imports = [], process._imports
 def looks(frame):
     looked.append(imports(frame))
     return looked[-1]
-interrupt._imports = looks
+process._imports = looks
 os.kill(os.getpid(), signal.SIGINT)
 deadline = time.monotonic() + 60
 while not looked and time.monotonic() < deadline:

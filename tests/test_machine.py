@@ -1,5 +1,5 @@
-"""The cores that a process may use, on large hosts and in small containers, and the memory
-that a machine has left, with and without a control group."""
+"""The cores that a process may use, on large hosts and in small containers, and the
+memory that a machine has left, with and without a control group."""
 
 import math
 import os
@@ -91,9 +91,9 @@ def test_nothing_else_counts_cores():
 MEMINFO = "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable:  400 kB\nHugePages: 0\n"
 COUNTED = """
 import ctypes, sys, threading
-from diloco_jax import memory
+from diloco_jax import machine
 if sys.argv[1:]:
-    memory.one_arena()
+    machine.one_arena()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 together = threading.Barrier(12)

@@ -1,5 +1,5 @@
-"""A process: its streams, closed or without a reader; variables of the user's shell that
-would end or silence it; its start without the garbage collector; its own exit code with
+"""A process: its streams, closed or without a reader; variables of the shell that would
+end or silence it; its start without the garbage collector; its own exit code with
 threads in C++; crashes in a row."""
 
 from __future__ import annotations

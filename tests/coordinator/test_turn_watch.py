@@ -69,12 +69,12 @@ def test_a_wait_for_space_on_a_full_disk_is_no_hang(monkeypatch):
 
 TURNING = """
 import logging, sys, threading, time
-from diloco_jax import quiet
+from diloco_jax import process
 from diloco_jax.config import Placement
 from diloco_jax.coordinator import hanging
 from diloco_jax.coordinator.lead import EngineThread
 logging.basicConfig(stream=sys.stderr)
-quiet.LOOK_S, hanging.TOLD_WITHIN_S = 0.05, 0.5
+process.LOOK_S, hanging.TOLD_WITHIN_S = 0.05, 0.5
 class Engine:
     state = None
     def decide(self, event, now):

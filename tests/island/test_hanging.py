@@ -101,10 +101,10 @@ def test_without_a_budget_no_start_hangs(clock):
 
 HANGING = """
 import logging, sys, threading
-from diloco_jax import quiet
+from diloco_jax import process
 from diloco_jax.island.hanging import HangWatch, end_hanging
 logging.basicConfig(stream=sys.stderr)
-quiet.LOOK_S = 0.05
+process.LOOK_S = 0.05
 class Loop:
     touch = None
     def run(self):
