@@ -191,9 +191,11 @@ def island_command(arguments: Sequence[str]) -> int:
     options.check(config)
     from diloco_jax.island.environment import prepare_island
     from diloco_jax.machine import one_arena
-    from diloco_jax.wire.addresses import require_loopback
+    from diloco_jax.wire.addresses import require_loopback, require_tls
 
     require_loopback(options.coordinator)
+    certificates, insecure = config.placement.certificates, config.placement.insecure
+    require_tls(options.coordinator, tls=bool(certificates), insecure=insecure)
     # Before anything imports jax, or starts a thread.
     one_arena()
     prepare_island(config.island(options.name))

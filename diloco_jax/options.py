@@ -9,6 +9,7 @@ Commands that take a config show its fields as well. Those of `RunConfig` and
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -274,7 +275,11 @@ def _int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
+        pass
+    try:
         value = float(text)
-        if not value.is_integer():
-            raise ValueError(f"{text} is not a whole number") from None
-        return int(value)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():
+        raise ValueError(f"{text} is not a whole number")
+    return int(value)

@@ -10,7 +10,8 @@
 #   bash launch/test.sh --fast       the cheapest files: 150 CPU seconds (tests/fast.py)
 #   bash launch/test.sh --measure    writes anew which these are: tests/seconds.json
 #
-# A whole run leaves the seconds of every test in build/tests/, a JUnit file a phase.
+# The seconds of every test that ran are left in build/tests/: a JUnit file a phase, and
+# one list of them all, the longest first, in durations.txt.
 # CHECKS=no in front leaves out format, lint and types.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,13 +37,19 @@ for flag in --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=fal
   if { XLA_FLAGS=$flag python -c "$asks"; } 2>/dev/null; then quick+="$flag "; fi
 done
 most=(env XLA_FLAGS="$quick${XLA_FLAGS:-}" pytest "${share[@]}")
+seconds=build/tests
 case "${1:-}" in
   --fast | --measure) exec "${most[@]}" "$@" ;;
-  ?*) exec pytest "$@" ;;
 esac
-seconds=build/tests
+mkdir -p "$seconds"
+trap 'python tests/durations.py "$seconds"' EXIT
+if [ $# -gt 0 ]; then
+  pytest --junitxml "$seconds/asked.xml" "$@"
+  exit
+fi
+rm -f "$seconds"/{most,compiled,timing}.xml
 "${most[@]}" -m "not (optimized or tpu_compile or timing or nightly)" \
   --junitxml "$seconds/most.xml"
 pytest -m "(optimized or tpu_compile) and not (timing or nightly)" "${share[@]}" \
   --junitxml "$seconds/compiled.xml"
-exec pytest -m "timing and not nightly" --junitxml "$seconds/timing.xml"
+pytest -m "timing and not nightly" --junitxml "$seconds/timing.xml"

@@ -113,50 +113,6 @@ def test_what_is_decided_by_the_preset_can_be_given_and_taken_back(path):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (["--sync.quorun", "2"], "--sync.quorum"),
-        (["--sync.grace-window", "aliek"], "alike"),
-        (["--total-tokens", "many"], "many"),
-        (["--islands.v4.batch-size", "2"], "--islands.v4"),
-    ],
-)
-def test_a_wrong_option_ends_with_code_2_and_what_was_meant(
-    path, capsys, options, shown
-):
-    with pytest.raises(SystemExit) as caught:
-        load_config(path, options)
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert shown in captured.err
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        ("", r"defines no function config\(\)"),
-        ("config = 3", r"defines no function config\(\)"),
-        ("def config(): return 3", "returned int; it must return"),
-        ("def config():\n  return 1 / 0", "failed in line 2: ZeroDivisionError"),
-        ("\nimport nonsense_xyz", "executed in line 2: ModuleNotFoundError"),
-        ("\ndef config(:", "executed: SyntaxError.* line 2"),
-        (
-            "from diloco_jax.config import *\n"
-            "def config():\n  return Config(\n    run=RunConfig(total_token=1))",
-            "failed in line 4: RunConfig has no field 'total_token'; did you mean "
-            "'total_tokens'",
-        ),
-    ],
-)
-def test_a_file_that_gives_no_config_is_named_with_the_remedy(path, content, what):
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=what) as caught:
-        load_config(path)
-    assert str(path) in str(caught.value)
-
-
 def test_a_missing_file_is_named_with_the_nearest_one(path):
     with pytest.raises(ConfigError, match=r"'two\.py'"):
         load_config(path.with_name("tow.py"))

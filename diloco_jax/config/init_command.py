@@ -49,5 +49,9 @@ def init_command(arguments: Sequence[str]) -> int:
             made.write(source)
     except FileExistsError as error:
         raise ConfigError(f"{file} exists; give another name, or delete it") from error
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{file}: there is no folder {file.parent}; make it, or give another name"
+        ) from error
     print(f"{file} is written; next: diloco run {file}", file=sys.stderr)
     return 0

@@ -102,25 +102,6 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("", "choose --on tpu_vm, --on gke or --on sky"),
-        ("--on tpu_vm --dry-run --only v5", "did you mean 'v5p'"),
-        ("--on gke --dry-run --launch.cluster=", "launch.cluster must be set"),
-        ("--on tpu_vm --dry-run --disk", "--disk with --action create: it is for"),
-        ("--on gke --dry-run --islands.v5p.topology v5p:2x2x3", "does not exist"),
-        (
-            "--on gke --dry-run --launch.zones.v5p us-central1-b",
-            "launch.zones.v5p = 'us-central1-b' is outside launch.location",
-        ),
-    ],
-)
-def test_bad_input_ends_with_2(path, options, said, capsys):
-    assert cli.main(["launch", path, *options.split()]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_an_unknown_zone_is_remarked_upon(path, capsys):
     line = f"launch {path} --on gke --dry-run --launch.zones.v5p us-east5-c"
     assert cli.main(line.split()) == 0
