@@ -13,7 +13,7 @@ from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.simulation.faults.arrays import Anchor, DigestBody
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
-from diloco_jax.simulation.faults.lineage import Watching
+from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection, VirtualService
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
@@ -33,7 +33,7 @@ class FaultyIsland(VirtualIsland):
         run: RunConfig,
         clock: Clock,
         report_s: float,
-        monitor: Watching,
+        monitor: Monitor,
         refused: Callable[[FaultyIsland], None],
         postponed: Callable[[Connection], None],
     ) -> None:
