@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.coordinator.workers import deal
-from diloco_jax.protocol.holding import may_replace_snapshots
 from diloco_jax.protocol.outposts import Obeyed, first_number, next_number
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.apart_coordinator import ApartCoordinator
@@ -309,8 +308,6 @@ class ApartRounds(SnapshotRounds):
         world, worker = self._world, self._world.worker_of(fragment)
         process, disk = worker.process, worker.disk
         if process is None or process.dead or fragment in process.lost:
-            return
-        if not may_replace_snapshots(process.heard):
             return
         anchor = process.anchors.anchors[fragment]
 

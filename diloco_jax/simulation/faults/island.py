@@ -56,11 +56,6 @@ class FaultyIsland(VirtualIsland):
         """The service to which it was connected last."""
         return self._coordinator
 
-    @property
-    def is_welcome(self) -> bool:
-        """True on a connection that is welcomed."""
-        return self._reports.begun
-
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None
         self.takes[fragment] += 1
