@@ -12,8 +12,7 @@ Versions are those of its own merges and recoveries, and those that islands adop
 Prediction: it recovers within 3 s, so from 3 of 5 kills and more, and from all that
 leave it 4 s; books and versions are exact.
 
-Command: `python -m benchmarks.coordinator_kills`. Cost: 4 s a kill. With `--standby
---kills 100` it is a pair of coordinators: `standby_kills.py`.
+Command: `python -m benchmarks.coordinator_kills`. Cost: 4 s a kill.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any
 
 import reliability
 import soak
-import standby_kills
 import support
 import tape_checks
 
@@ -53,18 +51,10 @@ def main() -> int:
     parser = support.quick_parser(__doc__)
     parser.add_argument("--kills", type=int, default=180)
     parser.add_argument("--schedule-seed", type=int, default=0)
-    parser.add_argument(
-        "--standby", action="store_true", help="two coordinators: see standby_kills.py"
-    )
-    parser.add_argument(
-        "--keep", type=Path, help="new folder in which the files of --standby stay"
-    )
     options = parser.parse_args()
     wanted = RECOVERED_MIN
     if options.quick:
         options.kills, wanted = 5, 1
-    if options.standby:
-        return standby_kills.measure(options, kills_config)
     strikes = random_kills(options.kills, options.schedule_seed)
     with tempfile.TemporaryDirectory(prefix="diloco-") as name:
         folder = Path(name)

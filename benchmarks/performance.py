@@ -98,7 +98,7 @@ ROWS = (
         "simulator",
         "a day of 2.4 M chips, schedules of faults",
         ("simulator",),
-        "Schedules are drawn as by the command: workers and standbys are among them.",
+        "Schedules are drawn as by the command: workers are among them.",
     ),
 )
 

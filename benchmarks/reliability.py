@@ -23,7 +23,6 @@ PARTS = (
     "soak",
     "soak_often",
     "coordinator_kills",
-    "standby_kills",
     "fault_matrix",
 )
 """Raw results of the page, in order."""

@@ -62,7 +62,6 @@ def run_command(arguments: Sequence[str]) -> int:
         Console(stderr=True, markup=False),
         baseline=options.baseline,
         resume=options.resume,
-        standby=options.with_standby,
         dashboard=options.dashboard,
     )
     if options.json:
@@ -144,26 +143,19 @@ def coordinator_command(arguments: Sequence[str]) -> int:
     if options.spare and not _is_told():
         return 0
     setup_logging()
-    options.check_run(config.placement)
+    options.check_run()
     if options.run_id:
         going_on.require_run(workdir, options.run_id)
     if not options.init:
         config = going_on.with_beginning_of(config, workdir)
     config = resolve(config, copied=True)
-    code: int
-    if options.standby_of:
-        options.check_standby()
-        from diloco_jax.coordinator.standby.process import run_standby
-
-        code = run_standby(config, workdir, options.standby_of)
-    else:
-        code = run(
-            config,
-            workdir,
-            init=bool(options.init),
-            resume=options.resume,
-            gathers=options.run_id,
-        )
+    code: int = run(
+        config,
+        workdir,
+        init=bool(options.init),
+        resume=options.resume,
+        gathers=options.run_id,
+    )
     return code
 
 

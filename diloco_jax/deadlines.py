@@ -73,17 +73,6 @@ class Deadlines:
         return 3 * self.budget_s
 
     @property
-    def mandate_s(self) -> float:
-        """Time for which a coordinator holds the mandate without renewing it."""
-        return self.budget_s
-
-    @property
-    def renew_s(self) -> float:
-        """Time between two renewals of the mandate, and longest silence between a
-        primary and its standby."""
-        return self.budget_s / 5
-
-    @property
     def stop_s(self) -> float:
         """Time after which a process that was asked to end is killed."""
         return self.budget_s

@@ -19,7 +19,7 @@ from diloco_jax.coordinator import notes
 from diloco_jax.observability.tape import SEGMENT_BYTES
 from diloco_jax.options import paragraph
 from diloco_jax.protocol import messages, records, tickets
-from diloco_jax.wire import bulk, encoding, errors, follow, frames
+from diloco_jax.wire import bulk, encoding, errors, frames
 from diloco_jax.wire.server import SERVICE
 
 METHODS: dict[str, tuple[str, str, str]] = {
@@ -34,11 +34,6 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "Profile": ("ProfileOrder", "how the trace is, as JSON", "an operator"),
     "Strike": ("StrikeOrder", "who was struck, as JSON", "an operator"),
     "Keep": ("CycleRequest", "the cycle that is kept, as JSON", "an operator"),
-    "Follow": (
-        "a stream: FollowRequest, then Answered",
-        "a stream: CopyBegins, then the run's files and what is written to them",
-        "the standby",
-    ),
 }
 """Methods of the gRPC service: what is asked, the answer, and who may ask."""
 
@@ -87,12 +82,6 @@ WIRE_GROUPS: tuple[tuple[str, str, Any], ...] = (
         "The bytes of a fetch, or of a kept file, follow the answer.",
         bulk.Reply,
     ),
-    (
-        "From a standby",
-        "On the stream of the method Follow, which sends it the run's files.",
-        follow.FromStandby,
-    ),
-    ("To a standby", "On the same stream.", follow.FromPrimary),
 )
 TAPE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     (

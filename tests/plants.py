@@ -14,7 +14,6 @@ from unittest import mock
 
 from msgspec.structs import replace
 from plants_of_disk import DISK_PLANTS
-from plants_of_standby import STANDBY_PLANTS
 
 from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
@@ -361,7 +360,6 @@ PLANTS = {
         "liveness", reconciling, "without_take", _asks_once
     ),
     **{name: Plant(*fields) for name, fields in DISK_PLANTS.items()},
-    **{name: Plant(*fields) for name, fields in STANDBY_PLANTS.items()},
     "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }
 

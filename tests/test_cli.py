@@ -112,11 +112,11 @@ def test_every_command_has_help_without_jax(name):
 
 def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):
     calls = fake("diloco_jax.cluster.run", (0, {"merges": 3}))
-    words = ["--json", "--baseline", "--with-standby", "--sync.quorum", "2"]
+    words = ["--json", "--baseline", "--sync.quorum", "2"]
     assert cli.main(["run", path, *words]) == 0
     assert json.loads(capsys.readouterr().out) == {"merges": 3}
-    ((config, given, console, baseline, resume, standby, dashboard),) = calls
-    assert (given, baseline, resume, standby) == (path, True, "", True)
+    ((config, given, console, baseline, resume, dashboard),) = calls
+    assert (given, baseline, resume) == (path, True, "")
     assert not dashboard
     assert config.run.sync.quorum == 2
     assert console.stderr

@@ -286,7 +286,7 @@ def test_workers_elsewhere_need_addresses_that_can_be_dialled(changes, shown):
     message = refusal(Config(placement=Placement(**given), islands=islands))
     for text in shown:
         assert text in message
-    there = Placement(workers=2, worker_addresses=("a:1", "b:1"), mandate="m")
+    there = Placement(workers=2, worker_addresses=("a:1", "b:1"))
     config = Config(placement=there, islands=islands).validate()
     assert (config.placement.ports, config.placement.workers_here) == (2, 0)
 
@@ -296,21 +296,3 @@ def test_the_last_host_of_an_island_may_be_struck():
     faults = Placement(faults=("v6e/1@1:kill", "coordinator@1:kill"))
     config = Config(islands=islands, placement=faults)
     assert config.validate() is config
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("checkpoints", "gs://b/o"), ("first_from", "v6e")],
-)
-def test_a_mandate_needs_files_that_a_standby_can_have(field, value):
-    placement = Placement(mandate="gs://b/m", **{field: value})
-    config = Config(placement=placement, islands={"v6e": IslandConfig()})
-    message = refusal(config)
-    assert f"placement.{field} = {value!r} and placement.mandate" in message
-
-
-def test_a_standby_without_a_mandate_is_refused():
-    message = refusal(Config(placement=Placement(standby="h:7")))
-    assert "placement.standby = 'h:7' without placement.mandate" in message
-    message = refusal(Config(placement=Placement(standby="h:0", mandate="m")))
-    assert "has port 0" in message

@@ -20,7 +20,6 @@ from diloco_jax.chaos.schedule import (
     write_schedule,
 )
 from diloco_jax.chaos.striker import LOOK_S, Moment, Striker
-from diloco_jax.cluster import pair
 from diloco_jax.cluster.run import run as run_locally
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_DONE, ConfigError
@@ -67,7 +66,6 @@ def run(
                 console,
                 baseline=False,
                 route=striker.route,
-                standby=options.with_standby,
             )
         finally:
             striker.close()
@@ -94,10 +92,7 @@ def scheduled(
     """Return the strikes of the options, and faults at a step; ConfigError if they
     cannot be carried out."""
     islands, placement = tuple(config.islands), config.placement
-    beside = beside_islands(
-        0 if placement.worker_addresses else placement.workers,
-        standby=options.with_standby or pair.is_local(placement),
-    )
+    beside = beside_islands(0 if placement.worker_addresses else placement.workers)
     strikes, faults = of_options(options, islands, beside)
     workers = placement.workers
     network = next((str(s) for s in strikes if s.of_network), "")
@@ -107,12 +102,6 @@ def scheduled(
         raise ConfigError(
             f"{network} strikes a link, but placement.workers = {workers} have links "
             f"of their own, which are not struck; set placement.workers = 1"
-        )
-    if (options.with_standby or placement.mandate) and network:
-        raise ConfigError(
-            f"{network} strikes a link, but islands have another one to the standby "
-            f"(--with-standby, placement.mandate = {placement.mandate!r}), which is "
-            f"not struck; leave mandate and standby out"
         )
     return strikes, faults
 

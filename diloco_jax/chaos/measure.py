@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.chaos.schedule import OF_NETWORK, STANDBY
+from diloco_jax.chaos.schedule import OF_NETWORK
 from diloco_jax.faults import COORDINATOR, worker_number
 from diloco_jax.observability.tape import read_lines, read_tape
 
@@ -79,8 +79,6 @@ def measured(
             found.append(_of_coordinator(strike, window))
         elif worker is not None and name not in islands:
             found.append(_of_worker(strike, name, worker, window))
-        elif name == STANDBY and name not in islands:
-            found.append(_of_standby(strike, window))
         else:
             found.append(_of_island(strike, name, window))
     return found
@@ -248,21 +246,6 @@ def _of_worker(
         seconds=strike["seconds"],
         detected_s=None if away is None or back_s is None else back_s - away,
         back_s=back_s,
-        merged_s=_since(strike, again),
-        tokens_lost=0,
-    )
-
-
-def _of_standby(strike: Line, window: Sequence[Line]) -> StrikeOutcome:
-    """Merges go on without it, once the mandate says that it is not in step."""
-    again = next((r for r in window if r["kind"] == "merged"), None)
-    return StrikeOutcome(
-        who=STANDBY,
-        kind=strike["kind"],
-        time=strike["time"],
-        seconds=strike["seconds"],
-        detected_s=None,
-        back_s=None,
         merged_s=_since(strike, again),
         tokens_lost=0,
     )

@@ -15,8 +15,7 @@ class ChaosOptions:
         (),
         help="Each as WHO@TIMEs:KIND[SECONDS][=VALUE], in seconds from the first "
         "merge: a@30s:kill, coordinator@50s:stop4, a+b@60s:delay10=0.2, "
-        "standby@70s:kill, worker-1@80s:kill; or as "
-        "WHO@STEP:ACTION, at a step of its own (--faults).",
+        "worker-1@80s:kill; or as WHO@STEP:ACTION, at a step of its own (--faults).",
     )
     schedule: str = setting(
         "",
@@ -48,11 +47,6 @@ class ChaosOptions:
         NOT_NEGATIVE,
         help="Bytes/s in each direction of each whole link between an island and the "
         "coordinator; 0 = no limit.",
-    )
-    with_standby: bool = setting(
-        False,
-        help="Run with a standby of the coordinator, as diloco run --with-standby "
-        "does; then coordinator is whoever leads, and standby the other one.",
     )
     twin: bool = setting(
         False,

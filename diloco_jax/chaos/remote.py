@@ -226,7 +226,7 @@ class _Struck:
 def _scheduled(islands: Sequence[str], options: ChaosOptions) -> tuple[Strike, ...]:
     strikes, faults = of_options(options, islands)
     others = [*faults, *(str(s) for s in strikes if s.kind not in KINDS)]
-    others += ["--twin"] * options.twin + ["--with-standby"] * options.with_standby
+    others += ["--twin"] * options.twin
     if options.link_bytes_per_s:
         others.append("--link-bytes-per-s")
     if others:

@@ -1,9 +1,9 @@
 """A schedule of strikes on a local run, written as `WHO@TIMEs:KIND[SECONDS][=VALUE]`.
 
-WHO is an island, `coordinator` (whoever leads), `standby` (the other one), a worker
-(`worker-1`), or several joined with `+` (all of a site). TIME counts from the run's
-first merge. A schedule may also have faults at an exact step, in the form of
-`placement.faults`. A file of it has one strike or fault a line.
+WHO is an island, `coordinator`, a worker (`worker-1`), or several joined with `+` (all
+of a site). TIME counts from the run's first merge. A schedule may also have faults at
+an exact step, in the form of `placement.faults`. A file of it has one strike or fault a
+line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ KINDS = {
     "corrupt": "a bit of each larger piece of bulk is wrong, in both directions",
 }
 """Meaning of each kind of strike."""
-STANDBY = "standby"
 OF_PROCESSES = ("kill", "stop", "slow")
 OF_DISK = ("full",)
 OF_NETWORK = tuple(kind for kind in KINDS if kind not in OF_PROCESSES + OF_DISK)
@@ -116,11 +115,9 @@ def divided(texts: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(text for text in texts if text not in faults), faults
 
 
-def beside_islands(workers: int, *, standby: bool) -> tuple[str, ...]:
+def beside_islands(workers: int) -> tuple[str, ...]:
     """Return the names of the processes beside islands and coordinator."""
-    numbers = range(workers if workers > 1 else 0)
-    names = tuple(map(worker_name, numbers))
-    return (*names, STANDBY) if standby else names
+    return tuple(map(worker_name, range(workers if workers > 1 else 0)))
 
 
 def parse_strikes(

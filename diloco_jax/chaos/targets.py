@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco_jax import run_files
-from diloco_jax.cluster import pair
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.faults import worker_number
 
@@ -22,8 +21,7 @@ def found(workdir: Path, name: str) -> list[Target]:
     """Return the processes that have this name in the run now."""
     number = worker_number(name)
     if number is not None:
-        lead = pair.address_file(workdir).parent
-        survivor = rendezvous.process_of(lead, number)
+        survivor = rendezvous.process_of(workdir, number)
         return [] if survivor is None else [survivor.send]
     try:
         noted = json.loads((workdir / run_files.PROCESSES).read_bytes())

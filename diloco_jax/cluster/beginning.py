@@ -11,7 +11,6 @@ from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster.pair import with_standby
 from diloco_jax.config import Config, ConfigError, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import with_absolute_paths
@@ -29,11 +28,9 @@ SIGNS_OF_A_RUN = (
 class Beginning:
     """A context in which `workdir` exists and only this process begins a run in it."""
 
-    def __init__(
-        self, config: Config, config_path: str, *, standby: bool = False
-    ) -> None:
+    def __init__(self, config: Config, config_path: str) -> None:
         """Make the folder that the config names or, if it names none, a new one named
-        after its file. Raise ConfigError if that fails. standby: the run has one."""
+        after its file. Raise ConfigError if that fails."""
         config = with_absolute_paths(config)
         asked = Path(config.placement.workdir)
         self._existed = bool(config.placement.workdir) and asked.is_dir()
@@ -43,8 +40,6 @@ class Beginning:
             asked = _new_folder(config_path)
         self.workdir = asked
         placement = dataclasses.replace(config.placement, workdir=str(asked))
-        if standby:
-            placement = with_standby(placement, asked)
         self._config = dataclasses.replace(config, placement=placement)
         self._held = contextlib.ExitStack()
         self._held.enter_context(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.cluster import commands, pair
+from diloco_jax.cluster import commands
 from diloco_jax.cluster.attempts import next_attempt
 from diloco_jax.cluster.processes import (
     POLL_S,
@@ -84,21 +84,12 @@ class Cluster:
         self._noted: dict[str, list[int]] = {}
         self._deadlines = config.placement.deadlines
         environment = commands.coordinator_environment()
-        paired = pair.is_paired(config.placement, workdir)
-        # Of two, one that has lost the mandate is refused: it follows the other one.
         self.coordinator = self._managed(
             "coordinator",
             self._coordinator_command,
             environment,
-            refusable=not paired,
             spares=self._coordinator_may_have_spare,
         )
-        self.standby: ManagedProcess | None = None
-        """The other coordinator; it may lead, too."""
-        if paired:
-            self.standby = self._managed(
-                "standby", self._standby_command, environment, refusable=False
-            )
         self.islands: dict[str, ManagedProcess] = {}
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
         """Seconds per step of the slowest island, as far as known."""
@@ -137,8 +128,6 @@ class Cluster:
             waiting(self.coordinator.log)
             interrupt.wait(POLL_S)
         self.address = address
-        if self.standby is not None:
-            self.standby.start()
         attempts = self.workdir / run_files.ATTEMPTS
         for name, island in self.config.islands.items():
 
@@ -162,42 +151,23 @@ class Cluster:
             self.islands[name].start()
 
     def poll(self) -> bool:
-        """Poll all processes; return False once no coordinator runs or will again."""
+        """Poll all processes; return False once the coordinator neither runs nor will
+        again."""
         for name, island in self.islands.items():
             starts = island.starts
             if island.poll() == "restarting" or island.starts != starts:
                 self.outages.down(name, time.monotonic())
-        states = [coordinator.poll() for coordinator in self.coordinators]
+        state = self.coordinator.poll()
         self._note_processes()
-        return any(state in ALIVE for state in states)
-
-    @property
-    def coordinators(self) -> tuple[ManagedProcess, ...]:
-        """The coordinator and, if there is one, its standby."""
-        both = (self.coordinator, self.standby)
-        return tuple(process for process in both if process is not None)
+        return state in ALIVE
 
     @property
     def done(self) -> bool:
-        """Whether the coordinator that led has ended well."""
-        return self._roles()["coordinator"].state == "done"
-
-    @property
-    def leading(self) -> Path:
-        """The workdir of the coordinator that leads."""
-        beside = self.standby is not None and pair.standby_leads(self.workdir)
-        return pair.standby_of(self.workdir) if beside else self.workdir
-
-    def _roles(self) -> dict[str, ManagedProcess]:
-        """Return the coordinators by what they do now."""
-        if self.standby is None:
-            return {"coordinator": self.coordinator}
-        both = self.coordinator, self.standby
-        leads, follows = both if self.leading == self.workdir else reversed(both)
-        return {"coordinator": leads, "standby": follows}
+        """Whether the coordinator has ended well."""
+        return self.coordinator.state == "done"
 
     def _note_processes(self) -> None:
-        managed = {**self._roles(), **self.islands}
+        managed = {"coordinator": self.coordinator, **self.islands}
         pids = {name: process.pids for name, process in managed.items()}
         if pids != self._noted:
             self._noted = pids
@@ -208,7 +178,7 @@ class Cluster:
         return not any(p.state in ALIVE for p in self.islands.values())
 
     def stop(self, interrupt: Interrupt) -> None:
-        """End the islands, which say goodbye, then the coordinators; one sums up.
+        """End the islands, which say goodbye, then the coordinator, which sums up.
         After the end of a run islands end by themselves, the hosts of one island
         together; a signal then would cut a host off.
 
@@ -226,7 +196,7 @@ class Cluster:
             interrupt.wait(POLL_S)
         for group, more_s in (
             (tuple(self.islands.values()), 2 * self._step_seconds),
-            (self.coordinators, 0.0),
+            ((self.coordinator,), 0.0),
         ):
             for process in group:
                 process.stop(more_s)
@@ -240,7 +210,7 @@ class Cluster:
 
     def kill(self) -> None:
         """End all processes now."""
-        for process in (*self.islands.values(), *self.coordinators):
+        for process in (*self.islands.values(), self.coordinator):
             process.kill()
 
     def observe(self, status: Mapping[str, Any], now: float) -> None:
@@ -269,8 +239,6 @@ class Cluster:
         if bind.endswith(":0") and self.address:
             # The same port again: islands know no other.
             bind = bind.removesuffix("0") + self.address.rpartition(":")[2]
-        if self.standby is not None and self.address:
-            return [self._following(self.workdir, bind, self.config.placement.standby)]
         first = start == 1 or not has_begun(self.workdir)
         how = (self._first,) if first else ()
         return [commands.coordinator_command(self.workdir, bind, *how)]
@@ -279,23 +247,10 @@ class Cluster:
         """Tell whether the coordinator may have a spare process now: its next start is
         to have the command of one now."""
         settled = bool(self.address) and has_begun(self.workdir)
-        return self.config.placement.spares and self.standby is None and settled
+        return self.config.placement.spares and settled
 
     def _may_have_spare(self, island: IslandConfig) -> bool:
         return self.config.placement.spares and island.hosts == 1
-
-    def _standby_command(self, start: int) -> list[list[str]]:
-        folder = pair.standby_of(self.workdir)
-        return [self._following(folder, self.config.placement.standby, self.address)]
-
-    def _following(self, own: Path, bind: str, other: str) -> list[str]:
-        """Return the command of a standby. It leads at once, from its own log, if the
-        mandate still names it."""
-        # Left by a process that was killed: who has one leads.
-        (own / run_files.ADDRESS).unlink(missing_ok=True)
-        return commands.coordinator_command(
-            self.workdir, bind, "--standby-of", other, own=own
-        )
 
     def _read_address(self) -> str:
         try:
@@ -309,7 +264,6 @@ class Cluster:
         command: Callable[[int], list[list[str]]],
         environment: Mapping[str, str],
         *,
-        refusable: bool = True,
         spares: Callable[[], bool] = lambda: False,
     ) -> ManagedProcess:
         return ManagedProcess(
@@ -320,7 +274,6 @@ class Cluster:
             restarts=self.config.placement.restarts,
             restart_delay_s=self.config.placement.restart_delay_s,
             stop_s=self._deadlines.stop_s,
-            refusable=refusable,
             spares=spares,
         )
 

@@ -28,15 +28,12 @@ _given: deque[int] = deque(maxlen=128)
 """Ports that `free_port` gave lately: not in use yet, perhaps, and not free."""
 
 
-def coordinator_command(
-    workdir: Path, bind: str, *how: str, own: Path | None = None
-) -> list[str]:
+def coordinator_command(workdir: Path, bind: str, *how: str) -> list[str]:
     """Return the `diloco coordinator` command for the run in `workdir`.
 
-    how: `--init` or `--resume` for the first start, nothing for later ones, or
-    `--standby-of HOST:PORT`. own: the workdir of this coordinator, if not the run's."""
+    how: `--init` or `--resume` for the first start, nothing for later ones."""
     command = [*DILOCO, "coordinator", str(workdir / run_files.CONFIG)]
-    command += ["--workdir", str(own or workdir), "--bind", bind, *_keys(workdir)]
+    command += ["--workdir", str(workdir), "--bind", bind, *_keys(workdir)]
     return [*command, *how]
 
 

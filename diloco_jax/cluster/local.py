@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.cluster import pair
 from diloco_jax.cluster.children import start_child
 from diloco_jax.cluster.commands import DILOCO
 from diloco_jax.cluster.private import private_files
@@ -42,8 +41,8 @@ class LocalClusterError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class LocalProcess:
-    """The coordinator, its standby, or an island with all its hosts. Signals go to the
-    current process; after a restart, to the new one."""
+    """The coordinator, or an island with all its hosts. Signals go to the current
+    process; after a restart, to the new one."""
 
     name: str
     workdir: Path
@@ -85,27 +84,16 @@ class LocalCluster:
     end with it. docs/python.md has an example that a test runs.
 
     Attributes:
-      coordinator, standby, islands: handles on the processes, the islands' by name:
-        `pids`, `kill()`, `pause()`, `resume()`. The coordinator is the one that leads,
-        and the standby the other one, if there is one.
+      coordinator, islands: handles on the processes, the islands' by name: `pids`,
+        `kill()`, `pause()`, `resume()`.
       workdir: folder of the run, for `read_history` and `load_params`.
       log: what `diloco run` said.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        workdir: str | Path | None = None,
-        *,
-        with_standby: bool = False,
-    ) -> None:
+    def __init__(self, config: Config, workdir: str | Path | None = None) -> None:
         """workdir: folder that stays afterwards; None = a temporary one, removed at the
-        end. with_standby: start a standby of the coordinator, too. Raises ConfigError
-        if the config cannot run."""
+        end. Raises ConfigError if the config cannot run."""
         self.config = config.validate()
-        if with_standby:
-            pair.require_pairable(config.placement)
-        self._options = (pair.OPTION,) * with_standby
         self._temporary = None
         if workdir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="diloco-")
@@ -113,7 +101,6 @@ class LocalCluster:
         self.workdir = Path(absolute(str(workdir))) / "run"
         self.log = self.workdir.with_name("diloco.log")
         self.coordinator = LocalProcess("coordinator", self.workdir)
-        self.standby = LocalProcess("standby", self.workdir)
         self.islands = {
             name: LocalProcess(name, self.workdir) for name in config.islands
         }
@@ -130,7 +117,6 @@ class LocalCluster:
         """Start the launcher, which starts everything; return at once."""
         path = self.log.with_name(run_files.CONFIG)
         command = [*DILOCO, "run", str(path), "--workdir", str(self.workdir)]
-        command += self._options
         with private_files():
             self.log.parent.mkdir(parents=True, exist_ok=True)
             write_json(dataclasses.asdict(self.config), path)

@@ -26,11 +26,6 @@ class RunOptions:
         "",
         help="Workdir of a stopped run that should go on; CONFIG may be left out.",
     )
-    with_standby: bool = setting(
-        False,
-        help="Start a standby of the coordinator, too: whichever of the two dies is "
-        "started again as the standby of the other.",
-    )
     dashboard: bool = setting(
         False, help="Show the run in a browser, too, until it ends: prints the address."
     )

@@ -43,7 +43,6 @@ class ManagedProcess:
 
     commands: returns the children's command lines for their n-th attempt (from 1,
     within this launcher); called just before each start.
-    refusable: a refusal by the peer ends it for good; else it is a crash.
     spares: tells if one more process may be made ready for the next attempt, by its
     command as it is then; for one command, which takes `--spare`.
     log: log of the first child; the n-th other child writes to NAME.n.log beside it.
@@ -59,7 +58,6 @@ class ManagedProcess:
         restarts: int,
         restart_delay_s: float,
         stop_s: float,
-        refusable: bool = True,
         spares: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -77,7 +75,6 @@ class ManagedProcess:
         self._restarts = restarts
         self._restart_delay_s = restart_delay_s
         self._stop_s = stop_s
-        self._refusable = refusable
         self._spares = spares
         self._spare: Spare | None = None
         self._spare_at = float("inf")
@@ -211,7 +208,7 @@ class ManagedProcess:
         ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited {code}"
         if code == 0:
             self.state = "done"
-        elif code == EXIT_CONFIG or (code == EXIT_REFUSED and self._refusable):
+        elif code in (EXIT_CONFIG, EXIT_REFUSED):
             self.state = "refused" if code == EXIT_REFUSED else "failed"
             self.reason = _last_line(self.log) or ended
         elif asked:

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster import pair
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_model_of
@@ -45,8 +44,6 @@ def with_config(arguments: Sequence[str]) -> list[str]:
     workdir = expand(value)
     if not workdir.is_dir():
         raise ConfigError(_no_folder(workdir))
-    with workdirs.held(workdir, "another `diloco run`"):
-        pair.settle(workdir)
     if not workdirs.holds_run(workdir):
         raise ConfigError(
             f"{OPTION} {value}: no run is there (there is no run.json); give the "

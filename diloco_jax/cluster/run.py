@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import json
 import logging
 import subprocess
@@ -17,7 +15,7 @@ from rich.text import Text
 
 from diloco_jax import files, run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster import beside, commands, pair
+from diloco_jax.cluster import beside, commands
 from diloco_jax.cluster.beginning import Beginning
 from diloco_jax.cluster.children import kill_group, start_child
 from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
@@ -61,40 +59,32 @@ def run(
     resume: str = "",
     route: Route = straight,
     dashboard: bool = False,
-    standby: bool = False,
 ) -> tuple[int, dict[str, Any]]:
     """Run a config on this machine; return the exit code and the summary ({} if there
     is none).
 
     resume: workdir of a run that goes on; empty = begin a new run. route: where islands
-    reach the coordinator. dashboard: show it in a browser, too. standby: start one of
-    the coordinator. Progress and report go to `console`. Raises ConfigError or
-    SecurityError before anything is started, and ClusterError if the run cannot start.
+    reach the coordinator. dashboard: show it in a browser, too. Progress and report go
+    to `console`. Raises ConfigError or SecurityError before anything is started, and
+    ClusterError if the run cannot start.
     """
     config.validate()
     require_here(config.placement)
     addresses.require_loopback(config.placement.bind)
-    standby = standby or pair.is_local(config.placement)
-    if standby:
-        pair.require_pairable(config.placement)
     _check_security(config, resume)
     with private_files(), contextlib.ExitStack() as whole:
         if resume:
             workdir = Path(files.absolute(resume))
             if workdir.is_dir():
                 whole.enter_context(workdirs.held(workdir, "another `diloco run`"))
-                pair.settle(workdir)
             config = resumed_config(config, workdir)
-            if standby:
-                placement = pair.with_standby(config.placement, workdir)
-                config = dataclasses.replace(config, placement=placement)
             if not finished(config, workdir):
                 config = resolve(config, text_is_here=True)
             begun = None
         else:
             config = resolve(config, text_is_here=True)
             _require_loss(config)
-            begun = whole.enter_context(Beginning(config, config_path, standby=standby))
+            begun = whole.enter_context(Beginning(config, config_path))
             config, workdir = begun.create(), begun.workdir
         shown = beside.dashboard(workdir, console)
         with shown if dashboard else contextlib.nullcontext():
@@ -128,7 +118,6 @@ def _run(
             code = EXIT_DONE
         else:
             code = _processes(cluster, console, interrupt, begun)
-            pair.settle(workdir)
             if resume and finished(config, workdir):
                 # The run only had to end: its islands were refused, or not started.
                 code = EXIT_DONE
@@ -224,14 +213,9 @@ def _check_security(config: Config, resume: str) -> None:
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
     """Watch and stop the processes; return the exit code of the run so far."""
     if cluster.islands and not interrupt.count:
-        placement = cluster.config.placement
-        places = [cluster.address] + [placement.standby] * (cluster.standby is not None)
-        with contextlib.ExitStack() as opened:
-            clients = [
-                opened.enter_context(contextlib.closing(status_client(p, placement)))
-                for p in places
-            ]
-            _watch(cluster, clients, console, interrupt)
+        client = status_client(cluster.address, cluster.config.placement)
+        with contextlib.closing(client):
+            _watch(cluster, client, console, interrupt)
     if interrupt.count:
         console.print("ending: islands say goodbye, the coordinator sums up")
         cluster.stop(interrupt)
@@ -241,12 +225,9 @@ def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
 
 
 def _watch(
-    cluster: Cluster, clients: list[Client], console: Console, interrupt: Interrupt
+    cluster: Cluster, client: Client, console: Console, interrupt: Interrupt
 ) -> None:
-    """Watch until the coordinators have ended, no island is left, or an interrupt.
-    clients: of those that may lead."""
-    asked = itertools.cycle(clients)
-    client = next(asked)
+    """Watch until the coordinator has ended, no island is left, or an interrupt."""
     deadlines = cluster.config.placement.deadlines
     next_status_s = 0.0
     give_up_s = float("inf")
@@ -259,7 +240,7 @@ def _watch(
                 give_up_s = float("inf")
             elif give_up_s == float("inf"):
                 # Islands leave before the coordinator writes its last snapshot.
-                over = tells_of_the_end(cluster.leading / run_files.TAPE)
+                over = tells_of_the_end(cluster.workdir / run_files.TAPE)
                 give_up_s = now + (CONCLUDE_S if over else deadlines.flush_s)
                 if over:
                     console.print("all is merged: the coordinator saves it")
@@ -267,9 +248,8 @@ def _watch(
                 next_status_s = now + STATUS_EVERY_S
                 try:
                     status = client.status(STATUS_EVERY_S)
-                except WireError as error:  # It may be restarting, or not lead.
+                except WireError as error:  # It may be restarting.
                     logger.debug("no status: %s", error)
-                    client = next(asked)
                 else:
                     cluster.observe(status, now)
                     dashboard.show(cluster.overlay(status), now)
@@ -277,7 +257,7 @@ def _watch(
 
 
 def _exit_code(cluster: Cluster, console: Console) -> int:
-    for process in (*cluster.islands.values(), *cluster.coordinators):
+    for process in (*cluster.islands.values(), cluster.coordinator):
         if process.state in ("refused", "failed"):
             console.print(
                 f"{process.name} {process.state}: {process.reason} ({process.log})",

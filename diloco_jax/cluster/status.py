@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.cluster.pair import address_file
 from diloco_jax.cluster.private import with_own_keys
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
@@ -48,7 +47,7 @@ def reached(target: str, placement: Placement) -> tuple[str, Placement]:
             )
         return target, placement
     require_format(workdir)
-    file = address_file(workdir)
+    file = workdir / run_files.ADDRESS
     if not file.exists():
         raise ConnectionLost(f"no coordinator is up in {workdir}")
     return file.read_text().strip(), _own(workdir, placement)
@@ -67,7 +66,7 @@ def read_status(target: str, placement: Placement) -> dict[str, Any]:
     if not workdir.is_dir():
         return _ask(*reached(target, placement))
     require_format(workdir)
-    address, summary = address_file(workdir), read_summary(workdir)
+    address, summary = workdir / run_files.ADDRESS, read_summary(workdir)
     if not address.exists() and not summary:
         if has_begun(workdir):
             raise ConnectionLost(f"no coordinator is up. {_cut_off(workdir)}")

@@ -109,7 +109,7 @@ def _moved(config: Config, workdir: Path) -> Config:
         inside = before and Path(path).is_relative_to(before)
         return str(workdir / Path(path).relative_to(before)) if inside else path
 
-    names = ("workdir", "certificates", "checkpoints", "mandate")
+    names = ("workdir", "certificates", "checkpoints")
     moved: dict[str, Any] = {name: here(getattr(placement, name)) for name in names}
     data = dataclasses.replace(
         data, paths=tuple(map(here, data.paths)), tokenizer=here(data.tokenizer)

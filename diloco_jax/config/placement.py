@@ -50,17 +50,6 @@ class Placement:
         help="HOST:PORT that islands dial, and the next port for bulk; empty = the "
         "bound address.",
     )
-    mandate: str = setting(
-        "",
-        help="Folder that both coordinators see, gs://BUCKET/OBJECT, or "
-        "kubernetes:NAMESPACE/NAME (a Lease), which says which of them leads; empty = "
-        "there is no standby.",
-    )
-    standby: str = setting(
-        "",
-        help="HOST:PORT at which islands dial the standby of the coordinator, and the "
-        "next port for bulk; empty = there is none.",
-    )
     certificates: str = setting(
         "",
         help="Folder made by diloco certs; required on any but a loopback address.",
@@ -294,9 +283,9 @@ class Placement:
         False,
         group=PROCESSES,
         help="Whether diloco run keeps one more process for each island of one host, "
-        "and for a coordinator without a standby, which has imported everything and "
-        "waits: the start after a crash is shorter by the imports. It has 0.1 GB of "
-        "memory of its own, and touches no device before.",
+        "and for the coordinator, which has imported everything and waits: the start "
+        "after a crash is shorter by the imports. It has 0.1 GB of memory of its own, "
+        "and touches no device before.",
     )
     faults: tuple[str, ...] = setting(
         (),

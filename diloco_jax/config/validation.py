@@ -193,19 +193,6 @@ def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) 
     check_sinks(placement.sinks)
     if placement.metrics_bind:
         _port("metrics_bind", placement.metrics_bind)
-    if placement.standby:
-        if not _port("standby", placement.standby):
-            raise ConfigError(
-                f"placement.standby = {placement.standby!r} has port 0, which no "
-                f"island can dial; give the port to which the standby is bound"
-            )
-        if not placement.mandate:
-            raise ConfigError(
-                f"placement.standby = {placement.standby!r} without placement.mandate: "
-                f"nothing would say which of two coordinators leads; set both"
-            )
-    if placement.mandate:
-        require_followable(placement, f"placement.mandate = {placement.mandate!r}")
     if placement.alert_url and not placement.alert_url.startswith(URLS):
         raise ConfigError(
             f"placement.alert_url = {placement.alert_url!r} begins with none of "
@@ -265,17 +252,3 @@ def _check_workers(placement: Placement, fragments: int) -> None:
 
 def _port(field: str, address: str) -> int:
     return parse_address(address, f"placement.{field}")[1]
-
-
-def require_followable(placement: Placement, by: str) -> None:
-    """Raise ConfigError for a placement whose files a standby cannot have. by: what
-    asks for the standby."""
-    for field, why in (
-        ("checkpoints", "both coordinators would write their snapshots to one place"),
-        ("first_from", "a standby goes on from files, and there are none before it"),
-    ):
-        if value := getattr(placement, field):
-            raise ConfigError(
-                f"placement.{field} = {value!r} and {by}: a standby follows the files "
-                f"of one workdir, and {why}; leave one of them out"
-            )

@@ -18,7 +18,6 @@ from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.snapshots import SnapshotWriter
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.watchdog import Watchdog
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
@@ -48,11 +47,9 @@ class Announcer:
         disk: DiskWait,
         tls: TlsFiles | None,
         begun_unix: float,
-        seat: Unseated,
     ) -> None:
         """config: resolved. begun_unix: start of the run in unix seconds."""
         placement = config.placement
-        self._seat = seat
         self._roster, self._metrics, self._holder = roster, metrics, holder
         self._snapshots, self._disk, self._begun_unix = snapshots, disk, begun_unix
         self._refreshed, self._status = 0.0, dict[str, Any]()
@@ -131,7 +128,7 @@ class Announcer:
 
     def shown(self) -> dict[str, Any]:
         """Return the status, with what holds up the next one: a full disk."""
-        shown = {**self._status, **self._holder.shown(), **self._seat.shown()}
+        shown = {**self._status, **self._holder.shown()}
         return {
             **shown,
             "machine": self._uses(),

@@ -14,7 +14,6 @@ from diloco_jax.coordinator.holding.make_holder import make_holder
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.core.fragments import FragmentPlan
@@ -36,24 +35,23 @@ class Holders:
     workdir: Path
     run_id: str
     opened: contextlib.ExitStack
-    seat: Unseated
 
-    def restoring(self) -> StoreHolder | WorkersHolder:
+    def restoring(self, term: int) -> StoreHolder | WorkersHolder:
         """Return a holder without arrays, for `restore`. Workers that an earlier lead
-        has left are ended, unless they can go on."""
+        has left are ended, unless they can go on. term: the run's."""
         placement = self.config.placement
         rendezvous.end_others(self.workdir, placement.workers_here)
         if placement.workers > 1:
-            return self._workers()
+            return self._workers(term)
         return self._in_process(make_store(self.config, self.plan, None))
 
     def beginning(
-        self, store: Store, versions: Sequence[Version]
+        self, store: Store, versions: Sequence[Version], term: int
     ) -> StoreHolder | WorkersHolder:
         """Make the fragments of a new run or term durable, and return their holder.
 
         Worker processes then restore them from the disk, and the store is empty.
-        versions: by fragment.
+        versions: by fragment. term: the run's.
         """
         own = self._in_process(store)
         own.begin()
@@ -63,7 +61,7 @@ class Holders:
         # The caller has the store, too: workers would need their memory beside it.
         store.clear()
         give_memory_back()
-        workers = self._workers()
+        workers = self._workers(term)
         committed = tuple(
             Committed(fragment=f, version=version, digests={})
             for f, version in enumerate(versions)
@@ -74,20 +72,18 @@ class Holders:
     def _in_process(self, store: Store) -> StoreHolder:
         whose = checkpoint.whose(self.config.run, self.run_id, self.plan)
         everything = range(len(self.plan.fragments))
-        watch = self.seat.watch_fragments
         return make_holder(
-            self.config, store, self.kept, self.workdir, whose, everything, watch
+            self.config, store, self.kept, self.workdir, whose, everything
         )
 
-    def _workers(self) -> WorkersHolder:
+    def _workers(self, term: int) -> WorkersHolder:
         workers = WorkersHolder(
             self.config,
             self.workdir,
             self.run_id,
             self.plan.sizes,
             self.kept,
-            self.seat.heard,
-            self.seat.reign,
+            term,
         )
         stop_s = self.config.placement.deadlines.stop_s
         self.opened.callback(workers.end, stop_s)

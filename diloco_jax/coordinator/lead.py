@@ -14,21 +14,18 @@ from collections.abc import Callable
 from typing import Any, Generic, cast
 
 from diloco_jax.coordinator import notes
-from diloco_jax.coordinator.engine import AnyEffect, E, Engine, S
+from diloco_jax.coordinator.engine import E, Engine, S
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.sleeping import Sleeps
-from diloco_jax.coordinator.standby.gate import Gate
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.coordinator import decide, workers
 from diloco_jax.protocol.coordinator.events import (
-    AnchorWaits,
     Disconnected,
     Event,
     MachineSlept,
@@ -121,11 +118,6 @@ class EngineThread(Generic[S, E]):
             with contextlib.suppress(queue.Full):
                 return self._queue.put(queued, timeout=LONGEST_WAIT_S)
 
-    def nudge(self) -> None:
-        """Have housekeeping called soon; never block."""
-        with contextlib.suppress(queue.Full):  # Then it is called soon anyway.
-            self._queue.put_nowait((None, None, None, time.monotonic()))
-
     def stop(self) -> None:
         """End `run` after the events that are queued. Safe in a signal handler."""
         self._stopping = True
@@ -188,10 +180,7 @@ class EngineThread(Generic[S, E]):
         # A failure from here on is this process's own and ends it: the state has the
         # event, a part of the effects may be durable, and the rest is not carried out.
         for effect in effects:
-            self._carry_out(effect)
-
-    def _carry_out(self, effect: AnyEffect) -> None:
-        self.engine.carry_out(effect)
+            self.engine.carry_out(effect)
 
     def _put_out(self, peer: Disconnected, error: Exception) -> None:
         refused = Refused(
@@ -218,10 +207,9 @@ class Lead(EngineThread[State, Event]):
         faults: Faults,
         slow_s: float,
         housekeeping: Callable[[Lead], None],
-        seat: Unseated | None = None,
     ) -> None:
         """slow_s: see `Journal`. housekeeping: called on the engine's thread at least
-        twice a second. seat: says what may be seen; None = everything."""
+        twice a second."""
         self.config = config
         self.tally = Tally()
         """Sums of the islands' accounts."""
@@ -249,23 +237,14 @@ class Lead(EngineThread[State, Event]):
             decide.next_deadline,
             Timer(),
             self._peer,
-            lambda: self._keep_house(housekeeping),
+            lambda: housekeeping(self),
         )
-        seat = seat or Unseated()
-        self._gate = Gate(engine.carry_out, seat)
-        seat.serve(self.nudge)
         holder.answer(self.hear, self.fail)
 
     @property
     def finished(self) -> bool:
-        """True once the run is over, and anyone may know."""
-        return self.state.phase == "done" and self._gate.empty
-
-    def after_shown(
-        self, do: Callable[[], None], peer: Disconnected | None = None
-    ) -> None:
-        """Call a function on this thread, once what was decided so far is visible."""
-        self.post(None, lambda: self._gate.when_shown(do), peer)
+        """True once the run is over."""
+        return self.state.phase == "done"
 
     def _handle(
         self, event: Event | None, before: Before | None, peer: Disconnected | None
@@ -275,32 +254,18 @@ class Lead(EngineThread[State, Event]):
             super()._handle(MachineSlept(seconds=slept_s), None, None)
         super()._handle(event, before, peer)
 
-    def _carry_out(self, effect: AnyEffect) -> None:
-        self._gate.carry_out(effect)
-
-    def _keep_house(self, housekeeping: Callable[[Lead], None]) -> None:
-        housekeeping(self)
-        self._gate.flush()
-
-    def hear(self, message: FromHolder | AnchorWaits | WorkerAway | WorkerBack) -> None:
+    def hear(self, message: FromHolder | WorkerAway | WorkerBack) -> None:
         """Take a holder's message, or news of a worker, on any thread."""
         match message:
-            case (
-                DeltaArrived()
-                | MergePrepared()
-                | AnchorWaits()
-                | AnchorKept()
-                | CycleKept()
-            ):
+            case DeltaArrived() | MergePrepared() | AnchorKept() | CycleKept():
                 self.post(message)
             case WorkerBack():
                 self.post(message, lambda: self._note_recovered(message))
             case WorkerAway(worker=worker):
                 self._away_since.setdefault(worker, time.monotonic())
                 self.post(message)
-                # After that decision: no merge of its fragments is under way then. Not
-                # before it may be seen: the worker serves what is committed.
-                self.after_shown(lambda: self._bring_back(worker))
+                # After that decision: no merge of its fragments is under way then.
+                self.post(None, lambda: self._bring_back(worker))
             case _:
                 self._unwritten.put(message)
                 # A full queue would never take it from the thread that empties it.

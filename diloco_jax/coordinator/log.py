@@ -57,8 +57,6 @@ class RecordLog:
         repeat: calls a write until there is space for it (`DiskWait.until_written`).
         """
         self._folder, self._repeat = folder, repeat
-        self.appended: Callable[[Path, bytes], None] = lambda path, data: None
-        """Called with what was appended to which segment."""
         folder.mkdir(parents=True, exist_ok=True)
         self.segment = next_number(folder, after)
         self._file: Appended
@@ -69,7 +67,6 @@ class RecordLog:
         """Write a record; it is on disk when this returns."""
         data = frame(record)
         self._repeat("a record of the log", lambda: self._file.append(data, sync=True))
-        self.appended(self._file.path, data)
 
     def rotate(self) -> int:
         """Start the next segment; return the number of the segment that ended. Raises
@@ -100,7 +97,6 @@ class RecordLog:
             if before.exists() and not path.stat().st_size:
                 follows = frame({"kind": FOLLOWS, "bytes": before.stat().st_size})
                 file.append(follows, sync=True)
-                self.appended(path, follows)
             sync_path(self._folder)
         except OSError:
             # Beside it, an unfinished record of the segment before would be damage.

@@ -44,8 +44,6 @@ from diloco_jax.coordinator.settings import (
     require_room,
     server_of,
 )
-from diloco_jax.coordinator.standby.seat import taken
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
@@ -88,7 +86,6 @@ def run(
       ConfigError: neither the workdir nor any island has a run to go on with; the
         workdir has another run, or a coordinator at work; the address cannot be bound;
         snapshots cannot be written.
-      Refused: another node leads the run, by placement.mandate.
     """
     # TPUs here are an island's. JAX_PLATFORMS is too late if a config imported jax.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
@@ -101,7 +98,7 @@ class Coordinator:
     """One life of the coordinator: make, `start`, `run`, `conclude`, `close`."""
 
     gathers = ""
-    """The run whose state was lost, as a person or the mandate says; before `start`."""
+    """The run whose state was lost, as a person says; before `start`."""
 
     def __init__(
         self, config: Config, workdir: Path, *, init: bool, resume: bool = False
@@ -128,13 +125,11 @@ class Coordinator:
         self._disk = DiskWait(config.placement.alone_s, lambda: self._interrupted)
         self._end_by: float | None = None
         self._interrupted = False
-        self.seat = Unseated()
 
     def start(self, serves: Callable[[], None] = lambda: None) -> None:
         """Make or load the state, or gather it from islands, and serve. serves: called
         when this can be asked to end, before the run's address is told."""
         config, workdir = self.config, self._workdir
-        self.seat = taken(config, workdir, self._facts, self.gathers, self._open)
         gathered = None if self._facts.run_id else self._gather()
         going_on.hold(workdir, self._open, had_run=gathered is None)
         compilation.use_cache(compilation.of_run(workdir))
@@ -198,9 +193,7 @@ class Coordinator:
             patience_s=self._patience_s,
         )
         last.measures()
-        if finished:
-            self.seat.ended()
-        else:
+        if not finished:
             # The sender of a signal may not wait for a snapshot.
             last.summary()
         whole = last.snapshots()
@@ -214,8 +207,7 @@ class Coordinator:
                 too_late.wait(linger_s, lambda: self._interrupted)
             else:
                 self._server.stop(self._deadlines.stop_s / 5)
-        told = not finished or self.seat.finish(self._patience_s)
-        return EXIT_DONE if told and not self._disk.alerts else EXIT_FAILED
+        return EXIT_FAILED if self._disk.alerts else EXIT_DONE
 
     def _answer(self, phase: str) -> None:
         """Tell those who come after the run's end how far its coordinator is."""
@@ -228,7 +220,6 @@ class Coordinator:
 
     def _serve(self, handlers: Handlers) -> None:
         self._server = server_of(self.config, handlers, self._tls)
-        self._server.primary = self.seat.followable
         self._open.callback(self._server.stop, 0.0)
         self._bound = self._server.start()
         self.address = self.config.placement.advertise or self._bound
@@ -274,7 +265,7 @@ class Coordinator:
         self._open.callback(self._kept.close, self._deadlines.stop_s)
         run_id = self._facts.run_id
         self._holders = Holders(
-            config, self._plan, self._kept, workdir, run_id, self._open, self.seat
+            config, self._plan, self._kept, workdir, run_id, self._open
         )
 
     def _make_state(
@@ -303,7 +294,6 @@ class Coordinator:
             # run.json comes last: before it, the workdir holds no run.
             write_config_json(config, workdir / run_files.CONFIG)
             self._facts.write(workdir)
-            self.seat.begun()
         return made.state
 
     def _open_measures(self, *, was_over: bool) -> None:
@@ -325,12 +315,10 @@ class Coordinator:
             tape=self._tape,
             metrics=self._metrics,
             sessions=self._sessions,
-            faults=faults_of(self.config, COORDINATOR, self.seat.reign),
+            faults=faults_of(self.config, COORDINATOR),
             slow_s=self._deadlines.report_s,
             housekeeping=self._keep_house,
-            seat=self.seat,
         )
-        self.seat.watch(self._log, self._tape, self._states)
 
     def _announce(self) -> None:
         """Begin to show people how the run is."""
@@ -345,7 +333,6 @@ class Coordinator:
             disk=self._disk,
             tls=self._tls,
             begun_unix=self._facts.begun_unix,
-            seat=self.seat,
         )
         self._open.callback(lambda: self._announcer.stop(self._deadlines.stop_s))
         self._announcer.begin(self.lead)
@@ -373,7 +360,6 @@ class Coordinator:
 
     def _keep_house(self, lead: Lead) -> None:
         now = time.monotonic()
-        self.seat.turn(lead.journal.alert, self._sessions.end_all)
         if self._announcer.due(now):
             self._announcer.refresh(lead)
             with self._disk.put_off("islands' measures"):

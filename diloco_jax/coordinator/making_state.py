@@ -52,7 +52,7 @@ class StateMaker:
         """Return the state of the run on the disk, as far as it was durable."""
         folder = self.workdir / run_files.LOG
         recovered = origin.recover(self.policy, self.states, folder)
-        holder = self.holders.restoring()
+        holder = self.holders.restoring(recovered.state.term)
         restored = holder.restore(recovered.restore)
         origin.tell_recovered(self.config, recovered, restored, self.tape)
         # After the snapshot: a kill may have come between snapshot and log.
@@ -81,7 +81,7 @@ class StateMaker:
         after = -1 if found is None else found
         number = durable.next_number(self.workdir / run_files.LOG, after)
         versions = [fragment.version for fragment in state.fragments]
-        holder = self.holders.beginning(store, versions)
+        holder = self.holders.beginning(store, versions, state.term)
         with self.states.beginning():
             self.states.save(number, state)
         log = self.open_log(number)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from diloco_jax.config import Placement
 from diloco_jax.config.fields import setting
 from diloco_jax.errors import ConfigError
 from diloco_jax.options import TRUST_CODE
-from diloco_jax.wire.addresses import parse_address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +25,6 @@ class CoordinatorOptions:
     resume: bool = setting(
         False, help="The whole run was stopped: all its islands have ended."
     )
-    standby_of: str = setting(
-        "",
-        metavar="HOST:PORT",
-        help="Follow the coordinator there, and take over when it is gone; both need "
-        "the same placement.mandate, and workdirs of their own.",
-    )
     run_id: str = setting(
         "",
         metavar="RUN",
@@ -47,15 +39,11 @@ class CoordinatorOptions:
         "on with the run; end with 0 at its end.",
     )
 
-    def check_run(self, placement: Placement) -> None:
+    def check_run(self) -> None:
         """Raise ConfigError for a --run-id beside what says which run it is."""
         others = {
             "--init begins a run": self.init,
             "--resume goes on from the workdir": self.resume,
-            "a standby has its run from placement.mandate": self.standby_of,
-            "placement.mandate says which run it is (use --standby-of)": (
-                placement.mandate
-            ),
         }
         for why, given in others.items():
             if self.run_id and given:
@@ -63,17 +51,6 @@ class CoordinatorOptions:
                     f"--run-id {self.run_id} is for a coordinator that has lost its "
                     f"state, and {why}; leave one of them out"
                 )
-
-    def check_standby(self) -> None:
-        """Raise ConfigError for options that a standby cannot have."""
-        for name in ("init", "resume"):
-            if value := getattr(self, name):
-                raise ConfigError(
-                    f"--standby-of {self.standby_of} follows a run, --{name}"
-                    f"{f' {value}' if name == 'init' else ''} begins or resumes one; "
-                    f"leave one of them out"
-                )
-        parse_address(self.standby_of, "--standby-of")
 
 
 DRAWN = "drawn"

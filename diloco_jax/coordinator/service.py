@@ -119,7 +119,7 @@ class Service:
         self._lead.post(hello, introduce)
         # The roster follows the protocol's answer, which stands when this is called.
         peer = Disconnected(island=hello.island, session=hello.session)
-        self._lead.after_shown(lambda: self._let_in(hello, session), peer)
+        self._lead.post(None, lambda: self._let_in(hello, session), peer)
 
     def receive(
         self, session: Session, message: messages.Report | messages.Goodbye
@@ -261,7 +261,7 @@ class Service:
         """Have an event decided, and its effects carried out."""
         decided = threading.Event()
         self._lead.post(event)
-        self._lead.after_shown(decided.set)
+        self._lead.post(None, decided.set)
         if not decided.wait(DECIDED_WITHIN_S):
             raise Busy("the coordinator is held up; come again")
 

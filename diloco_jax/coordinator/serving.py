@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def serve(coordinator: Coordinator) -> int:
     """Serve by this coordinator until its end; return the exit code.
 
-    Whatever ends it, on its own thread or at a holder, comes through here, where the
-    disk is judged by it. Only a hang ends the process itself.
+    Whatever ends it, on its own thread or at a holder, comes through here. Only a hang
+    ends the process itself.
     """
     try:
         coordinator.start(coordinator.heed_signals)
@@ -22,8 +22,5 @@ def serve(coordinator: Coordinator) -> int:
             watch.start()
             code = coordinator.run(watch.touch)
         return code or coordinator.conclude()
-    except Exception as error:
-        coordinator.seat.judge(error)
-        raise
     finally:
         coordinator.close()

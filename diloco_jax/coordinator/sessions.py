@@ -90,14 +90,6 @@ class Sessions:
         with self._lock:
             return self._serving.get(stream.hello.session) is stream
 
-    def end_all(self, message: str) -> None:
-        """End all streams for this reason, first those that are served, each in the
-        order in which they came; islands come again, or go elsewhere."""
-        with self._lock:
-            names = dict.fromkeys((*self._serving, *self._waiting))
-        for name in names:
-            self.postpone(name, message)
-
     def connected(self) -> list[str]:
         """Return the names of the islands that are served."""
         with self._lock:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from diloco_jax import machine, merge_route
@@ -23,8 +22,6 @@ from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
 from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
-from diloco_jax.wire.certificates import principals
-from diloco_jax.wire.principal import Principal
 from diloco_jax.wire.server import Handlers, Server
 from diloco_jax.wire.tls import TlsFiles
 
@@ -183,18 +180,9 @@ def require_cores(placement: Placement) -> None:
 
 
 def own_tls(placement: Placement) -> TlsFiles | None:
-    """Load the key of this coordinator: its own or, on the standby's machine, the
-    standby's. None = no TLS. Raises SecurityError as `TlsFiles.load` does."""
-    folder = placement.certificates
-    here = principals(folder) if folder else []
-    return TlsFiles.load_given(folder, coordinator_of(here))
-
-
-def coordinator_of(here: Sequence[Principal]) -> Principal:
-    """Return the coordinator of a machine with the keys of these principals: itself or,
-    on the standby's machine, the standby."""
-    others = principal.COORDINATOR in here or principal.STANDBY not in here
-    return principal.COORDINATOR if others else principal.STANDBY
+    """Load the key of this coordinator; None = no TLS. Raises SecurityError as
+    `TlsFiles.load` does."""
+    return TlsFiles.load_given(placement.certificates, principal.COORDINATOR)
 
 
 def room_needed(config: Config, plan: FragmentPlan) -> int:
@@ -217,9 +205,8 @@ def largest_delta(config: Config, plan: FragmentPlan) -> int:
 
 
 def faults_of(config: Config, who: str, life: int = 1) -> Faults:
-    """Return the faults to inject into the lead in one reign, or into a worker in one
-    of its lives (`faults.worker_name`). A fault that ended the first lead may have left
-    the standby just before it, and must not strike there again."""
+    """Return the faults to inject into the lead, or into a worker in one of its lives
+    (`faults.worker_name`)."""
     placement = config.placement
     faults = parse_faults(placement.faults, config.islands, placement.workers)
     return faults.for_who(who, life)

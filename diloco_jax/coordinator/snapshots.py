@@ -51,8 +51,6 @@ class Snapshots:
     ) -> None:
         """Open the folder, and make it if it is missing. whose: see `checkpoint`."""
         self._folder, self._keep, self._whose = folder, placement.snapshots_kept, whose
-        self.written: Callable[[Folder], None] = lambda path: None
-        """Called with the file of a snapshot that is durable."""
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
@@ -212,11 +210,6 @@ def state_path(folder: Folder, number: int) -> Folder:
 def fragment_path(folder: Folder, fragment: int, version: Version) -> Folder:
     """Return the path of a snapshot of a fragment."""
     return folder / f"{fragment:05d}" / f"{name_of(version)}{SUFFIX}"
-
-
-def named(path: Folder) -> tuple[int, Version]:
-    """Return the fragment and the version that the path of a snapshot names."""
-    return int(path.parent.name), version_of(path.name.removesuffix(SUFFIX))
 
 
 def flat(arrays: Arrays) -> list[Any]:

@@ -95,9 +95,7 @@ class StateSnapshots(Snapshots):
             ledger.trained_tokens(self._config, state),
         )
         facts = {**self._whose, **trained, "state": msgspec.to_builtins(state)}
-        written = state_path(self._folder, number)
-        storage.write_sealed(written, facts, [])
-        self.written(written)
+        storage.write_sealed(state_path(self._folder, number), facts, [])
         path = functools.partial(state_path, self._folder)
         self._states = self._without_old([*self._states, number], path)
 

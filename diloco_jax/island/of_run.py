@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 from diloco_jax.config import Config
@@ -23,11 +22,10 @@ def ask_config(
     certificates: str,
     insecure: bool,
     deadlines: Deadlines,
-    standby: str = "",
     patience_s: float = 0.0,
 ) -> Config:
-    """Return the run's config, as the coordinator at HOST:PORT, or its standby, gives
-    it to the island of this name.
+    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
+    of this name.
 
     patience_s: seconds for which a coordinator that is not there is tried again.
 
@@ -36,17 +34,14 @@ def ask_config(
       ConfigError: it is of another version.
     """
     tls = TlsFiles.load_given(certificates, principal.island(name))
-    clients = [
-        Client(server, tls=tls, deadlines=deadlines, bulk_channels=1, insecure=insecure)
-        for server in filter(None, (address, standby))
-    ]
-    turns = itertools.cycle(clients)
+    client = Client(
+        address, tls=tls, deadlines=deadlines, bulk_channels=1, insecure=insecure
+    )
     began, suspicious = time.monotonic(), False
     until, awaited = began + patience_s, Awaited(deadlines, began)
     pauses = Backoff(deadlines)
     try:
         while True:
-            client = next(turns)
             try:
                 found = client.config(deadlines.connect_s)
                 return from_builtins(found, client.address)
@@ -62,8 +57,7 @@ def ask_config(
                     suspicious, pause_s = True, deadlines.retry_max_s
             time.sleep(pause_s)
     finally:
-        for client in clients:
-            client.close()
+        client.close()
 
 
 def with_model_of_run(config: Config, name: str, address: str) -> Config:
@@ -81,7 +75,6 @@ def with_model_of_run(config: Config, name: str, address: str) -> Config:
         certificates=placement.certificates,
         insecure=placement.insecure,
         deadlines=placement.deadlines,
-        standby=placement.standby,
         patience_s=placement.away_s,
     )
     return with_model_of(theirs.run, config)

@@ -74,13 +74,7 @@ class Parts(abc.ABC, Generic[L]):
                 insecure=placement.insecure,
             )
 
-        standby = client(placement.standby) if placement.standby else None
-        self.lanes = Lanes(
-            client(coordinator_address),
-            plan.sizes,
-            standby,
-            self.deadlines.mandate_s,
-        )
+        self.lanes = Lanes(client(coordinator_address), plan.sizes)
 
     @property
     def join_s(self) -> float:

@@ -21,7 +21,7 @@ from diloco_jax.wire.certificates import add, make_certificates, principals, ren
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.peers import REVOKED
 from diloco_jax.wire.principal import COORDINATOR as PRINCIPAL
-from diloco_jax.wire.principal import STANDBY, island, of_stem, worker
+from diloco_jax.wire.principal import island, of_stem, worker
 
 DAYS = 90
 """Days for which a launch's certificates are valid."""
@@ -43,30 +43,24 @@ def prepare_certificates(
     hosts: tuple[str, ...],
     islands: tuple[str, ...],
     workers: int = 0,
-    *,
-    standby: bool = False,
 ) -> None:
-    """Make certificates for the coordinator on `hosts`, for these islands, for so many
-    workers and for a standby in `folder`, and STEM.tar of each one's files
-    (`files_of`).
+    """Make certificates for the coordinator on `hosts`, for these islands and for so
+    many workers in `folder`, and STEM.tar of each one's files (`files_of`).
 
     Existing files are kept unless they end soon. Raises SecurityError if they cannot be
     completed.
     """
     if not (folder / "ca.pem").exists():
-        make_certificates(
-            folder, hosts, DAYS, islands=islands, workers=workers, standby=standby
-        )
+        make_certificates(folder, hosts, DAYS, islands=islands, workers=workers)
     else:
         here = set(principals(folder))
         lacking = [name for name in islands if island(name) not in here]
         new = workers if any(w not in here for w in map(worker, range(workers))) else 0
         missing = [host for host in hosts if host not in _known_hosts(folder)]
-        second = standby and STANDBY not in here
-        if missing or lacking or new or second:
-            add(folder, missing, DAYS, islands=lacking, workers=new, standby=second)
+        if missing or lacking or new:
+            add(folder, missing, DAYS, islands=lacking, workers=new)
         renew(folder, DAYS, RENEWED_DAYS)
-    serving = (PRINCIPAL, *[STANDBY] * standby, *map(worker, range(workers)))
+    serving = (PRINCIPAL, *map(worker, range(workers)))
     for who in (*serving, *map(island, islands)):
         _pack(folder, who.stem)
 

@@ -71,7 +71,7 @@ class LaunchOptions:
         metavar="GENERATION=PRICE,coordinator=PRICE",
         help="Prices per hour of a chip of each generation and of the coordinator's "
         "machine with its disk, such as v5p=4.2,v6e=2.7,coordinator=1.1; what the "
-        "launch costs per hour, a standby's and workers' machines included, is shown "
+        "launch costs per hour, workers' machines included, is shown "
         "before you are asked, and by list.",
     )
     only: tuple[str, ...] = setting(
@@ -115,7 +115,6 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
             BACKENDS[on].hosts(order),
             tuple(island.name for island in order.islands),
             len(order.workers),
-            standby=len(order.nodes) > 1,
         )
     if options.action == "watch":
         order = dataclasses.replace(order, ends_unix=order.end_unix(int(time.time())))
@@ -343,11 +342,6 @@ def _zone_remarks(order: Order) -> list[str]:
         for island in order.islands
         for zone in island.zones
         if zone not in island.slice.generation.zones
-    ] + [
-        f"note: launch.standby_zone = {node.zone!r} is the coordinator's too, so what "
-        f"takes that zone takes both; choose another one"
-        for node in order.nodes[1:]
-        if node.zone == order.settings.coordinator_zone
     ]
 
 

@@ -1,10 +1,10 @@
 """Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
-coordinator is a Job with a disk and a Service in one of them. So is its standby with
-`launch.standby_zone`, and each worker with `launch.workers_apart`.
+coordinator is a Job with a disk and a Service in one of them, and so is each worker
+with `launch.workers_apart`.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.
-So do the pools of the coordinator and its standby.
+So does the pool of the coordinator.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from diloco_jax.wire import principal
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`, and of a worker's."""
 ISLAND_OBJECTS = "jobset,networkpolicy,serviceaccount"
-MANDATE_OBJECTS = "lease,rolebinding,role"
 
 
 def deployment(
@@ -61,17 +60,13 @@ def deployment(
         ),
         *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
     ]
-    if order.lease:
-        files["mandate.yaml"] = yaml_text(*manifests.mandate(order))
-        made.append(_mandate(order, f"{folder}/mandate.yaml"))
     for node in nodes:
-        name, file, disk = node.resource, f"{node.stem}.yaml", f"{node.files}disk.yaml"
+        name, file, disk = node.resource, f"{node.stem}.yaml", "disk.yaml"
         files[disk] = yaml_text(manifests.disk(order, name, node.stem))
         files[file] = yaml_text(*manifests.coordinator(order, node, now_unix))
-        files[f"{node.files}reader.yaml"] = yaml_text(manifests.reader(order, node))
+        files["reader.yaml"] = yaml_text(manifests.reader(order, node))
         made.append(_disk(order, node.cluster, name, f"{folder}/{disk}"))
-        if not node.follows:
-            made.append(_permit(order, f"{folder}/begin.yaml"))
+        made.append(_permit(order, f"{folder}/begin.yaml"))
         made.append(_job(order, node.cluster, name, f"{folder}/{file}", ("Complete",)))
     for number, worker in enumerate(order.workers):
         part, file = manifests.part_of_worker(number), f"{worker}.yaml"
@@ -98,8 +93,8 @@ def deployment(
 
 
 def hosts(order: Order) -> tuple[str, ...]:
-    """Return the names by which islands reach the coordinator, its standby and its
-    workers, for their certificates."""
+    """Return the names by which islands reach the coordinator and its workers,
+    for their certificates."""
     nodes = [(node.inside, node.resource, node.outside) for node in order.nodes]
     workers = (worker_host(worker, order.settings) for worker in order.workers)
     return (*(name for names in nodes for name in names if name), *workers)
@@ -143,7 +138,7 @@ def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
 
 def _node_pool(order: Order, node: PlacedNode) -> Resource:
     settings = order.settings
-    workers = 0 if node.follows else len(order.workers)
+    workers = len(order.workers)
     return _pool(
         order,
         node.cluster,
@@ -226,7 +221,7 @@ def _job(
     file: str,
     ended: tuple[str, ...] = (),
 ) -> Resource:
-    """Return the coordinator, its standby, or a worker. ended: states that say that the
+    """Return the coordinator, or a worker. ended: states that say that the
     run is over."""
     state = 'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
     get = ("get", "job", name, "--ignore-not-found", "-o", state)
@@ -250,20 +245,6 @@ def _disk(order: Order, cluster: GkeCluster, name: str, file: str) -> Resource:
         find=find(order, cluster, kind, name),
         create=apply(order, cluster, file),
         delete=delete(order, cluster, kind, name),
-        keeps=True,
-    )
-
-
-def _mandate(order: Order, file: str) -> Resource:
-    """Return the role of those who write the Lease of the mandate, and the Lease, which
-    the first of them makes. It belongs to the run: it says whose disk counts."""
-    name, cluster = order.lease, order.cluster
-    return Resource(
-        what=f"{MANDATE_OBJECTS} {name}",
-        owner=COORDINATOR,
-        find=find(order, cluster, "rolebinding", name),
-        create=apply(order, cluster, file),
-        delete=delete(order, cluster, MANDATE_OBJECTS, name),
         keeps=True,
     )
 

@@ -18,7 +18,7 @@ from diloco_jax.launch.order import (
 from diloco_jax.launch.resources import Command, Owned
 
 RESULTS = "results"
-"""Folder of the coordinator's workdir; the standby's is `results-standby`."""
+"""Folder of the coordinator's workdir."""
 
 
 def statuses(order: Order) -> tuple[Command, ...]:
@@ -70,10 +70,10 @@ def results(order: Order, folder: str) -> tuple[Command, ...]:
 def _copied(order: Order, node: PlacedNode, folder: str) -> tuple[Command, ...]:
     name, cluster = manifests.reader_name(order, node), node.cluster
     ready = ("--for=condition=Ready", "--timeout=900s")
-    to = f"{RESULTS}-{node.stem}" if node.follows else RESULTS
+    to = RESULTS
     copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / to))
     return (
-        apply(order, cluster, f"{folder}/{node.files}reader.yaml"),
+        apply(order, cluster, f"{folder}/reader.yaml"),
         kubectl(order, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
         kubectl(order, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
         delete(order, cluster, "pod", name),

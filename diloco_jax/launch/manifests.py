@@ -118,8 +118,7 @@ def jobset(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
 
 
 def coordinator(order: Order, node: PlacedNode, now_unix: int) -> list[Manifest]:
-    """Return account, service, policy, disruption budget and Job of the coordinator, or
-    of its standby.
+    """Return account, service, policy, disruption budget and Job of the coordinator.
 
     now_unix: the last hour counts from then.
     """
@@ -130,37 +129,6 @@ def coordinator(order: Order, node: PlacedNode, now_unix: int) -> list[Manifest]
         _policy(order, name, part, [_islands_may(order, order.ports)]),
         _budget(order, name, part),
         _job(order, name, part, coordinator_pod(order, node, now_unix)),
-    ]
-
-
-def mandate(order: Order) -> list[Manifest]:
-    """Return the role of those who may write the Lease of the mandate, and the binding
-    that lets the accounts of both nodes. The first coordinator makes the Lease."""
-    name, group = order.lease, "rbac.authorization.k8s.io"
-    metadata = _metadata(order, name, "mandate")
-    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
-    space = order.settings.namespace
-    return [
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "Role",
-            "metadata": metadata,
-            "rules": [
-                {**leases, "verbs": ["get", "update"], "resourceNames": [name]},
-                # No name can be given for what is not there yet.
-                {**leases, "verbs": ["create"]},
-            ],
-        },
-        {
-            "apiVersion": f"{group}/v1",
-            "kind": "RoleBinding",
-            "metadata": metadata,
-            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-            "subjects": [
-                {"kind": "ServiceAccount", "name": node.resource, "namespace": space}
-                for node in order.nodes
-            ],
-        },
     ]
 
 
@@ -228,7 +196,7 @@ def reader(order: Order, node: PlacedNode) -> Manifest:
 
 def reader_name(order: Order, node: PlacedNode) -> str:
     """Return the name of that pod."""
-    return f"{node.resource if node.follows else order.name}-reader"
+    return f"{order.name}-reader"
 
 
 def disk(order: Order, name: str, part: str) -> Manifest:

@@ -19,14 +19,11 @@ from diloco_jax.config import (
     Placement,
     own_code,
 )
-from diloco_jax.coordinator.mandates.kubernetes import KUBERNETES
 from diloco_jax.files import is_bucket
 from diloco_jax.launch.images import check_image
 from diloco_jax.launch.nodes import (
     PlacedNode,
     check_reached,
-    lease_name,
-    mandate_of,
     place_nodes,
 )
 from diloco_jax.launch.placing import (
@@ -78,11 +75,9 @@ class Order:
     settings: LaunchConfig
     islands: tuple[PlacedIsland, ...]
     nodes: tuple[PlacedNode, ...]
-    """The coordinator, then its standby if the launch makes one."""
+    """The coordinator."""
     config_json: str
     """The config as the machines read it."""
-    mandate: str = ""
-    """The object that says which node leads, see `Placement.mandate`."""
     source: str = ""
     """Where the first parameters come from; empty = they are drawn."""
     ports: tuple[int, ...] = (PORT, PORT + 1)
@@ -113,13 +108,6 @@ class Order:
     def cluster(self) -> GkeCluster:
         """The coordinator's cluster; only for GKE."""
         return self.nodes[0].cluster
-
-    @property
-    def lease(self) -> str:
-        """Name of the Lease that the launch makes for the mandate; empty if it makes
-        none."""
-        is_ours = len(self.nodes) > 1 and self.mandate.startswith(KUBERNETES)
-        return lease_name(self.name) if is_ours else ""
 
     @property
     def coordinator(self) -> str:
@@ -153,16 +141,15 @@ class Order:
         return ("--init", self.source) if self.source else ("--init",)
 
     def island_arguments(
-        self, island: PlacedIsland, address: str, notice_s: float, standby: str = ""
+        self, island: PlacedIsland, address: str, notice_s: float
     ) -> tuple[str, ...]:
         """Return the arguments of `diloco` on the island's hosts, less the incarnation.
 
-        notice_s: seconds from SIGTERM until the goodbye must be said. standby: address
-        of the coordinator's standby.
+        notice_s: seconds from SIGTERM until the goodbye must be said.
         """
         return (
             *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", island.name),
-            *("--coordinator", address, *(("--standby", standby) if standby else ())),
+            *("--coordinator", address),
             *("--workdir", WORKDIR),
             *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
         )
@@ -243,7 +230,7 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             "launch.name is empty, and config.json names no run; set launch.name"
         )
     islands = tuple(place(name, config, island, on) for island in config.islands)
-    nodes = place_nodes(config, name, on, source)
+    nodes = place_nodes(config, name)
     if on == "gke":
         check_zones(settings, islands)
         check_clusters(settings, islands)
@@ -256,14 +243,12 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             raise ConfigError(
                 f"two parts of the run would be called {resource!r}; rename an island"
             )
-    mandate = mandate_of(config, nodes, resource_name(name, ""))
-    hosts = _host_config(config, islands, workers, mandate)
+    hosts = _host_config(config, islands, workers)
     return Order(
         name=resource_name(name, ""),
         settings=settings,
         islands=islands,
         nodes=nodes,
-        mandate=mandate,
         config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
         source=source,
         ports=tuple(range(PORT, PORT + hosts.placement.ports)),
@@ -357,10 +342,9 @@ def _host_config(
     config: Config,
     placed: tuple[PlacedIsland, ...],
     workers: tuple[str, ...],
-    mandate: str,
 ) -> Config:
-    """Return the config for the machines, with the number of hosts of each slice, where
-    workers are, and what says which node leads.
+    """Return the config for the machines, with the number of hosts of each slice, and
+    where workers are.
 
     It leaves out the settings of this machine; the machines' command lines give their
     own.
@@ -376,7 +360,6 @@ def _host_config(
         advertise=here.advertise,
         certificates=here.certificates,
         insecure=here.insecure,
-        mandate=mandate,
         worker_addresses=tuple(
             f"{worker_host(worker, launch)}:{PORT}" for worker in workers
         ),

@@ -167,10 +167,6 @@ def check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> No
     cluster may have nodes in all zones of its region, like a regional one."""
     home = cluster_of(settings)
     fields = [("launch.coordinator_zone", settings.coordinator_zone, home, "", "")]
-    if zone := settings.standby_zone:
-        there = settings.standby_cluster
-        cluster = read_cluster(settings, "launch.standby_cluster", there)
-        fields.append(("launch.standby_zone", zone, cluster, "", ""))
     for island in islands:
         generation, region = island.slice.generation, region_of(island.cluster.location)
         known = [zone for zone in generation.zones if region_of(zone) == region]
@@ -187,10 +183,6 @@ def check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> No
                 other = f"name a cluster there: launch.clusters.{name}"
             if name in settings.clusters:
                 where = f"launch.clusters.{name} = {settings.clusters[name]!r}"
-            if field == "launch.standby_zone":
-                other = "name a cluster there: launch.standby_cluster"
-                if settings.standby_cluster:
-                    where = f"launch.standby_cluster = {settings.standby_cluster!r}"
             raise ConfigError(
                 f"{field} = {zone!r} is outside {where}, and all nodes of a GKE "
                 f"cluster are in its region; choose a zone of {region}{offers}, or "

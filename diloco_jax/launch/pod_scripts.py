@@ -5,13 +5,10 @@ from __future__ import annotations
 from diloco_jax import run_files
 from diloco_jax.launch.order import LASTED_S, PERMIT, WORKDIR
 
-BEGINS_S = 1800
-"""Seconds for which a standby on a new disk waits for the coordinator's first answer.
-Until the run has begun there is nothing to follow."""
 LASTED_CODE = 4
 """Exit code of a pod whose process crashed after lasting progress. `diloco` has no such
 code: Kubernetes keeps no files of a pod that ended, so the code tells it."""
-PERMIT_FILE, NODE_FILE = f"{WORKDIR}/{PERMIT}", f"{WORKDIR}/{run_files.NODE}"
+PERMIT_FILE = f"{WORKDIR}/{PERMIT}"
 
 ISLAND_LASTED = f"[ -e {WORKDIR}/{run_files.LASTED} ]"
 """Tells whether the island made steps for `LASTED_S`; its folder is as old as its pod.
@@ -24,18 +21,6 @@ COORDINATOR_LASTED = (
 )
 """The same of a coordinator: it ran for so long, and merged."""
 
-ALONE = f"""\
-if [ -e {NODE_FILE} ]; then
-  echo "launch.standby_zone is empty, and this run has had a standby, which may have"
-  echo "led last: set it again. If this coordinator led last, remove {NODE_FILE}"
-  exit 2
-fi
-"""
-"""Lines that keep a coordinator from going on from a log that may be the older one."""
-FOLLOWS_NEXT = f"""\
-# Another node leads the run that is here: the next start follows it.
-if [ "$code" = 3 ] && [ "$1" != --standby-of ] && [ -d {WORKDIR}/log ]; then code=1; fi
-"""
 NOT_COMPLETE = """\
 if [ "$asked" ] && [ "$code" = 0 ]; then code=1; fi
 """
@@ -53,31 +38,6 @@ def ended_at(command: str, end_unix: int, grace_s: float) -> str:
         f"if [ $left -le 0 ]; then echo 'launch.max_hours are over'; exit 0; fi\n"
         f"exec timeout --foreground --kill-after={grace_s:g} $left {command}\n"
     )
-
-
-def unless_it_began(standby: str) -> str:
-    """Return shell lines by which a coordinator follows its standby at HOST:PORT: it
-    leads at once from its own log if the mandate still names it. A run that has had no
-    mandate yet has nobody to follow."""
-    return f"""\
-if [ ! -d {WORKDIR}/log ] || [ -e {NODE_FILE} ]; then
-  set -- --standby-of {standby}
-fi
-"""
-
-
-def after_begin(lead: str) -> str:
-    """Return shell lines that wait until the coordinator at HOST:PORT has answered
-    once; not on a disk on which a standby has been."""
-    return f"""\
-lead={lead} until=$(($(date +%s) + {BEGINS_S}))
-while [ ! -e {NODE_FILE} ] && [ "$(date +%s)" -lt $until ]; do
-  if timeout 5 bash -c "exec 3<>/dev/tcp/${{lead%:*}}/${{lead##*:}}" 2>/dev/null; then
-    break
-  fi
-  sleep 5
-done
-"""
 
 
 def told_apart(start: str, lasted: str, most: int, last: str = "") -> str:

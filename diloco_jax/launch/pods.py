@@ -42,32 +42,23 @@ POOL = "cloud.google.com/gke-nodepool"
 
 
 def coordinator_pod(order: Order, node: PlacedNode, now_unix: int) -> Manifest:
-    """Return the pod of the coordinator, or of its standby. now_unix: its last hour
-    counts from then."""
+    """Return the pod of the coordinator. now_unix: its last hour counts from
+    then."""
     address = f"{node.host}:{PORT}"
     command = shlex.join(["diloco", *order.coordinator_arguments(address)])
     start = ended_at(f'{command} "$@"', order.end_unix(now_unix), STOP_S)
-    others = [other for other in order.nodes if other != node]
-    leads = [f"{other.host_for(node.cluster)}:{PORT}" for other in others]
-    if node.follows:
-        (lead,) = leads
-        served = _served(order, pod_scripts.after_begin(lead) + start)
-        script = f"set -- --standby-of {lead}\n{served}"
-    else:
-        init = shlex.join(order.init_arguments())
-        script = f"""\
-{"" if order.mandate else pod_scripts.ALONE}\
+    init = shlex.join(order.init_arguments())
+    script = f"""\
 if [ -d {WORKDIR}/log ]; then rm -f {PERMIT_FILE}; fi
-{"".join(map(pod_scripts.unless_it_began, leads))}\
 if [ -e {PERMIT_FILE} ]; then set -- {init}; fi
-{_served(order, start, pod_scripts.FOLLOWS_NEXT if leads else "")}"""
+{_served(order, start)}"""
     return _serving_pod(order, node, node.resource, node.stem, script, order.ports)
 
 
-def _served(order: Order, start: str, last: str = "") -> str:
+def _served(order: Order, start: str) -> str:
     """Return the lines of a coordinator; see `told_apart`."""
     lasted, most = pod_scripts.COORDINATOR_LASTED, order.fruitless_starts
-    return told_apart(start, lasted, most, pod_scripts.NOT_COMPLETE + last)
+    return told_apart(start, lasted, most, pod_scripts.NOT_COMPLETE)
 
 
 def permit_pod(order: Order) -> Manifest:
@@ -121,7 +112,7 @@ def _serving_pod(
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": STOP_S,
-        **_identity(name, writes_lease=leads and bool(order.lease)),
+        **_identity(name),
         **_on_node_of(node),
         **(_copies_data(order) if leads else {}),
         "containers": [
@@ -170,7 +161,7 @@ def island_pod(order: Order, island: PlacedIsland, now_unix: int) -> Manifest:
     notice_s = NOTICE_S[island.purchase]
     dials = [f"{node.host_for(island.cluster)}:{PORT}" for node in order.nodes]
     goodbye_after_s = float(notice_s - GOODBYE_S)
-    arguments = order.island_arguments(island, dials[0], goodbye_after_s, *dials[1:])
+    arguments = order.island_arguments(island, dials[0], goodbye_after_s)
     command = shlex.join(["diloco", *arguments])
     counted = f"{command} --incarnation $(({now_unix} + RESTART_ATTEMPT))"
     script = told_apart(
@@ -238,12 +229,12 @@ def config_name(order: Order) -> str:
     return f"{order.name}-config"
 
 
-def _identity(name: str, *, writes_lease: bool = False) -> Manifest:
+def _identity(name: str) -> Manifest:
     """name: of the pod's service account."""
     return {
         "serviceAccountName": name,
-        # `diloco` asks nothing of the cluster but the Lease that says who leads.
-        "automountServiceAccountToken": writes_lease,
+        # `diloco` asks nothing of the cluster.
+        "automountServiceAccountToken": False,
     }
 
 

@@ -144,10 +144,6 @@ class JsonLines:
     def __init__(self, path: str | Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.path = Path(path)
         self._segment_bytes = segment_bytes
-        self.appended: Callable[[Path, bytes], None] = lambda path, data: None
-        """Called with what was appended to the file."""
-        self.put_aside: Callable[[Path], None] = lambda path: None
-        """Called once the file was put aside."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.cut_bytes = _cut_torn_line(self.path)
         self._file = Appended(self.path)
@@ -178,7 +174,6 @@ class JsonLines:
         data = line + b"\n"
         self._file.append(data)
         self._bytes += len(data)
-        self.appended(self.path, data)
 
     def _begin_segment(self) -> None:
         # The file is not synced: on the thread of decisions, nothing waits for a disk
@@ -186,7 +181,6 @@ class JsonLines:
         self._file.close()
         if self.path.exists():  # It was put aside if this is another attempt.
             put_aside(self.path)
-            self.put_aside(self.path)
         self._file = Appended(self.path)
         self._bytes = 0
 

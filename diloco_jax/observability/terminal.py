@@ -53,8 +53,7 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         for text in status.get("alerts", [])[-ALERTS_SHOWN:]
     ]
     workers = [Text(_worker(w), style="dim") for w in status.get("workers", ())]
-    mandate = [Text(standby_text(m), style="dim") for m in _mandates(status)]
-    below = (_bandwidth(status), *workers, *mandate, *alerts)
+    below = (_bandwidth(status), *workers, *alerts)
     return Group(glance, island_table(status), bar, headline, *below)
 
 
@@ -88,16 +87,6 @@ def island_table(status: Mapping[str, Any]) -> Table:
             bytes_text(_number(island, "bytes_down")),
         )
     return table
-
-
-def standby_text(mandate: Mapping[str, Any]) -> str:
-    """Say who leads, and whether a standby could go on."""
-    leads = f"node {mandate['node']} leads, reign {mandate['reign']}"
-    if not mandate["standby"]:
-        return f"{leads}; no standby"
-    how = "in step" if mandate["state"] == "in_step" else mandate["state"]
-    lag = f", {mandate['lag']} records behind" if mandate["lag"] > 0 else ""
-    return f"{leads}; standby {mandate['standby']} {how}{lag}"
 
 
 def line(status: Mapping[str, Any], seconds_left: float | None) -> str:
@@ -188,10 +177,6 @@ def _merged(status: Mapping[str, Any]) -> str:
     if (model := status.get("merged_model")) is None:
         return ""
     return f" | merged {_loss(model, 'eval_loss')} at cycle {model['cycle']:,}"
-
-
-def _mandates(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [status["mandate"]] if "mandate" in status else []
 
 
 def _worker(worker: Mapping[str, Any]) -> str:

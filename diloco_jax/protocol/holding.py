@@ -1,10 +1,9 @@
 """Every message between the lead and the holder of fragments.
 
 The lead decides and keeps no array. A holder keeps fragments and the deltas that have
-arrived for them, and decides only whether a snapshot may take an older one's place
-(`may_replace_snapshots`). It is in the lead's process; all that passes between the two,
-apart from the bytes of deltas and publishes, which islands exchange with the holder, is
-one of these messages.
+arrived for them, and decides nothing. It is in the lead's process; all that passes
+between the two, apart from the bytes of deltas and publishes, which islands exchange
+with the holder, is one of these messages.
 
 A merge is ordered (`Merge`), computed, and prepared at its holder (`MergePrepared`).
 The lead's record commits it, and `Commit` makes it visible. At a start the lead says
@@ -145,18 +144,6 @@ class AwaitAnchor(Message, frozen=True, kw_only=True):
 
 
 ToHolder = Merge | Commit | KeepFragment | Drop | Forget | AwaitAnchor
-
-
-def may_replace_snapshots(heard: RestoreFragments | ToHolder | None) -> bool:
-    """Tell whether a holder may write a snapshot, which takes an older one's place.
-
-    What a lead says at its start is what its own log has committed. Its standby may
-    take over without the newest of these records, and then needs the version before.
-    Any later message has passed the gate, so those records count.
-
-    heard: the lead's newest message; None if this process began the run itself.
-    """
-    return not isinstance(heard, RestoreFragments)
 
 
 # ---- from a holder ------------------------------------------------------------

@@ -17,8 +17,8 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.protocol.working import BeginWorker, WorkerRefused
 
 Kind = Literal["snapshot", "publish"]
-LEADS_OF_REIGN = 1 << 32
-"""Numbers of leads that one reign has: more than unix time has seconds."""
+LEADS_OF_TERM = 1 << 32
+"""Numbers of leads that one term has: more than unix time has seconds."""
 
 
 class OutpostReady(Message, frozen=True, kw_only=True):
@@ -108,16 +108,10 @@ FromOutpost = (
 )
 
 
-def first_number(reign: int, unix_s: float) -> int:
+def first_number(term: int, unix_s: float) -> int:
     """Return the least number of a lead of workers on other machines. One that has lost
-    its disk comes after those before it; of two nodes the mandate says which one leads,
-    whatever their clocks show. reign: the mandate's."""
-    return reign * LEADS_OF_REIGN + int(unix_s)
-
-
-def reign_of(number: int) -> int:
-    """Return the reign of a lead's number; 0 if its workers were on its machine."""
-    return number // LEADS_OF_REIGN
+    its disk comes after those before it, whatever its clock shows: it opens a term."""
+    return term * LEADS_OF_TERM + int(unix_s)
 
 
 def next_number(last: int, at_least: int) -> int:

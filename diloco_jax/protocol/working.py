@@ -20,7 +20,6 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import Message
-from diloco_jax.protocol.values import Version
 
 MAX_FRAME_BYTES = 64 << 20
 """Most bytes of one message; the largest are those of a start, with all fragments."""
@@ -96,13 +95,6 @@ class FragmentKept(Message, frozen=True, kw_only=True):
     trouble: str = ""
 
 
-class FragmentSaved(Message, frozen=True, kw_only=True):
-    """A snapshot of a fragment is on the worker's disk."""
-
-    fragment: int
-    version: Version
-
-
 class EndWorker(Message, frozen=True, kw_only=True):
     """End: the coordinator is about to end."""
 
@@ -153,7 +145,6 @@ FromWorker = (
     | WorkerAlive
     | AllSaved
     | FragmentKept
-    | FragmentSaved
     | WorkerFailed
     | WorkerRefused
 )

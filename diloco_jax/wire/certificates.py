@@ -1,9 +1,9 @@
 """Make a run's own certificate authority, and a certificate for each of its principals.
 
 Folder: `ca.pem`, `ca.key` (needed only to add more; keep it off all other machines),
-and STEM.pem and STEM.key of the coordinator, of its standby, of its workers
-(`worker.NUMBER`), of each island (`island.NAME`), of readers and of operators. EC P-256
-throughout. `issued.txt` lists what was signed, and `revoked.txt` what is shut out.
+and STEM.pem and STEM.key of the coordinator, of its workers (`worker.NUMBER`), of each
+island (`island.NAME`), of readers and of operators. EC P-256 throughout. `issued.txt`
+lists what was signed, and `revoked.txt` what is shut out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
     READER,
-    STANDBY,
     Principal,
     island,
     of_stem,
@@ -50,7 +49,6 @@ def make_certificates(
     *,
     islands: Iterable[str] = (),
     workers: int = 0,
-    standby: bool = False,
     replace: bool = False,
 ) -> None:
     """Write a new authority and its certificates, valid for `days`.
@@ -59,7 +57,6 @@ def make_certificates(
       names: host names and IP addresses at which islands reach the coordinator.
       islands: names of the islands.
       workers: number of the coordinator's workers, which are reached by its names.
-      standby: a key for the coordinator's standby, which is reached by these names.
       replace: replace an authority that the folder has.
 
     Raises SecurityError if the folder has an authority already, unless `replace`.
@@ -82,7 +79,6 @@ def make_certificates(
     )
     authority = _Signed(certificate, key)
     wanted = [COORDINATOR, READER, OPERATOR, *map(island, islands)]
-    wanted += [STANDBY] * standby
     wanted += map(worker, range(workers))
     hosts = [*LOCAL_NAMES, *names]
     made = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
@@ -98,11 +94,10 @@ def add(
     *,
     islands: Iterable[str] = (),
     workers: int = 0,
-    standby: bool = False,
 ) -> None:
-    """Sign certificates anew: those of the coordinator, its workers and its standby
-    with further names, those of these islands, workers and the standby, or all of them
-    if nothing is named. Those given out before stay valid.
+    """Sign certificates anew: those of the coordinator and its workers with further
+    names, those of these islands and workers, or all of them if nothing is named. Those
+    given out before stay valid.
 
     Raises SecurityError if the folder does not hold the authority with its key.
     """
@@ -113,7 +108,6 @@ def add(
     here = principals(folder)
     serving = [who for who in here if _serves(who)] if further else []
     named = [*map(island, islands), *map(worker, range(workers))]
-    named += [STANDBY] * standby
     wanted = list(dict.fromkeys([*serving, *named])) or here
     signed = {who.stem: _leaf(authority, who, hosts, days) for who in wanted}
     _write(folder, register(folder), signed)
@@ -281,7 +275,7 @@ def _leaf(
 
 
 def _serves(who: Principal) -> bool:
-    return who.role in ("coordinator", "standby", "worker")
+    return who.role in ("coordinator", "worker")
 
 
 def _builder(

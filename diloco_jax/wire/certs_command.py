@@ -34,16 +34,11 @@ class CertsOptions:
         help="Workers of the coordinator (placement.workers) that get a key of their "
         "own.",
     )
-    standby: bool = setting(
-        False,
-        help="A key for a standby of the coordinator (placement.standby), whose "
-        "names are among --hosts.",
-    )
     revoke: tuple[str, ...] = setting(
         (),
         metavar="[WHO [WHO ...]]",
         help="Shut out whoever has these certificates, by the names of their files "
-        "(island.v6e): coordinators read DIR's revoked.txt while they run.",
+        "(island.v6e): the coordinator reads DIR's revoked.txt while it runs.",
     )
     days: int = setting(365, help="Days for which the certificates are valid.")
     add: bool = setting(False, help="Add hosts or islands to DIR's authority.")
@@ -81,7 +76,6 @@ def certs_command(arguments: Sequence[str]) -> int:
                 options.days,
                 islands=options.islands,
                 workers=options.workers,
-                standby=options.standby,
             )
         else:
             certificates.make_certificates(
@@ -90,7 +84,6 @@ def certs_command(arguments: Sequence[str]) -> int:
                 options.days,
                 islands=options.islands,
                 workers=options.workers,
-                standby=options.standby,
                 replace=options.replace,
             )
     except OSError as error:
@@ -105,7 +98,7 @@ def certs_command(arguments: Sequence[str]) -> int:
         f"certificates in {folder}, of a coordinator called {names}, and of "
         f"{f'islands {islands}' if islands else 'no island (--add --islands NAME)'}. "
         f"Give each machine, as --certificates, a folder with ca.pem and its own "
-        f".pem and .key: coordinator.* and worker.*, standby.*, island.NAME.*, or "
+        f".pem and .key: coordinator.* and worker.*, island.NAME.*, or "
         f"reader.* to look on; ca.key to none",
         file=sys.stderr,
     )

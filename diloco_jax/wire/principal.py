@@ -16,7 +16,7 @@ from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.errors import Refused
 
 SCHEME = "diloco"
-Role = Literal["coordinator", "standby", "worker", "island", "reader", "operator"]
+Role = Literal["coordinator", "worker", "island", "reader", "operator"]
 NAMED = ("worker", "island")
 
 
@@ -42,8 +42,6 @@ class Principal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COORDINATOR = Principal(role="coordinator")
-STANDBY = Principal(role="standby")
-"""Follows the coordinator, and serves islands in its place."""
 READER = Principal(role="reader")
 """Looks on: `diloco status`."""
 OPERATOR = Principal(role="operator")
@@ -103,12 +101,12 @@ def require_island(caller: Principal | None, name: str) -> None:
 def not_worker(server: Principal | None, number: int, *, own: bool = False) -> str:
     """Explain why a server is not this worker; empty if it is.
 
-    The coordinator counts as its worker, and so does its standby, unless the worker
-    needs a key of its `own`: one on their machine that has none uses theirs.
+    The coordinator counts as its worker, unless the worker needs a key of its `own`:
+    one on its machine that has none uses the coordinator's.
     """
-    if server == worker(number) or (server in (COORDINATOR, STANDBY) and not own):
+    if server == worker(number) or (server == COORDINATOR and not own):
         return ""
-    others = "" if own else ", of the coordinator or of its standby"
+    others = "" if own else " or of the coordinator"
     field = "placement.worker_addresses" if own else "placement.advertise"
     return (
         f"that is the certificate of {server or 'nobody'}, and has to be that of "
@@ -126,21 +124,9 @@ def not_island(server: Principal | None, name: str) -> str:
     )
 
 
-def require_follower(caller: Principal | None) -> None:
-    """Raise Refused unless the caller may follow a coordinator: a standby, or a
-    coordinator of before; see `require_island`."""
-    if caller is None or caller in (STANDBY, COORDINATOR):
-        return
-    raise Refused(
-        "identity",
-        f"this is for the standby, and the caller's certificate is that of {caller}; "
-        f"use the {STANDBY.stem}.pem and .key that `diloco certs --standby` made",
-    )
-
-
 def require_lead(caller: Principal | None, number: int) -> None:
     """Raise Refused unless the caller may lead this worker; see `require_island`."""
-    if caller is None or caller in (COORDINATOR, STANDBY):
+    if caller is None or caller == COORDINATOR:
         return
     raise Refused(
         "identity",

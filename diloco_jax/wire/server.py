@@ -19,12 +19,11 @@ import grpc
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.messages import Steer
-from diloco_jax.wire import addresses, encoding, errors, principal
+from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Busy, WireError
 from diloco_jax.wire.few_lines import FewLines
-from diloco_jax.wire.followed import Followable, serve_standby
 from diloco_jax.wire.peers import Peers
 from diloco_jax.wire.places import Places, allow_connections
 from diloco_jax.wire.principal import Principal, require_operator
@@ -108,8 +107,6 @@ class Server:
         self._connections = control + self._bulk.connections
         self._config = json.dumps(config or {}).encode()
         self._numbers = itertools.count(1)
-        self.primary: Followable | None = None
-        """Takes standbys, if this coordinator may have any."""
         self._lock = threading.Lock()
         self._sessions: dict[int, tuple[Principal | None, Session]] = {}
         self._quotas: dict[Principal, Quota] = {}
@@ -180,7 +177,6 @@ class Server:
     def _methods(self) -> dict[str, Any]:
         return {
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
-            "Follow": grpc.stream_stream_rpc_method_handler(self._follow),
             "Status": self._call(self._status),
             "Steer": self._call(self._steer),
             "Strike": self._call(self._strike),
@@ -216,18 +212,6 @@ class Server:
         finally:
             with self._lock:
                 del self._sessions[session.id]
-
-    def _follow(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        with self._answering(context):
-            principal.require_follower(self._identify(context))
-            if self.primary is None:
-                raise Busy(
-                    "this coordinator leads no run that a standby may follow; set "
-                    "placement.mandate for both, and come again"
-                )
-            yield from serve_standby(
-                self.primary, requests, context, self._watch, self._deadlines
-            )
 
     def _status(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
         status, encoded = self._encoded

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -131,16 +130,14 @@ class Transfers:
         *,
         max_bytes: int,
         within_s: float | None = None,
-        stall_s: float = math.inf,
     ) -> Fetched:
         """Fetch one version of a fragment whole; the request's offset and length are
         set here.
 
         A stripe that breaks is resumed after its last good byte, until `within_s`, by
-        default `pin_s`, after the call, or `stall_s` after that byte. Raises
-        VersionGone if the version is not kept any more, Refused, ConnectionLost, or
-        RemoteProtocolError. A payload of more than `max_bytes` is refused before
-        anything is allocated.
+        default `pin_s`, after the call. Raises VersionGone if the version is not kept
+        any more, Refused, ConnectionLost, or RemoteProtocolError. A payload of more
+        than `max_bytes` is refused before anything is allocated.
         """
         rest: list[futures.Future[int]] = []
         with self._group() as calls:
@@ -152,7 +149,6 @@ class Transfers:
                 calls,
                 self._memory,
                 self._deadlines.pin_s if within_s is None else within_s,
-                stall_s,
             )
 
             def fetch_rest() -> None:
@@ -173,18 +169,13 @@ class Transfers:
             wire_bytes += sum(calls.results(rest))
         return fetch.result(wire_bytes)
 
-    def interrupt(self) -> None:
-        """Have all transfers that are under way raise ConnectionLost."""
-        with self._lock:
-            groups = list(self._groups)
-        for group in groups:
-            group.cancel()
-
     def cancel(self) -> None:
         """Cancel all transfers, including later ones."""
         with self._lock:
             self._closed = True
-        self.interrupt()
+            groups = list(self._groups)
+        for group in groups:
+            group.cancel()
         self._connections.close()
 
     def close(self, timeout_s: float) -> None:
@@ -284,19 +275,17 @@ class _Fetch:
         calls: CallGroup,
         memory: SpareMemory,
         within_s: float,
-        stall_s: float,
     ) -> None:
         self._request, self._max_bytes, self._memory = request, max_bytes, memory
         self._peer, self._deadlines, self._calls = peer, deadlines, calls
-        self._within_s, self._stall_s = within_s, stall_s
-        self._deadline = time.monotonic() + within_s
+        self._within_s, self._deadline = within_s, time.monotonic() + within_s
         self._start: FetchStart | None = None
 
     def run(
         self, stripe: _Stripe, on_first_answer: Callable[[], None] | None = None
     ) -> int:
         """Fetch a stripe, attempt after attempt; return the bytes received."""
-        backoff, moved = Backoff(self._deadlines), time.monotonic()
+        backoff = Backoff(self._deadlines)
         while True:
             position = stripe.position
             try:
@@ -305,16 +294,12 @@ class _Fetch:
             except (ConnectionLost, Busy) as error:
                 if stripe.position > position:
                     backoff.reset()
-                    moved = time.monotonic()
                 pause_s = backoff.next_s()
-                limits = {
-                    self._deadline: f"{self._within_s:g} s after it began",
-                    moved + self._stall_s: f"{self._stall_s:g} s after its last byte",
-                }
-                if time.monotonic() + pause_s > min(limits):
+                if time.monotonic() + pause_s > self._deadline:
                     raise ConnectionLost(
                         f"fetch of fragment {self._request.fragment} given up at byte "
-                        f"{stripe.position}, {limits[min(limits)]}: {error}"
+                        f"{stripe.position}, {self._within_s:g} s after it began: "
+                        f"{error}"
                     ) from error
                 if self._calls.pause(pause_s):
                     raise

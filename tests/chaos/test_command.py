@@ -90,31 +90,15 @@ def test_the_twin_has_a_folder_of_its_own_and_no_faults(tmp_path):
     assert (twin.faults, twin.workdir) == ((), str(tmp_path / "run-twin"))
 
 
-def test_links_to_a_standby_are_not_struck():
-    placement = Placement(mandate="/mandate", standby="h:7000")
-    paired = dataclasses.replace(config(), placement=placement)
-    with pytest.raises(ConfigError, match=r"partition5 strikes a link, .*'/mandate'"):
-        scheduled(paired, ChaosOptions(strikes=("a@5s:partition5",)))
-    assert scheduled(paired, ChaosOptions(strikes=("coordinator@5s:kill",)))[0]
-    beside = ChaosOptions(strikes=("a@5s:partition5",), with_standby=True)
-    with pytest.raises(ConfigError, match=r"partition5 strikes a link"):
-        scheduled(config(), beside)
-
-
 def test_what_is_beside_islands_is_struck_where_it_is():
     worker = ChaosOptions(strikes=("worker-1@5s:kill",))
     assert scheduled(config(2), worker)[0][0].who == ("worker-1",)
     with pytest.raises(ConfigError, match="there is no 'worker-1'"):
         scheduled(config(1), worker)
-    standby = ChaosOptions(strikes=("standby@5s:stop2",))
-    with pytest.raises(ConfigError, match="there is no 'standby'"):
-        scheduled(config(), standby)
-    with_one = dataclasses.replace(standby, with_standby=True)
-    assert scheduled(config(), with_one)[0][0].who == ("standby",)
-    drawn = ChaosOptions(every_s=2.0, for_s=400.0, with_standby=True)
+    drawn = ChaosOptions(every_s=2.0, for_s=400.0)
     names = {strike.who for strike in scheduled(config(2), drawn)[0]}
     assert names == {
-        *[("a",), ("b",), ("coordinator",), ("standby",)],
+        *[("a",), ("b",), ("coordinator",)],
         *[("worker-0",), ("worker-1",)],
     }
 

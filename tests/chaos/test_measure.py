@@ -161,16 +161,6 @@ def test_a_worker_that_is_killed():
     assert (found.detected_s, found.back_s, found.merged_s) == (None, None, 5.0)
 
 
-def test_a_standby_that_is_killed_holds_up_one_merge():
-    tape = [merged(9.0, ("a", 1)), merged(12.0, ("a", 1))]
-    (found,) = measure.measured([strike(10.0, "standby", "kill")], tape, ["a"])
-    assert (found.who, found.back_s, found.merged_s) == ("standby", None, 2.0)
-    (found,) = measure.measured(
-        [strike(10.0, "standby", "kill")], tape, ["a", "standby"]
-    )
-    assert found.merged_s is None, "an island of that name was not merged"
-
-
 def test_rows_say_what_is_missing():
     strikes = [strike(10.0, "a", "kill"), strike(20.0, "a", "kill")]
     _, row = measure.rows(measure.measured(strikes, KILLED, ["a"]))

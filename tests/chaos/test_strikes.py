@@ -55,10 +55,10 @@ def test_an_unknown_name_is_refused():
 
 
 def test_only_processes_are_struck_beside_islands():
-    beside = beside_islands(2, standby=True)
-    assert beside == ("worker-0", "worker-1", "standby")
-    assert beside_islands(1, standby=False) == ()
-    texts = ["standby@5s:stop3", "a+worker-1@9s:kill"]
+    beside = beside_islands(2)
+    assert beside == ("worker-0", "worker-1")
+    assert beside_islands(1) == ()
+    texts = ["worker-0@5s:stop3", "a+worker-1@9s:kill"]
     assert len(parse_strikes(texts, ISLANDS, beside)) == 2
     for kind in ("delay3=1", "full3"):
         with pytest.raises(ConfigError, match="of worker-1 only the process is struck"):

@@ -45,9 +45,9 @@ def test_a_worker_is_where_its_place_says(tmp_path: Path) -> None:
 def test_a_number_that_leads_no_group_is_another_process_by_now(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
-        noted = {"standby": [child.pid]}
+        noted = {"coordinator": [child.pid]}
         write_json(noted, tmp_path / run_files.PROCESSES)
-        (send,) = targets.found(tmp_path, "standby")
+        (send,) = targets.found(tmp_path, "coordinator")
         assert not send(signal.SIGKILL)
         child.communicate(b"\n", 30.0)
     assert child.returncode == 0

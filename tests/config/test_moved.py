@@ -34,7 +34,6 @@ def written(config: Config, folder: Path) -> Path:
     [
         ("certificates", "BEFORE/keys", "NOW/keys"),
         ("checkpoints", "BEFORE/my/snapshots", "NOW/my/snapshots"),
-        ("mandate", "BEFORE/mandate", "NOW/mandate"),
         ("workdir", "BEFORE", "NOW"),
         ("certificates", "/elsewhere/certs", "/elsewhere/certs"),
         ("checkpoints", "BEFORE-beside/snapshots", "BEFORE-beside/snapshots"),

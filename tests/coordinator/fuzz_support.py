@@ -181,8 +181,8 @@ class World:
             module.time = cast(Any, clock)
         try:
             if self.scenario.gathers:
-                # It waits for one more until the deadline, and knows its run, as a
-                # standby does: of two runs with as many islands nobody could tell.
+                # It waits for one more until the deadline, and knows its run, as with
+                # --run-id: of two runs with as many islands nobody could tell.
                 config = replace(self._config, outage_budget_s=5.0)
                 # Without certificates any of them may speak for all.
                 names = {*ADMITTED, "late"} if self.scenario.secure else {"a", "b"}

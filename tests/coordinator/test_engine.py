@@ -202,5 +202,5 @@ def island_params(island):
 def test_a_coordinator_whose_state_is_old_ends_as_one_that_is_refused(make_engine):
     engine = make_engine(done=lambda: True)
     with pytest.raises(Refused, match="an old one") as caught:
-        engine._carry_out(Outdated(text="its state is an old one"))
+        engine.engine.carry_out(Outdated(text="its state is an old one"))
     assert caught.value.code == "outdated"

@@ -14,7 +14,6 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator import holders, origin
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability.tape import Tape
@@ -61,6 +60,6 @@ def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch, giv
         kept = KeptCycles(tmp_path, 1, {}, plan.sizes)
         opened.callback(kept.close, 1.0)
         Workers.watched = weakref.ref(made.arrays(0)["theta"][0])
-        makes = holders.Holders(config, plan, kept, tmp_path, "r", opened, Unseated())
-        makes.beginning(made, [Version()] * len(state.fragments))
+        makes = holders.Holders(config, plan, kept, tmp_path, "r", opened)
+        makes.beginning(made, [Version()] * len(state.fragments), state.term)
         assert Workers.last.alive_as_they_restore is False

@@ -91,11 +91,11 @@ def lead_of(made) -> int:
 
 
 def test_leads_of_a_run_are_counted(tmp_path):
-    assert rendezvous.last_reign(tmp_path) == 0
     assert [rendezvous.next_lead(tmp_path) for _ in range(3)] == [1, 2, 3]
-    assert rendezvous.last_reign(tmp_path) == 0
-    rendezvous.next_lead(tmp_path, first_number(3, 1e9))
-    assert rendezvous.last_reign(tmp_path) == 3
+    first = first_number(3, 1e9)
+    assert rendezvous.next_lead(tmp_path, first) == first
+    assert rendezvous.next_lead(tmp_path, first_number(3, 1e8)) == first + 1
+    assert first_number(4, 0.0) > first, "a lead without its disk opens a term"
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"lead": "x", "socket": 3}', "{"])

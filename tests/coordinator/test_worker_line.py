@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from diloco_jax.coordinator.workers.line import WorkerLine
-from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import FragmentSaved, LeadAlive, from_worker, to_worker
+from diloco_jax.protocol.working import LeadAlive, WorkerServes, from_worker, to_worker
 
 SILENCE_S = 60.0
 MANY = 4000
@@ -29,9 +28,9 @@ def test_a_worker_that_is_busy_takes_the_leads_signs_of_life(lines):
     lead, worker = lines
     for _ in range(MANY):
         lead.send(LeadAlive())
-    worker.send(FragmentSaved(fragment=1, version=Version(1, 2)))
+    worker.send(WorkerServes(address="h:1"))
     # It begins to look at what was said only now, and the line has not broken.
-    assert next(lead.messages()) == FragmentSaved(fragment=1, version=Version(1, 2))
+    assert next(lead.messages()) == WorkerServes(address="h:1")
     heard = worker.messages()
     assert [next(heard) for _ in range(MANY)] == [LeadAlive()] * MANY
 

@@ -123,6 +123,7 @@ def hello(status):
         outstanding=status.outstanding,
         sequences_granted=status.sequences_granted,
         records_through=status.records_through,
+        term=status.term,
     )
 
 

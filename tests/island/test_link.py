@@ -124,6 +124,25 @@ def test_a_lost_coordinator_is_found_again(stack, coordinator, link, mailbox, wa
     assert report.records == records[1:]
 
 
+def test_an_island_does_not_go_back_to_an_earlier_term(
+    stack, coordinator, link, mailbox, wanted
+):
+    """Two coordinators at once, by a mistake: the first one has slept meanwhile."""
+    coordinator.session.fail(Busy("a new term is about to begin"))
+    coordinator.term, coordinator.welcome_versions = 3, (Version(3, 7),)
+    while wanted.get(timeout=WAIT_S) != (0, Version(3, 7), b""):
+        pass
+    coordinator.hellos.queue.clear()
+    coordinator.term, coordinator.welcome_versions = 2, (Version(2, 9),)
+    coordinator.session.fail(Busy("it wakes up"))
+    for _ in range(2):
+        assert coordinator.hellos.get(timeout=WAIT_S).term == 3
+    assert wanted.empty()
+    coordinator.term, coordinator.welcome_versions = 3, (Version(3, 8),)
+    assert wanted.get(timeout=WAIT_S) == (0, Version(3, 8), b"")
+    assert mailbox.ending is None
+
+
 def test_an_island_that_is_put_off_says_why_once(coordinator, link, mailbox, caplog):
     why = Busy("island 'a' is in run r with another config")
     coordinator.refusal = why

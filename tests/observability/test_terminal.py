@@ -249,19 +249,6 @@ def test_the_report_says_what_a_person_should_look_at():
     assert "alert" not in closing_report(SUMMARY, {})
 
 
-def test_who_leads_and_whether_a_standby_could_is_told():
-    mandate = {"node": "ab", "reign": 2, "standby": "", "state": "alone", "lag": 0}
-    assert "node ab leads, reign 2; no standby" in text_of(
-        render({**STATUS, "mandate": mandate}, 90)
-    )
-    mandate |= {"standby": "cd", "state": "in_step"}
-    assert "standby cd in step" in text_of(render({**STATUS, "mandate": mandate}, 90))
-    mandate |= {"state": "copying", "lag": 7}
-    assert "standby cd copying, 7 records behind" in text_of(
-        render({**STATUS, "mandate": mandate}, 90)
-    )
-
-
 FAULTS = parse_faults(
     ["v5p@200:kill", "v6e@50:pause3", "v5p#3@1:kill", "coordinator@25:kill"],
     ["v5p", "v6e"],

@@ -307,7 +307,7 @@ def test_anchors_of_bands_make_their_tensors_again(text, tmp_path):
 def test_an_island_of_another_config_or_run_ends_no_gathering(
     config, tmp_path, monkeypatch, other, why, knows
 ):
-    """A standby knows which run it is to go on with."""
+    """With --run-id it knows which run it is to go on with."""
     monkeypatch.setattr(Coordinator, "gathers", knows)
     with (
         starting(config, tmp_path / "run") as made,

@@ -32,7 +32,6 @@ from worker_support import (
 )
 
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator.standby.mirror import Mirror
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.protocol.holding import (
@@ -217,8 +216,7 @@ def test_an_incarnation_that_has_ended_has_nothing_there(run):
 
 
 def test_workers_that_cannot_go_on_make_room_for_others(run):
-    """The next lead has another config; then another node leads, which this one
-    follows."""
+    """The next lead has another config; then one has none of them."""
     config, workdir, *_ = run
     with killed(workdir) as lead:
         pass
@@ -228,7 +226,7 @@ def test_workers_that_cannot_go_on_make_room_for_others(run):
         assert len(restored.fragments) == 2
     with killed(workdir) as lead:
         survivors = [Survivor(pid) for pid in lead.told["pids"]]
-    Mirror(workdir, config.placement).sealed()
+    rendezvous.end_others(workdir, 0)
     assert [survivor.wait(ENDS_S) for survivor in survivors] == [0, 0]
     assert not rendezvous.are_left(workdir)
 

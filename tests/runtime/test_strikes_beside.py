@@ -1,4 +1,4 @@
-"""`diloco chaos` strikes workers and a standby of a real run."""
+"""`diloco chaos` strikes workers and the coordinator of a real run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ that a start may take as long as it does."""
 
 
 def struck(text: Path, workdir: Path, *strikes: str) -> dict[str, Any]:
-    """Return the outcomes, by name, of strikes on a run with workers and a standby."""
+    """Return the outcomes, by name, of strikes on a run with workers."""
     config = placed(
         lasting(text, TRAINING_SECONDS),
         workdir=str(workdir),
@@ -39,7 +39,7 @@ def struck(text: Path, workdir: Path, *strikes: str) -> dict[str, Any]:
         config,
         "run.py",
         Console(file=said, width=200),
-        ChaosOptions(strikes=strikes, with_standby=True),
+        ChaosOptions(strikes=strikes),
     )
     assert code == 0, said.getvalue()
     outcomes = {outcome["who"]: outcome for outcome in findings["outcomes"]}
@@ -49,16 +49,10 @@ def struck(text: Path, workdir: Path, *strikes: str) -> dict[str, Any]:
     return outcomes
 
 
-def test_a_worker_and_a_standby_are_killed(text: Path, tmp_path: Path) -> None:
-    strikes = ("worker-1@1s:kill", "standby@3s:kill")
+def test_a_worker_and_the_coordinator_are_killed(text: Path, tmp_path: Path) -> None:
+    strikes = ("worker-1@1s:kill", "coordinator@4s:kill")
     outcomes = struck(text, tmp_path / "run", *strikes)
-    assert set(outcomes) == {"worker-1", "standby"}
-    assert outcomes["worker-1"]["back_s"] is not None
+    assert set(outcomes) == {"worker-1", "coordinator"}
     for outcome in outcomes.values():
+        assert outcome["back_s"] is not None, outcome
         assert outcome["merged_s"] is not None, outcome
-
-
-def test_who_leads_is_killed(text: Path, tmp_path: Path) -> None:
-    outcomes = struck(text, tmp_path / "run", "coordinator@3s:kill")
-    assert outcomes["coordinator"]["back_s"] is not None
-    assert outcomes["coordinator"]["merged_s"] is not None

@@ -17,7 +17,6 @@ from diloco_jax.coordinator.holding.make_holder import make_holder
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
@@ -54,7 +53,7 @@ def of_workers(config: Config, workdir: Path) -> WorkersHolder:
     plan = build_plan(config.run, build(config.run))
     whose = checkpoint.whose(config.run, RUN_ID, plan)
     kept = KeptCycles(workdir, 2, whose, plan.sizes)
-    return WorkersHolder(config, workdir, RUN_ID, plan.sizes, kept, Unseated().heard)
+    return WorkersHolder(config, workdir, RUN_ID, plan.sizes, kept, term=1)
 
 
 def delta_of(store: Store, fragment: int) -> tuple[UploadStart, np.ndarray]:

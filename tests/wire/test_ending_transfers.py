@@ -1,4 +1,4 @@
-"""Transfers end at their deadlines, when they are interrupted, with their client."""
+"""Transfers end at their deadlines, and with their client."""
 
 from __future__ import annotations
 
@@ -19,42 +19,6 @@ def test_fetch_gives_up_at_its_deadline(connect):
     with pytest.raises(ConnectionLost, match=r"given up at byte 0, 1\.2 s after"):
         client.transfers.fetch(fetch_request(), max_bytes=1)
     assert time.monotonic() - began < WAIT_S
-
-
-def test_fetch_without_a_byte_is_given_up_before_its_deadline(connect):
-    client = connect("127.0.0.1:1")
-    with pytest.raises(ConnectionLost, match=r"byte 0, 0\.5 s after its last byte"):
-        client.transfers.fetch(fetch_request(), max_bytes=1, stall_s=0.5)
-
-
-def test_what_is_under_way_is_interrupted_and_later_transfers_are_not(
-    serve, connect, handlers, monkeypatch
-):
-    _, address = serve()
-    hangs, reached = threading.Event(), threading.Event()
-
-    def hang(*_):
-        reached.set()
-        hangs.wait(WAIT_S)
-
-    client, errors = connect(address), []
-
-    def upload():
-        try:
-            client.transfers.upload(upload_start(10), bytes(10))
-        except ConnectionLost as error:
-            errors.append(str(error))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(handlers, "upload_end", hang)
-        sending = threading.Thread(target=upload, daemon=True)
-        sending.start()
-        assert reached.wait(WAIT_S)
-        client.transfers.interrupt()
-        sending.join(WAIT_S)
-        assert "ended at this end" in errors[0]
-        hangs.set()
-    assert client.transfers.upload(upload_start(10), bytes(10)) > 10
 
 
 def test_client_breaks_off_a_stalled_upload(serve, connect, handlers, monkeypatch):

@@ -24,7 +24,6 @@ from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
     READER,
-    STANDBY,
     Principal,
     island,
     not_worker,
@@ -50,7 +49,7 @@ def at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "who", [COORDINATOR, STANDBY, worker(12), READER, OPERATOR, island("v6e.b-1_x")]
+    "who", [COORDINATOR, worker(12), READER, OPERATOR, island("v6e.b-1_x")]
 )
 def test_names_of_files_and_in_certificates_lead_back(who):
     assert of_uri(who.uri) == who

@@ -98,9 +98,6 @@ class FragmentSnapshots(Snapshots):
 
     def save(self, fragment: int, version: Version, arrays: Arrays) -> None:
         """Write a snapshot of a fragment; it is durable when this returns."""
-        self.written(self._save(fragment, version, arrays))
-
-    def _save(self, fragment: int, version: Version, arrays: Arrays) -> Folder:
         path = fragment_path(self._folder, fragment, version)
         path.parent.mkdir(parents=True, exist_ok=True)
         buffers = flat(arrays)
@@ -111,15 +108,14 @@ class FragmentSnapshots(Snapshots):
         of_version = functools.partial(fragment_path, self._folder, fragment)
         known = [*self._versions[fragment], version]
         self._versions[fragment] = self._without_old(known, of_version)
-        return path
 
     def save_first(self, fragment: int, version: Version, arrays: Arrays) -> None:
         """Write the first snapshot of a fragment in a run or a term; remove all
-        others. It counts only with the record of that, so `written` is not called."""
+        others."""
         for old in self._versions[fragment]:
             self._remove(fragment_path(self._folder, fragment, old))
         self._versions[fragment] = []
-        self._save(fragment, version, arrays)
+        self.save(fragment, version, arrays)
 
     def unsaved(self, current: Sequence[Version]) -> list[int]:
         """Return the fragments whose current version no snapshot has, in the order of

@@ -150,7 +150,6 @@ class StoreHolder:
 
     def hold(self, message: ToHolder) -> None:
         """See engine.Holder."""
-        self._saver.heard = message
         match message:
             case Merge():
                 self._merge(message)
@@ -177,7 +176,6 @@ class StoreHolder:
 
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
         """Bring the fragments to what is committed; see `restoring.restore`."""
-        self._saver.heard = asked
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
@@ -188,7 +186,6 @@ class StoreHolder:
         What was ordered and is not in that log never was. What is in it, and the lead
         before did not live to say, becomes visible. Raises DurableError if the log has
         something else than what is here: another process must restore it then."""
-        self._saver.heard = asked
         versions = {c.fragment: c.version for c in asked.fragments}
         for fragment in self._under_way.give_up(versions, self._patience_s):
             self._commit(Commit(fragment=fragment, version=versions[fragment]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ def make_holder(
     workdir: Path,
     whose: dict[str, Any],
     fragments: Sequence[int],
-    watch: Callable[[Publishes, FragmentSnapshots], None] = lambda *folders: None,
 ) -> StoreHolder:
     """Return the holder of these fragments, with their folders. whose: see
-    `checkpoint`. watch: has a standby sent what is written there."""
+    `checkpoint`."""
     placement, plan = config.placement, store.plan
     rooms = Rooms(
         placement.merge_buffer_bytes // placement.workers,
@@ -37,7 +36,6 @@ def make_holder(
     folder = checkpoint.snapshots_folder(placement, workdir)
     publishes = Publishes(workdir / run_files.PUBLISHES, fragments)
     snapshots = FragmentSnapshots(folder, placement, fragments, whose)
-    watch(publishes, snapshots)
     return StoreHolder(
         store,
         Inbox(store.layouts_up, rooms),

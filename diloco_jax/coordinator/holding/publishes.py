@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ class Publishes:
         """Open the folder, and make it if it is missing. fragments: those that are
         written here, if not all are; others' files are left alone."""
         self._folder = folder
-        self.written: Callable[[Path], None] = lambda path: None
-        """Called with the file of a publish that is on disk."""
         folder.mkdir(parents=True, exist_ok=True)
         storage.sync_path(folder.parent)
         torn, own = f"*{storage.TEMPORARY}", [folder]
@@ -64,7 +62,6 @@ class Publishes:
             "bytes": len(payload),
         }
         digest = storage.write_sealed(path, header, [payload])
-        self.written(path)
         return Prepared(digest=digest, payload_bytes=len(payload))
 
     def read(

@@ -2,7 +2,6 @@
 superfluous.
 
 Only versions that the lead has committed are in the store, so each snapshot is of one.
-Those of its start are not written before it shows that they count.
 """
 
 from __future__ import annotations
@@ -15,11 +14,6 @@ from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import Arrays
-from diloco_jax.protocol.holding import (
-    RestoreFragments,
-    ToHolder,
-    may_replace_snapshots,
-)
 from diloco_jax.protocol.values import FIRST_VERSION, Version
 
 logger = logging.getLogger(__name__)
@@ -37,8 +31,6 @@ class Saver:
         self._store, self._snapshots, self._publishes = store, snapshots, publishes
         self.lost: set[int] = set()
         """Fragments without arrays, which are not written."""
-        self.heard: RestoreFragments | ToHolder | None = None
-        """The lead's newest message, which says if snapshots may be replaced."""
 
     def begin(self) -> None:
         """Write the first snapshots of a run or a term, one per fragment held here; see
@@ -63,9 +55,6 @@ class Saver:
             return
         for fragment in self._unsaved()[:1]:
             save = self._writes(fragment)
-            # Only now: the lead may have changed before the version was looked up.
-            if not may_replace_snapshots(self.heard):
-                return
             self._snapshots.took_turn(fragment)
             self._snapshots.writer.write(now, save)
 

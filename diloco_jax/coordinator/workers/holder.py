@@ -26,7 +26,7 @@ from diloco_jax.config import Config
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.sleeping import clock
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.coordinator.workers.hearing import Hearing, OnDisk, Tell
+from diloco_jax.coordinator.workers.hearing import Hearing, Tell
 from diloco_jax.coordinator.workers.supervised import Shown, Supervised
 from diloco_jax.core.fragments import digest_all
 from diloco_jax.protocol import tickets
@@ -66,18 +66,16 @@ class WorkersHolder:
         run_id: str,
         sizes: tuple[int, ...],
         kept: KeptCycles,
-        on_disk: OnDisk,
-        reign: int = 1,
+        term: int,
     ) -> None:
-        """sizes: parameters by fragment. kept, on_disk: see `Hearing`. reign: see
-        `Unseated.reign`. No process is started before `restore`."""
+        """sizes: parameters by fragment. kept: see `Hearing`. term: the run's. No
+        process is started before `restore`."""
         count = config.placement.workers
         self._dealt = deal(sizes, count)
         self._hearing = Hearing(
             self._dealt,
             count,
             kept,
-            on_disk,
             lambda worker: self._workers[worker].elsewhere,
         )
         self._missing: set[int] = set()
@@ -91,7 +89,7 @@ class WorkersHolder:
         self._patience_s = config.placement.outage_budget_s
         at_least = 1
         if config.placement.worker_addresses:
-            at_least = first_number(reign, time.time())
+            at_least = first_number(term, time.time())
         lead = rendezvous.next_lead(workdir, at_least)
         fields, self._over = dataclasses.asdict(config), False
         self._workers = [

@@ -18,21 +18,17 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from etils.epath import Path as Folder
 from msgspec.structs import replace
 
 from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.make_holder import make_holder
-from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.kept import KeptFragments
-from diloco_jax.coordinator.settings import bulk_server_of, coordinator_of, faults_of
+from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.sleeping import clock
-from diloco_jax.coordinator.snapshots import named
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.coordinator.workers.signs import sign_of_life
@@ -55,7 +51,6 @@ from diloco_jax.protocol.working import (
     BeginWorker,
     EndWorker,
     FragmentKept,
-    FragmentSaved,
     FromWorker,
     LeadAlive,
     SaveAll,
@@ -111,7 +106,6 @@ class HoldingWorker(NoProfiles):
             workdir,
             whose,
             begin.fragments,
-            self._watch,
         )
         name = worker_name(begin.worker)
         self.holder.faults = faults_of(config, name, begin.life)
@@ -181,14 +175,6 @@ class HoldingWorker(NoProfiles):
             self._server.stop(0.0)
         self.holder.close()
         self._kept.close(self._config.placement.deadlines.stop_s / 2)
-
-    def _watch(self, publishes: Publishes, snapshots: FragmentSnapshots) -> None:
-        """Tell the lead of snapshots; it learns of publishes by `MergePrepared`."""
-        snapshots.written = self._tell_saved
-
-    def _tell_saved(self, path: Folder) -> None:
-        fragment, version = named(path)
-        self._say(FragmentSaved(fragment=fragment, version=version))
 
     def _tell_kept(self, keep: KeepFragment, trouble: str) -> None:
         self._say(FragmentKept(keep=keep, trouble=trouble))
@@ -306,11 +292,11 @@ def _ahead_s(begin: BeginWorker) -> float:
 
 
 def _own_tls(folder: str, number: int) -> TlsFiles | None:
-    """Load the worker's own key or, if it has none, that of the coordinator or of its
-    standby; None: no TLS."""
+    """Load the worker's own key or, if it has none, that of the coordinator; None: no
+    TLS."""
     own = principal.worker(number)
     here = principals(folder) if folder else []
-    return TlsFiles.load_given(folder, own if own in here else coordinator_of(here))
+    return TlsFiles.load_given(folder, own if own in here else principal.COORDINATOR)
 
 
 def fail(line: WorkerLine, error: BaseException) -> NoReturn:

@@ -30,7 +30,7 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
 from diloco_jax.files import write_json
-from diloco_jax.protocol.outposts import Obeyed, next_number, reign_of
+from diloco_jax.protocol.outposts import Obeyed, next_number
 from diloco_jax.protocol.working import BeginWorker, EndWorker, to_worker
 
 logger = logging.getLogger(__name__)
@@ -103,12 +103,6 @@ def next_lead(workdir: Path, at_least: int = 1) -> int:
     number = next_number(_number(_path(workdir, _LEAD), _LEAD), at_least)
     write_json({_LEAD: number}, _path(workdir, _LEAD))
     return number
-
-
-def last_reign(workdir: Path) -> int:
-    """Return the reign of this workdir's last lead with workers on other machines; 0:
-    there was none."""
-    return reign_of(_number(_path(workdir, _LEAD), _LEAD))
 
 
 def last_life(workdir: Path, worker: int) -> int:

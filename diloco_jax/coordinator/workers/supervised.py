@@ -33,7 +33,6 @@ from diloco_jax.protocol.working import (
     BeginWorker,
     EndWorker,
     FragmentKept,
-    FragmentSaved,
     LeadAlive,
     SaveAll,
     WorkerAlive,
@@ -45,7 +44,7 @@ from diloco_jax.protocol.working import (
 
 logger = logging.getLogger(__name__)
 
-Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept | FragmentSaved
+Heard = FromHolder | WorkerAway | WorkerBack | FragmentKept
 
 
 class Shown(NamedTuple):

@@ -3,8 +3,9 @@
 Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
 stops no island: the link tries again for as long as the island lives, and reports again
 what was not acknowledged. A coordinator that lost its state, too, is given the anchors
-that it asks for, and welcomes the island in a new term. An island that is refused ends,
-but one whose key was revoked has a while for another one.
+that it asks for, and welcomes the island in a new term; one of an earlier term is left
+again. An island that is refused ends, but one whose key was revoked has a while for
+another one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.awaited import Awaited
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.conversation import Errand, Order, Wanted
+from diloco_jax.protocol.island.conversation import Errand, Order, Wanted, goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -270,6 +271,13 @@ class Link:
             raise
         except WireError as error:
             return error
+        if goes_back(before.term, stream.welcome):
+            stream.close(0.0)
+            return Busy(
+                f"this coordinator is in term {stream.welcome.term}, and this island "
+                f"has been in term {before.term}: its state is an old one; stop it, "
+                f"and start the one that has the newest state"
+            )
         now = time.monotonic()
         reporting = Reporting(self._deadlines.report_s, now)
         self._connection = _Connection(stream=stream, began=now, reporting=reporting)

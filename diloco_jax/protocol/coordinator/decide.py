@@ -37,7 +37,6 @@ from diloco_jax.protocol.coordinator import (
     workers,
 )
 from diloco_jax.protocol.coordinator.events import (
-    AnchorWaits,
     Disconnected,
     Effect,
     Event,
@@ -116,9 +115,6 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
             state, effects = committing.prepared(config, state, event, now)
             if now < state.deadline:  # Later steps of who is in it are yet to come.
                 state = _waits_longer(config, state, now)
-        case AnchorWaits():
-            state, effects = lost_fragments.waits(config, state, event, now), []
-            state = _waits_longer(config, state, now)
         case AnchorKept():
             state, effects = _anchor_kept(config, state, event, now)
         case WorkerAway():

@@ -96,15 +96,6 @@ class WorkerAway(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
 
 
-class AnchorWaits(msgspec.Struct, frozen=True, kw_only=True):
-    """The awaited anchor of a lost fragment is on its worker's disk. `AnchorKept`
-    follows once the standby has it too, or is parted from."""
-
-    fragment: int
-    island: str
-    incarnation: int
-
-
 class WorkerBack(msgspec.Struct, frozen=True, kw_only=True):
     """A worker has brought its fragments to what is committed, but for those that it
     has lost with its disk."""
@@ -121,7 +112,6 @@ Event = (
     | Steer
     | DeltaArrived
     | MergePrepared
-    | AnchorWaits
     | AnchorKept
     | Disconnected
     | SaidAhead

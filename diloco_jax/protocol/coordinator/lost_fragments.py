@@ -8,9 +8,6 @@ begins the term. Tokens that were merged into versions above the anchor's are lo
 (reason `worker`), so the anchor must be of a version after which every merge is known:
 one of `Fragment.newest`. Takes against the term before are refused as stale; islands
 keep their steps, and the next take has them.
-
-Where a standby is to have the anchor too, that has a time of its own: the island has
-done its part by then, and is needed no more.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import committing, fragments
 from diloco_jax.protocol.coordinator.events import (
     Alert,
-    AnchorWaits,
     Effect,
     Tell,
 )
@@ -72,16 +68,6 @@ def advance(config: PolicyConfig, state: State, now: float) -> Step:
 def deadline(lost: Lost) -> float:
     """Return the time at which time alone changes something in a search."""
     return lost.until if lost.island else lost.hopes_until
-
-
-def waits(config: PolicyConfig, state: State, event: AnchorWaits, now: float) -> State:
-    """Note that an anchor is at its worker, and wait for the standby from now on."""
-    fragment = state.fragments[event.fragment]
-    lost = fragment.lost
-    if lost is None or not _is_awaited(lost, event):
-        return state
-    lost = replace(lost, here=True, until=now + config.outage_budget_s)
-    return with_fragment(state, replace(fragment, lost=lost))
 
 
 def kept(config: PolicyConfig, state: State, event: AnchorKept) -> Step:
@@ -160,7 +146,7 @@ def _search(
     if lost.island:
         asked = islands[lost.island]
         sends = asked.answers and asked.incarnation == lost.incarnation
-        if lost.here or sends:
+        if sends:
             if now < lost.until:
                 return fragment, []
             failed = (*failed, lost.island)
@@ -186,7 +172,6 @@ def _search(
         island=name,
         incarnation=island.incarnation,
         until=now + config.outage_budget_s,
-        here=False,
         failed=failed,
     )
     fragment = replace(fragment, lost=lost)
@@ -203,14 +188,14 @@ def ask_again(fragment: Fragment, island: Island) -> list[Effect]:
     """Ask an island for the anchor that is awaited from it, if any is: the request may
     be lost with an old connection."""
     lost = fragment.lost
-    if lost is None or lost.here or lost.island != island.name:
+    if lost is None or lost.island != island.name:
         return []
     term = fragment.version.term + 1
     request = AnchorRequest(fragment=fragment.index, term=term)
     return [Tell(session=island.session, message=request)]
 
 
-def _is_awaited(lost: Lost, event: AnchorWaits | AnchorKept) -> bool:
+def _is_awaited(lost: Lost, event: AnchorKept) -> bool:
     asked = (lost.island, lost.incarnation)
     return asked == (event.island, event.incarnation)
 

@@ -181,8 +181,6 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     until: float = 0.0
     """Time until which its anchor is awaited."""
-    here: bool = False
-    """The worker has it on disk: a standby is to have it, too."""
     failed: tuple[str, ...] = ()
     """Islands whose anchors did not come, or had a version that does not count."""
 

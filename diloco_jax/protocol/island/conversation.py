@@ -52,6 +52,12 @@ Errand = Wanted | ResendRequest | Order
 """Bulk work that a message asks the shell to do."""
 
 
+def goes_back(term: int, welcome: Welcome) -> bool:
+    """Tell whether this welcome is of a term before the newest one of an island, which
+    does not go back to it. In term 0 a coordinator has no state, and gathers."""
+    return 0 < welcome.term < term
+
+
 class Conversation:
     """The state of one incarnation's conversation with the coordinator. Not
     thread-safe.

@@ -11,25 +11,35 @@ from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.observing import Incarnation
-from diloco_jax.simulation.faults.seated import SeatedCoordinator
+from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
 from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.apart_lead import Leading
-    from diloco_jax.simulation.faults.apart_world import ApartNode, ApartWorld
+    from diloco_jax.simulation.faults.apart_world import ApartWorld
 
 
-class ApartCoordinator(SeatedCoordinator):
+class ApartCoordinator(StoppableCoordinator):
     """One life of a coordinator. What islands send goes to its workers, which are
     there while it is stopped, and once it is dead."""
 
     def __init__(
-        self, world: ApartWorld, node: ApartNode, state: State, clock_offset: float
+        self, world: ApartWorld, leading: Leading, state: State, clock_offset: float
     ) -> None:
-        super().__init__(world, node, state, Anchors(()), clock_offset)
-        assert node.leading is not None
-        self._workers: Leading = node.leading
+        super().__init__(world, state, Anchors(()), clock_offset)
+        self._apart_world, self._workers = world, leading
         self._worker_of = world.worker_of
+
+    @property
+    def waits(self) -> bool:
+        """See StoppableCoordinator; True as well once it has ended."""
+        return super().waits or self.dead
+
+    def sleep(self, for_s: float) -> None:
+        """See StoppableCoordinator. Islands and workers reach each other."""
+        self._stopped = True
+        self.clock.after(for_s, lambda: self._wake_up(for_s))
+        self._apart_world.lead_sleeps(self, for_s)
 
     def in_turn(self, act: Callable[[], None]) -> None:
         """Do something after all events that wait for space."""
@@ -37,10 +47,6 @@ class ApartCoordinator(SeatedCoordinator):
             self._later.append(act)
         else:
             act()
-
-    def after_decided(self, act: Callable[[], None]) -> None:
-        """Do something once all that was heard by now is decided, and may be seen."""
-        self.in_turn(lambda: self.after_shown(act))
 
     def has(self, fragment: int) -> bool:
         """See FaultyCoordinator: here is no fragment."""
@@ -59,8 +65,8 @@ class ApartCoordinator(SeatedCoordinator):
     def fetch(
         self, fragment: int, want: Version, have: Version | None
     ) -> VirtualFetch | None:
-        """See VirtualCoordinator. A lead that was succeeded, and has not heard so, may
-        know less than the island."""
+        """See VirtualCoordinator. A lead that has died may know less than the
+        island."""
         process = self._worker_of(fragment).process
         return None if process is None else process.fetch(fragment, want, have)
 

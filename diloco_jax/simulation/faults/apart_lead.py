@@ -18,15 +18,15 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.working import BeginWorker, FragmentKept, FromWorker
-from diloco_jax.simulation.faults.apart_line import DialledLine, Order
+from diloco_jax.simulation.faults.apart_line import DialledLine
 from diloco_jax.simulation.faults.arrays import Anchor
-from diloco_jax.simulation.faults.schedule import RESTART_S, RETRY_S, RUN_ID
+from diloco_jax.simulation.faults.schedule import RETRY_S, RUN_ID
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.coordinator.state import State
     from diloco_jax.simulation.faults.apart_coordinator import ApartCoordinator
     from diloco_jax.simulation.faults.apart_worker import ApartWorker
-    from diloco_jax.simulation.faults.apart_world import ApartNode, ApartWorld
+    from diloco_jax.simulation.faults.apart_world import ApartWorld
 
 
 class LedWorker:
@@ -103,7 +103,7 @@ class LedWorker:
             lead=leading.number,
             dial=self._dials,
         )
-        network = leading.world.network(leading.node, worker)
+        network = leading.world.networks_of_workers[worker.number]
         line = self._dialled = DialledLine(self, worker, network, begin, asked)
         line.dial()
         wait_s = self._until - leading.world.clock.now
@@ -171,7 +171,7 @@ class LedWorker:
     def _is_away(self, coordinator: ApartCoordinator) -> None:
         coordinator.monitor.worker_away(self.worker.fragments)
         coordinator.hear(WorkerAway(worker=self.worker.number))
-        coordinator.after_decided(lambda: self._bring_back(coordinator))
+        coordinator.in_turn(lambda: self._bring_back(coordinator))
 
     def _bring_back(self, coordinator: ApartCoordinator) -> None:
         if coordinator.dead:
@@ -187,19 +187,15 @@ class LedWorker:
 
 
 class Leading:
-    """One life of a lead, with all its workers. then: called once each has answered."""
+    """One life of a lead, with all its workers. number: which workers compare. then:
+    called once each has answered."""
 
     def __init__(
-        self,
-        world: ApartWorld,
-        node: ApartNode,
-        order: Order,
-        number: int,
-        then: Callable[[], None],
+        self, world: ApartWorld, number: int, then: Callable[[], None]
     ) -> None:
-        self.world, self.node, self.order, self.number = world, node, order, number
+        self.world, self.number = world, number
         self.coordinator: ApartCoordinator | None = None
-        self._life, self._then = node.life, then
+        self._ended, self._then = False, then
         self._workers = [LedWorker(self, worker) for worker in world.workers]
         self._kept: dict[int, int] = {}
         """Fragments of each cycle that are kept."""
@@ -253,23 +249,25 @@ class Leading:
 
     def act(self, act: Callable[[], None]) -> None:
         """Do something in this process, if it lives and once it is awake."""
-        node, life = self.node, self._life
 
         def do() -> None:
-            if node.life == life:
+            if not self._ended:
                 act()
 
-        if node.life == life:
-            node.act(do)
+        if self.coordinator is None:
+            do()
+        else:
+            self.coordinator.when_awake(do)
 
     def end(self, *, in_order: bool) -> None:
         """Hang up on all workers; see `LedWorker.end`."""
+        self._ended = True
         for one in self._workers:
             one.end(in_order=in_order)
 
     def fail(self) -> None:
         """End the process: a worker does not come, or obeys a later lead."""
-        self.world.ended(self.node, "standby", RESTART_S)
+        self.world.lead_fails()
 
 
 def asked_of(worker: ApartWorker, state: State) -> RestoreFragments:

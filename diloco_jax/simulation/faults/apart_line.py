@@ -8,29 +8,46 @@ from typing import TYPE_CHECKING
 from diloco_jax.protocol.holding import RestoreFragments, ToHolder
 from diloco_jax.protocol.working import BeginWorker, FromWorker
 from diloco_jax.simulation.faults.schedule import LEASE_S
-from diloco_jax.simulation.faults.standby_line import StandbyNetwork
 from diloco_jax.simulation.virtual.clock import Clock
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.apart_lead import LedWorker
     from diloco_jax.simulation.faults.apart_worker import ApartWorker
 
-Order = tuple[int, int, int]
-"""Place of a lead among all of a run: mandates made anew, reign, start."""
 WORKERS_SILENCE_S = 2 * LEASE_S
 """Silence of its lead after which a worker leaves the line."""
 LEADS_SILENCE_S = 3 * LEASE_S
 """Silence of a worker after which the lead leaves the line."""
 
 
-class WorkerNetwork(StandbyNetwork):
-    """The network between a worker and one node."""
+class WorkerNetwork:
+    """The network between a worker and its lead, for all their lines."""
 
     def __init__(self, clock: Clock, latency_s: float) -> None:
-        super().__init__(clock, latency_s, 0.0)
+        self.clock, self.latency_s = clock, latency_s
+        self.parted = False
         self.line: DialledLine | None = None
         """The last line over it."""
+        self._waiting: list[Callable[[], None]] = []
         self._cuts = 0
+
+    def carry(self, arrive: Callable[[], None]) -> None:
+        """Let a message arrive a latency from now, but not before the end of a
+        partition."""
+        self.clock.after(self.latency_s, lambda: self._land(arrive))
+
+    def heal(self) -> None:
+        """End the partition; what waited arrives, in order."""
+        self.parted = False
+        waiting, self._waiting = self._waiting, []
+        for arrive in waiting:
+            arrive()
+
+    def _land(self, arrive: Callable[[], None]) -> None:
+        if self.parted:
+            self._waiting.append(arrive)
+        else:
+            arrive()
 
     def cut(self, for_s: float) -> None:
         """Let nothing come through for a while."""
@@ -59,7 +76,6 @@ class DialledLine:
         asked: RestoreFragments,
     ) -> None:
         self.begin, self.asked, self.files = begin, asked, lead.files
-        self.order: Order = lead.leading.order
         self._lead, self._worker, self._network = lead, worker, network
         self._open = True
         """At the worker's end."""

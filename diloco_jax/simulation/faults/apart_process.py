@@ -1,8 +1,8 @@
 """The process of a worker on another machine, in a world of faults: it outlives leads.
 
 What a worker decides as another lead comes is the product's: which merges are given up
-(`MergesUnderWay`), whether it can go on (`restoring.alive`), what it says to the next
-lead (`OF_ONE_LEAD`), and when it may write snapshots (`may_replace_snapshots`).
+(`MergesUnderWay`), whether it can go on (`restoring.alive`), and what it says to the
+next lead (`OF_ONE_LEAD`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class HoldingProcess:
         self._awaited: dict[int, AwaitAnchor] = {}
         self._kept: dict[int, Anchor] = {}
         """Anchors that are on disk and not committed."""
-        self.heard: RestoreFragments | ToHolder | None = None
-        """The newest message of a lead."""
         self._line: DialledLine | None = None
         self._unsaid: list[FromWorker] | None = None
         """Messages that wait until a new lead knows what is here."""
@@ -73,7 +71,7 @@ class HoldingProcess:
 
     def begin(self, line: DialledLine) -> None:
         """Restore the fragments from the disk, for the first lead."""
-        self._line, self.heard = line, line.asked
+        self._line = line
         found, lost = [], []
         for committed in line.asked.fragments:
             fragment, version = committed.fragment, committed.version
@@ -105,7 +103,6 @@ class HoldingProcess:
             self._worker.end_process()  # The next one restores it from disk.
 
     def _restore_alive(self, line: DialledLine) -> None:
-        self.heard = line.asked
         self._fence(line.asked)
         versions = {c.fragment: c.version for c in line.asked.fragments}
         for fragment in self._under_way.give_up(versions, 0.0):
@@ -165,7 +162,6 @@ class HoldingProcess:
 
     def hold(self, message: ToHolder) -> None:
         """Do what the lead says."""
-        self.heard = message
         match message:
             case Merge():
                 self._merge(message)

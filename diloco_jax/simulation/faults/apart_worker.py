@@ -1,4 +1,4 @@
-"""A worker's machine, which is neither lead's: its disk, its outpost, its process."""
+"""A worker's machine, which is not the lead's: its disk, its outpost, its process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ class ApartWorker:
             line.part()  # The disk is full: files that should be here are not.
         else:
             self.obeyed = after
-            self.world.monitor.obeys(self.number, line.order)
             before, self.line = self.line, line
             if before is not None:
                 before.part()

@@ -1,7 +1,7 @@
-"""A world of faults whose coordinator has a standby, and workers on other machines.
+"""A world of faults whose coordinator has workers on other machines.
 
-Workers outlive whoever leads. The next lead dials them, and they go on with it: each
-obeys the lead with the largest number.
+Workers outlive the lead. The next one dials them, and they go on with it: each obeys
+the lead with the largest number.
 """
 
 from __future__ import annotations
@@ -11,96 +11,78 @@ from collections.abc import Callable, Mapping
 
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.coordinator.workers import deal
-from diloco_jax.protocol.holding import may_replace_snapshots
-from diloco_jax.protocol.outposts import (
-    Obeyed,
-    first_number,
-    next_number,
-    reign_of,
-)
+from diloco_jax.protocol.outposts import Obeyed, first_number, next_number
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.apart_coordinator import ApartCoordinator
 from diloco_jax.simulation.faults.apart_lead import Leading
 from diloco_jax.simulation.faults.apart_line import WORKERS_SILENCE_S, WorkerNetwork
 from diloco_jax.simulation.faults.apart_worker import ApartWorker
-from diloco_jax.simulation.faults.arrays import Anchor, Anchors
+from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.faults.fault import DrawnFault, Restart
+from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.gatherer import Opened
+from diloco_jax.simulation.faults.island import FaultyIsland
+from diloco_jax.simulation.faults.links import Peer
 from diloco_jax.simulation.faults.network import FaultyLine
-from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S, Schedule
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    RESTART_S,
+    RETRY_S,
+    Schedule,
+)
 from diloco_jax.simulation.faults.snapshots import ROUND_S, SnapshotRounds
-from diloco_jax.simulation.faults.standby_node import Node, Role
-from diloco_jax.simulation.faults.standby_world import NODES, StandbyWorld
 from diloco_jax.simulation.faults.worker_crashes import (
     WorkerCrashes,
     WorkerPartition,
 )
+from diloco_jax.simulation.faults.world import FaultyWorld
 
 UNIX_S = 1.7e9
-"""Unix time as a run begins, by a clock that is right."""
+"""Time of day as a run begins, by the first machine of the lead."""
+BEHIND_S = 1e6
+"""Seconds by which clocks are behind in each next term. Those of one term agree: if
+islands never heard of it, the same is opened again, and later counts."""
 
 
-class ApartNode(Node):
-    """A machine with a coordinator that may lead workers elsewhere."""
+class LeadDisk(Disk):
+    """Log and snapshots of the state. Fragments are here until workers have them."""
 
-    def __init__(
-        self, world: ApartWorld, name: str, rate: float, unix_ahead_s: float
-    ) -> None:
-        """unix_ahead_s: by which its time of day is wrong."""
-        super().__init__(world, name, rate)
-        self.leading: Leading | None = None
-        self.last_lead = 0
-        """Number of the last lead; on its disk."""
-        self._unix_ahead_s = unix_ahead_s
+    def files(self) -> dict[int, Anchor]:
+        """Return the anchors that are here, by fragment; the newest of each."""
+        return {
+            fragment: anchor
+            for fragment, saved in enumerate(self._anchors)
+            if saved and (anchor := saved[max(saved)]) is not None
+        }
 
-    @property
-    def led(self) -> int:
-        """See Node."""
-        return reign_of(self.last_lead)
-
-    @property
-    def unix_s(self) -> float:
-        """Its time of day."""
-        return UNIX_S + self._unix_ahead_s + self.clock()
-
-    def kill(self) -> None:
-        """See Node; lines to workers break."""
-        super().kill()
-        self.leave_workers(in_order=False)
-
-    def leave_workers(self, *, in_order: bool) -> None:
-        """Hang up on all workers. in_order: the process ends by itself."""
-        leading, self.leading = self.leading, None
-        if leading is not None:
-            leading.end(in_order=in_order)
+    def hand_over(self) -> None:
+        """Delete all files of fragments, which workers have by now."""
+        for saved in self._anchors:
+            saved.clear()
 
 
-class ApartWorld(StandbyWorld):
-    """World with two coordinators' machines, and one for each worker."""
+class ApartWorld(FaultyWorld):
+    """World with a machine for the lead, and one for each worker."""
+
+    disk: LeadDisk
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
+        self.disk = LeadDisk()
         count, sizes = self.config.workers, self.config.fragment_sizes
         self._dealt = deal(sizes, count)
         self.workers = [
             ApartWorker(self, number, self._fragments_of(number))
             for number in range(count)
         ]
-        self._networks = {
-            (node, number): WorkerNetwork(self.clock, schedule.latency_s)
-            for node in self.nodes
-            for number in range(count)
-        }
-        self._mandates = self._starts = 0
-        """Mandates that a person has removed; leads that were started."""
-
-    def _node(self, name: str, rate: float) -> Node:
-        drawn = self.schedule.standby
-        assert drawn is not None
-        ahead_s = drawn.unix_ahead_s[NODES.index(name)]
-        return ApartNode(self, name, rate, ahead_s)
+        self.networks_of_workers = [
+            WorkerNetwork(self.clock, schedule.latency_s) for _ in range(count)
+        ]
+        self.leading: Leading | None = None
+        """The lead's side of its workers, from its first dial to its end."""
+        self._last_lead = 0
+        """Number of the last lead; on its disk."""
 
     def _crashes_of_workers(self) -> WorkerCrashes:
         return ApartCrashes(self, liveness.gathered_within_s(self.schedule))
@@ -115,51 +97,58 @@ class ApartWorld(StandbyWorld):
         """Return the worker that has a fragment."""
         return self.workers[self._dealt[fragment]]
 
-    # ---- who leads ------------------------------------------------------------------
-
-    def _read(self, node: Node, clock_s: float) -> None:
-        """Have the workers go on before anything is served."""
-        assert isinstance(node, ApartNode)
-        if node.disk.damaged and node.cede():
-            return
-        state = self._recovered(node.disk, clock_s)
-        then = functools.partial(self._loaded, node, clock_s)
-        self._bring_up(node, state, node.disk.files(), then)
-
-    def _begin_term(self, node: Node, opened: Opened) -> None:
-        assert isinstance(node, ApartNode)
-        then = functools.partial(super()._begin_term, node, opened)
-        self._bring_up(node, opened.state, dict(enumerate(opened.anchors)), then)
-
-    def _bring_up(
-        self,
-        node: ApartNode,
-        state: State,
-        files: Mapping[int, Anchor],
-        then: Callable[[], None],
-    ) -> None:
-        """Dial all workers. files: anchors of the beginning of a run or a term."""
-        self._starts += 1
-        reign = node.reign
-        at_least = first_number(reign, node.unix_s)
-        node.last_lead = next_number(node.last_lead, at_least)
-        order = (self._mandates, reign, self._starts)
-        node.leading = Leading(self, node, order, node.last_lead, then)
-        node.leading.begin(state, files)
+    # ---- the lead -------------------------------------------------------------------
 
     def _go_on(self, state: State, clock_s: float) -> None:
+        """Have the workers go on before anything is served."""
+        then = functools.partial(self._lead, state, clock_s)
+        self._bring_up(state, self.disk.files(), then)
+
+    def _gathered(self, opened: Opened | None) -> None:
+        """See FaultyWorld. Workers have a new term before it counts."""
+        if opened is None:
+            self._find_again()
+            super()._gathered(opened)
+            return
+        self.gatherer = None
+        for island in self.processes:
+            self.lose_connection(island, 0.0)
+        then = functools.partial(self._open, opened)
+        self._bring_up(opened.state, dict(enumerate(opened.anchors)), then)
+
+    def _open(self, opened: Opened) -> None:
+        self.disk.begin(opened.state, opened.anchors)
+        self.monitor.opened(opened)
+        clock_s = self.clock.now
+        self._lead(self._recovered(self.disk, clock_s), clock_s)
+
+    def _find_again(self) -> None:
+        """Do what a person does for a lost run whose disk comes back: remove what the
+        workers know of the leads before."""
+        for worker in self.workers:
+            worker.obeyed = Obeyed()
+
+    def _bring_up(
+        self, state: State, files: Mapping[int, Anchor], then: Callable[[], None]
+    ) -> None:
+        """Dial all workers. files: anchors of the beginning of a run or a term."""
+        unix_s = UNIX_S - BEHIND_S * state.term + self.clock.now
+        at_least = first_number(state.term, unix_s)
+        self._last_lead = next_number(self._last_lead, at_least)
+        self.leading = Leading(self, self._last_lead, then)
+        self.leading.begin(state, files)
+
+    def _lead(self, state: State, clock_s: float) -> None:
         """Let a coordinator go on, with workers that have answered."""
-        node = self._leading
-        assert isinstance(node, ApartNode)
-        leading = node.leading
+        leading = self.leading
         assert leading is not None
-        node.disk.hand_over()
+        self.disk.hand_over()
         self.monitor.recovered(state)
         for fragment, anchor in leading.restored():
             self.monitor.restored(fragment, anchor)
             self.monitor.published(fragment, anchor)
-        coordinator = self._made(state, Anchors(()), clock_s - self.clock.now)
-        assert isinstance(coordinator, ApartCoordinator)
+        offset_s = clock_s - self.clock.now
+        coordinator = ApartCoordinator(self, leading, state, offset_s)
         self.coordinator = coordinator
         for worker in self.workers:
             if worker.process is None:
@@ -170,50 +159,60 @@ class ApartWorld(StandbyWorld):
         leading.serve(coordinator)
         self._serve(coordinator)
 
-    def _made(
-        self, state: State, merging: Anchors, offset_s: float
-    ) -> FaultyCoordinator:
-        node = self._leading
-        assert isinstance(node, ApartNode)
-        node.coordinator = ApartCoordinator(self, node, state, offset_s)
-        return node.coordinator
+    def leave_workers(self, *, in_order: bool) -> None:
+        """Hang up on all workers. in_order: the process ends by itself, and so do
+        they."""
+        leading, self.leading = self.leading, None
+        if leading is not None:
+            leading.end(in_order=in_order)
 
-    def _go_back(self) -> None:
-        """See StandbyWorld. The mandate is made anew, so the person also removes what
-        workers know of the leads before."""
-        super()._go_back()
-        self._mandates += 1
-        for worker in self.workers:
-            worker.obeyed = Obeyed()
+    def lead_fails(self) -> None:
+        """End a lead that cannot go on with its workers; it starts again."""
+        dead, clock_s = self.coordinator, self.clock.now
+        self.leave_workers(in_order=True)
+        if dead is None:
+            start = functools.partial(self._start_coordinator, clock_s)
+            self.clock.after(RESTART_S, start)
+        else:
+            dead.die()
+            self._went_down(dead, Restart(down_s=RESTART_S, clock_s=clock_s))
 
-    # ---- processes ------------------------------------------------------------------
+    def _start_again_after(self, seconds: float, last: FaultyCoordinator) -> None:
+        self.leave_workers(in_order=True)
+        super()._start_again_after(seconds, last)
 
-    def ended(self, node: Node, role: Role, after_s: float) -> None:
-        """See StandbyWorld; a process that ends by itself ends its workers."""
-        assert isinstance(node, ApartNode)
-        node.leave_workers(in_order=True)
-        super().ended(node, role, after_s)
+    def crash_coordinator(self, dying: FaultyCoordinator, restart: Restart) -> None:
+        """See FaultyWorld. Without its disk, it starts again on another machine."""
+        if self.disk.empty:
+            self._last_lead = 0
+        super().crash_coordinator(dying, restart)
 
-    def lose(self, node: Node, restart: Restart, *, renamed: bool) -> None:
-        """See StandbyWorld."""
-        assert isinstance(node, ApartNode)
-        node.last_lead = 0
-        super().lose(node, restart, renamed=renamed)
-
-    def stop(self, node: Node, for_s: float, *, asleep: bool = False) -> None:
-        """See StandbyWorld. Workers leave a lead that is silent."""
-        super().stop(node, for_s, asleep=asleep)
-        life = node.life
+    def lead_sleeps(self, lead: ApartCoordinator, for_s: float) -> None:
+        """Have islands and workers leave a lead that is silent for too long."""
 
         def leave() -> None:
-            if node.paused and node.life == life:
-                for worker in self.workers:
-                    line = self.network(node, worker).line
-                    if line is not None:
-                        line.leave()
+            if lead.stopped and self.coordinator is lead:
+                for island in self.processes:
+                    self.lose_connection(island, 0.0)
 
+        def part() -> None:
+            if lead.stopped and self.coordinator is lead:
+                for network in self.networks_of_workers:
+                    if network.line is not None:
+                        network.line.leave()
+
+        if for_s >= LEASE_S:
+            self.clock.after(LEASE_S, leave)
         if for_s >= WORKERS_SILENCE_S:
-            self.clock.after(WORKERS_SILENCE_S, leave)
+            self.clock.after(WORKERS_SILENCE_S, part)
+
+    @property
+    def new_term_within_s(self) -> float:
+        """See FaultyWorld; workers have the term first."""
+        brought_up_s = liveness.brought_up_within_s(self.schedule)
+        return super().new_term_within_s + brought_up_s
+
+    # ---- disks and network ----------------------------------------------------------
 
     def fill_disk(self, for_s: float, *, brimful: bool) -> None:
         """See FaultyWorld: the lead's disk, or those of all workers."""
@@ -223,24 +222,11 @@ class ApartWorld(StandbyWorld):
         for disk in disks:
             self.fill(disk, for_s, brimful=brimful)
 
-    # ---- the network ----------------------------------------------------------------
-
-    def network(self, node: Node, worker: ApartWorker) -> WorkerNetwork:
-        """Return the network between a node and a worker."""
-        return self._networks[node.name.partition(".")[0], worker.number]
-
-    def cut(
-        self, fault: DrawnFault, number: int, nodes: list[Node], for_s: float
-    ) -> bool:
-        """Part a worker from nodes for a while; False if it is parted from one."""
-        worker = self.workers[number % len(self.workers)]
-        networks = [self.network(node, worker) for node in nodes]
-        if not networks or any(network.parted for network in networks):
-            return False
-        for network in networks:
-            network.cut(for_s)
-        # A worker that lost its line in it is dialled again, and serves.
-        return self.begun(fault, for_s + LEASE_S + 4 * RETRY_S)
+    def _peer_for(self, island: FaultyIsland) -> Peer | None:
+        lead = self.coordinator
+        if isinstance(lead, ApartCoordinator) and lead.stopped:
+            return None
+        return super()._peer_for(island)
 
 
 class ApartCrashes(WorkerCrashes):
@@ -251,6 +237,7 @@ class ApartCrashes(WorkerCrashes):
     def lead_dies(self, coordinator: FaultyCoordinator, restart: Restart) -> None:
         """End a lead: what islands send to workers arrives all the same."""
         coordinator.die()
+        self._world.leave_workers(in_order=False)
         for island in self._world.processes:
             if isinstance(island.line, FaultyLine):
                 island.line.linger()
@@ -259,16 +246,15 @@ class ApartCrashes(WorkerCrashes):
         """Look after what its workers have lost."""
         self.look(coordinator)
 
-    def end_those_of(self, disk: Disk) -> None:
-        """See WorkerCrashes: there are none."""
-
     def part(self, fault: WorkerPartition) -> bool:
-        """Part a worker from the node that leads."""
+        """Part a worker from its lead."""
         world = self._world
-        if not isinstance(world.coordinator, ApartCoordinator):
+        network = world.networks_of_workers[fault.worker % len(world.workers)]
+        if world.coordinator is None or network.parted:
             return False
-        nodes = [world.coordinator.node]
-        return world.cut(fault, fault.worker, nodes, fault.for_s)
+        network.cut(fault.for_s)
+        # A worker that lost its line in it is dialled again, and serves.
+        return world.begun(fault, fault.for_s + LEASE_S + 4 * RETRY_S)
 
     def _worker(self, number: int) -> ApartWorker:
         return self._world.workers[number % len(self._world.workers)]
@@ -322,8 +308,6 @@ class ApartRounds(SnapshotRounds):
         world, worker = self._world, self._world.worker_of(fragment)
         process, disk = worker.process, worker.disk
         if process is None or process.dead or fragment in process.lost:
-            return
-        if not may_replace_snapshots(process.heard):
             return
         anchor = process.anchors.anchors[fragment]
 

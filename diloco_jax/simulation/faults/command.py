@@ -78,7 +78,7 @@ def text(report: FaultsReport) -> str:
         f"{report.schedules} schedules in {report.seconds:.1f} s "
         f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
         f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
-        f"{report.extensions} extensions, {report.takeovers.total()} take-overs, "
+        f"{report.extensions} extensions, "
         f"{report.faults.total()} faults ({faults}): "
         f"{len(report.violations)} violations"
     )

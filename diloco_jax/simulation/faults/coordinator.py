@@ -103,10 +103,6 @@ class FaultyCoordinator(VirtualCoordinator):
         """True while a record waits for space."""
         return bool(self._effects)
 
-    def after_shown(self, act: Callable[[], None]) -> None:
-        """Do something once all that is decided by now may be seen."""
-        act()
-
     def when_awake(self, act: Callable[[], None]) -> None:
         """Do something now, or once its process is no longer stopped."""
         act()
@@ -283,10 +279,6 @@ class FaultyCoordinator(VirtualCoordinator):
             version=first.version,
             digest=digest,
         )
-        self._anchor_is_here(kept)
-
-    def _anchor_is_here(self, kept: AnchorKept) -> None:
-        """Hear of an anchor that is on disk."""
         self.hear(kept)
 
     def _begin_term(self, commit: Commit) -> None:

@@ -15,7 +15,6 @@ from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.boasting import Boast
 from diloco_jax.simulation.faults.clock_faults import ClockJump, MachineSleep
 from diloco_jax.simulation.faults.draw_apart import with_workers_apart
-from diloco_jax.simulation.faults.draw_standby import with_standby
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault
 from diloco_jax.simulation.faults.operator import Export, Removal, RunStop
@@ -49,7 +48,7 @@ REMOVED_SHARE = 0.2
 EXPORTED_SHARE = 0.15
 """Share of the schedules in which an operator exports the run."""
 STOPPED_SHARE = 0.1
-"""Share of those without a standby in which an operator stops and resumes the run."""
+"""Share of the schedules in which an operator stops and resumes the run."""
 LIAR_SHARE = 0.3
 """Share of the schedules in which an island lies for a while."""
 BOASTER_SHARE = 0.1
@@ -62,13 +61,8 @@ ASLEEP_SHARE = 0.15
 """Share of the schedules in which the coordinator's machine sleeps, its clock too."""
 CROWDED_SHARE = 0.5
 """Share of the schedules in which memory has room for few fragments' deltas."""
-STANDBY_SHARE = 0.3
-"""Share of the schedules without faults of workers in which the coordinator has a
-standby."""
-BESIDE_WORKERS_SHARE = 0.15
-"""Share of the others in which it has one."""
-APART_SHARE = 0.25
-"""Share of the schedules with a standby in which the workers are on other machines."""
+APART_SHARE = 0.15
+"""Share of the schedules in which the workers are on other machines."""
 LOSING_SHARE = 0.35
 """Tokens of a schedule whose rule loses steps, as a share of those of others. Where
 fewer survive, the run lasts longer; where it is over too soon, it is extended."""
@@ -182,18 +176,14 @@ def draw(seed: int) -> Schedule:
     outlived = random.Random(f"outlived {seed}")
     if schedule.workers > 1:
         faults = [_perhaps_outlived(outlived, fault) for fault in faults]
-    standby = random.Random(f"standby {seed}")
-    beside = any(isinstance(fault, WorkerCrash) for fault in faults)
-    if standby.random() < (BESIDE_WORKERS_SHARE if beside else STANDBY_SHARE):
-        schedule, faults = with_standby(standby, schedule, faults, storm_s)
     apart = random.Random(f"apart {seed}")
-    if schedule.standby is not None and apart.random() < APART_SHARE:
+    if apart.random() < APART_SHARE:
         schedule, faults = with_workers_apart(apart, schedule, faults, storm_s)
     export = random.Random(f"export {seed}")
     if export.random() < EXPORTED_SHARE:
         faults += [_drawn(Export, export, storm_s) for _ in range(2)]
     stop = random.Random(f"stop {seed}")
-    if schedule.standby is None and stop.random() < STOPPED_SHARE:
+    if stop.random() < STOPPED_SHARE:
         faults.append(_drawn(RunStop, stop, storm_s, for_s=_seconds))
     # While the coordinator is down, islands go on, and nothing is merged.
     calm_s = max(calm_s, 3 * cycle_s + sum(map(_down_s, faults)))

@@ -26,10 +26,8 @@ from diloco_jax.simulation.faults import (
     safe_merges,
     safe_once,
     safe_speeds,
-    safe_standby,
     safe_terms,
     safe_versions,
-    safe_workers,
 )
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
@@ -61,11 +59,6 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_disk.ChainsKept,
     safe_disk.RestoredExactly,
     safe_terms.GatheredExactly,
-    safe_standby.OneLeads,
-    safe_standby.InStep,
-    safe_standby.SeenStays,
-    safe_standby.OverStays,
-    safe_workers.NewestObeyed,
 )
 
 Calls = Sequence[Callable[..., None]]

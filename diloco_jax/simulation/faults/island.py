@@ -13,7 +13,7 @@ from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.simulation.faults.arrays import Anchor, DigestBody
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
-from diloco_jax.simulation.faults.lineage import Watching
+from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.connection import Connection, VirtualService
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
@@ -33,7 +33,7 @@ class FaultyIsland(VirtualIsland):
         run: RunConfig,
         clock: Clock,
         report_s: float,
-        monitor: Watching,
+        monitor: Monitor,
         refused: Callable[[FaultyIsland], None],
         postponed: Callable[[Connection], None],
     ) -> None:
@@ -55,11 +55,6 @@ class FaultyIsland(VirtualIsland):
     def service(self) -> VirtualService | None:
         """The service to which it was connected last."""
         return self._coordinator
-
-    @property
-    def is_welcome(self) -> bool:
-        """True on a connection that is welcomed."""
-        return self._reports.begun
 
     def put(self, fragment: int, tick: int, encoded: Any) -> None:
         assert self.boundary is not None

@@ -12,7 +12,6 @@ from diloco_jax.simulation.faults.clock_faults import AnyClockFault
 from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.network import Way
 from diloco_jax.simulation.faults.operator import AnyOrder
-from diloco_jax.simulation.faults.standby_faults import AnyStandbyFault
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
 
 if TYPE_CHECKING:
@@ -375,5 +374,4 @@ AnyFault = (
     | Repeat
     | Delay
     | Corruption
-    | AnyStandbyFault
 )

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diloco_jax.coordinator.standby.machine_thread import timing_of
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
-from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import kinds
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import (
@@ -34,7 +32,8 @@ def merges_within_s(schedule: Schedule) -> float:
     restart; a step of the slowest island, a transfer and a merge; and the time in which
     the hosts of an island agree on a take and an adoption; and if a worker has lost its
     disk, the time to gather its fragments; and the time until an island is out of
-    quarantine, if a quorum needs it; and the time until a standby leads.
+    quarantine, if a quorum needs it; and the time until a lead
+    has its workers.
     """
     joins_s = max(plan.join_s for plan in schedule.islands.values())
     awaited_s = LEASE_S + Deadlines(LEASE_S).reunion_s
@@ -42,38 +41,30 @@ def merges_within_s(schedule: Schedule) -> float:
     cycles_s = 2 * schedule.steps_per_cycle * schedule.pacing_s
     lost = any(getattr(fault, "disk_lost", False) for fault in schedule.faults)
     lost_s = gathered_within_s(schedule) if lost else 0.0
-    lost_s += taken_over_within_s(schedule) + released_within_s(schedule)
+    lost_s += brought_up_within_s(schedule) + released_within_s(schedule)
     return back_s + lost_s + cycles_s + _merged_s(schedule) + _agreed_s(schedule)
 
 
 def gathered_within_s(schedule: Schedule) -> float:
     """Bound the time from a worker's return to the anchors of all that it has lost: a
     lease, in which an island may say that it has the newest one, a step of the slowest
-    island on all its hosts, and a transfer; and the time in which a standby gets it."""
+    island on all its hosts, and a transfer."""
     agreed_s = schedule.slowest_s + _agreed_s(schedule)
-    copied_s = 0.0 if schedule.standby is None else schedule.standby.copy_s
-    return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s + copied_s
+    return LEASE_S + RETRY_S + agreed_s + schedule.transfer_s
 
 
-def taken_over_within_s(schedule: Schedule) -> float:
-    """Bound the time in which one of two coordinators leads; 0 if there is one.
+def brought_up_within_s(schedule: Schedule) -> float:
+    """Bound the time in which a lead has its workers on other machines; 0 if they are
+    on its own.
 
-    It is the sum of: the mandate's end for a standby that is not in step; a renewal and
-    two attempts to write it; the reading of the disk; the gathering of all anchors,
-    each after a boundary; and the time in which an island finds the right address,
-    twice.
+    It is the sum of: a restart, if the first attempt failed; the end of what workers
+    compute; the dialling again of one that could not go on; and the time in which an
+    island comes back to a lead, twice.
     """
-    if schedule.standby is None:
+    if not schedule.workers_apart:
         return 0.0
-    timing = timing_of(Deadlines(LEASE_S))
-    waits_s = timing.gathering_s + 3 * timing.renew_s + RESTART_S
-    waits_s += schedule.standby.load_s
-    if schedule.standby.workers_apart:
-        # Workers end what they compute; one that cannot go on is followed by another.
-        waits_s += schedule.merge_s + 2 * RETRY_S + 8 * schedule.latency_s
-    anchor_s = schedule.slowest_s + schedule.transfer_s
-    gathers_s = 2 * LEASES_AWAITED * LEASE_S + len(schedule.fragment_sizes) * anchor_s
-    return waits_s + gathers_s + 2 * (LEASE_S + RETRY_S)
+    dialled_s = schedule.merge_s + 2 * RETRY_S + 8 * schedule.latency_s
+    return RESTART_S + dialled_s + 2 * (LEASE_S + RETRY_S)
 
 
 def released_within_s(schedule: Schedule) -> float:

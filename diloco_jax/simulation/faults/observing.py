@@ -11,7 +11,6 @@ from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable
-from diloco_jax.protocol.standby.mandate import Mandate
 from diloco_jax.protocol.values import DeltaKey, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
@@ -103,26 +102,6 @@ class Invariant:
 
     def carrying_out(self, effect: AnyEffect) -> None:
         """Observe that an effect is about to be visible."""
-
-    def obeys(self, worker: int, lead: tuple[int, int, int]) -> None:
-        """Observe that a worker on a machine of its own goes on with a lead: mandates
-        made anew before, reign, start."""
-
-    def holds(self, node: str, before: Mandate) -> None:
-        """Observe that a node has written the mandate, which said this before."""
-
-    def shows(self, node: str, holder: str) -> None:
-        """Observe that a node is about to let something be seen, while the mandate
-        names this holder.
-        """
-
-    def named(self, node: str, last: int, seen: int) -> None:
-        """Observe that the mandate calls a node in step: the last record that is on its
-        disk, and the last one of which anyone may have seen something.
-        """
-
-    def goes_on(self, node: str, last: int, seen: int) -> None:
-        """Observe that a node goes on from its log; see `named`."""
 
     def recovered(self, state: State) -> None:
         """Observe the state from which a coordinator goes on."""

@@ -21,7 +21,6 @@ from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule
 from diloco_jax.simulation.faults.shrink import shortest
-from diloco_jax.simulation.faults.standby_world import StandbyWorld
 from diloco_jax.simulation.faults.world import FaultyWorld
 from diloco_jax.simulation.progress import Progress, nobody
 
@@ -56,11 +55,7 @@ class Played(NamedTuple):
 
 def world_of(schedule: Schedule) -> FaultyWorld:
     """Return the world that plays a schedule."""
-    if schedule.standby is None:
-        return FaultyWorld(schedule)
-    if schedule.standby.workers_apart:
-        return ApartWorld(schedule)
-    return StandbyWorld(schedule)
+    return ApartWorld(schedule) if schedule.workers_apart else FaultyWorld(schedule)
 
 
 def play(schedule: Schedule) -> Played:
@@ -134,8 +129,6 @@ class FaultsReport:
     """Torn snapshots that a returning coordinator found and passed over."""
     extensions: int = 0
     """Times that a run was over, and went on to more tokens."""
-    takeovers: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Take-overs by a standby, from its log or by gathering."""
     faults: Counter[str] = dataclasses.field(default_factory=Counter)
     """Faults that happened, by kind."""
     violations: list[Violation] = dataclasses.field(default_factory=list)
@@ -224,7 +217,6 @@ def _add(report: FaultsReport, played: Played) -> None:
     report.crashes += played.world.crashes
     report.torn_snapshots += played.world.torn_snapshots
     report.extensions += played.world.extensions
-    report.takeovers.update(played.world.takeovers)
     report.faults.update(played.world.struck)
 
 

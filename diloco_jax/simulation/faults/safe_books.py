@@ -287,9 +287,8 @@ class DataOnce(Invariant):
 
 
 class DurableFirst(Invariant):
-    """Everything that an island can see is in the log before it can see it.
-
-    It is the newest that is there, unless it waited for a standby meanwhile.
+    """Everything that an island can see is in the log before it can see it, as the
+    newest that is there.
     """
 
     name = "durable"
@@ -311,10 +310,6 @@ class DurableFirst(Invariant):
         self._incarnations: dict[str, int] = {}
         self._grants: set[tuple[str, int, int, int]] = set()
         self._versions = [Version()] * config.fragments
-        self._before: set[tuple[int, Version]] = set()
-        """Versions that were the newest of their fragments."""
-        self._waits = False
-        """True if what was decided may wait before anyone sees it."""
         self._merged: set[Key] = set()
         self._ticks = 0
         self._kinds: set[type[Durable]] = set()
@@ -324,13 +319,8 @@ class DurableFirst(Invariant):
         self._versions = [f.version for f in opened.state.fragments]
         self._ticks = 0
 
-    def shows(self, node: str, holder: str) -> None:
-        self._waits = True
-
     def persisted(self, record: Durable) -> None:
         self._kinds.add(type(record))
-        if isinstance(record, Merged | TermBegun):
-            self._before.add((record.fragment, self._versions[record.fragment]))
         match record:
             case Joined():
                 self._who[record.session] = (record.island, record.incarnation)
@@ -361,16 +351,13 @@ class DurableFirst(Invariant):
     def _is_durable(self, who: Incarnation | None, message: FromCoordinator) -> bool:
         match message:
             case Welcome(versions=versions):
-                return self._is_in(who) and all(
-                    self._is_newest(fragment, version)
-                    for fragment, version in enumerate(versions)
-                )
+                return self._is_in(who) and list(versions) == self._versions
             case Granted(span=span):
                 return who is not None and (*who, *span) in self._grants
             case TakeRequest(tick=tick):
                 return tick <= self._ticks
             case Published(fragment=fragment, version=version, verdict=verdict):
-                if not self._is_newest(fragment, version):
+                if version != self._versions[fragment]:
                     return False
                 return verdict != "merged" or self._is_merged(who, message)
             case TakeVerdict(verdict="merged"):
@@ -383,14 +370,7 @@ class DurableFirst(Invariant):
                 return True
 
     def _is_in(self, who: Incarnation | None) -> bool:
-        if who is None:
-            return False
-        newest = self._incarnations[who[0]]
-        return newest == who[1] or (self._waits and newest > who[1])
-
-    def _is_newest(self, fragment: int, version: Version) -> bool:
-        waited = self._waits and (fragment, version) in self._before
-        return waited or self._versions[fragment] == version
+        return who is not None and self._incarnations[who[0]] == who[1]
 
     def _is_merged(
         self, who: Incarnation | None, message: Published | TakeVerdict

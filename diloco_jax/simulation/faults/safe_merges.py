@@ -233,9 +233,7 @@ class FencedOut(Invariant):
                 self._left_behind.add((*who, delta.fragment, delta.tick))
 
     def _merges(self, effects: Sequence[AnyEffect]) -> None:
-        """Check the merges of a step, each after the records before it. It may have to
-        wait for a standby until it is ordered, and other records come meanwhile.
-        """
+        """Check the merges of a step, each after the records before it."""
         then = FencedOut(self.config)
         then._current, then._ended = dict(self._current), set(self._ended)
         then._left_behind = set(self._left_behind)

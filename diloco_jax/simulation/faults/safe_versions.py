@@ -220,9 +220,7 @@ class CyclesWhole(Invariant):
             self._versions[fragment.index] = fragment.version
 
     def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
-        """See Invariant. An order to keep something may have to wait for a standby
-        while the next merge is recorded, so it is checked when it is decided.
-        """
+        """See Invariant. An order to keep something is checked when it is decided."""
         versions, ticks = list(self._versions), list(self._ticks)
         for effect in effects:
             match effect:

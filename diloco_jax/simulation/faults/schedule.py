@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import msgspec
 
 from diloco_jax.config import ConfigError, GraceWindow, Placement, RunConfig, SyncConfig
@@ -25,7 +23,6 @@ from diloco_jax.protocol.island.books import AdoptTraits
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault, StepJump
 from diloco_jax.simulation.faults.operator import Removal
-from diloco_jax.simulation.faults.standby_faults import AnyStandbyFault
 
 RUN_ID = "run"
 SEQUENCE_LENGTH = 8
@@ -59,18 +56,6 @@ FAULT = {
     "clock_s": SECONDS,
     "forward_s": SECONDS,
 }
-UNIX_AHEAD = Bound(0, 1e8)
-RATE = Bound(0.98, 1.02)
-"""Rates of clocks: they differ by less than the mandate allows for."""
-STANDBY_KINDS = frozenset(
-    kind.__struct_config__.tag for kind in get_args(AnyStandbyFault)
-)
-"""Faults that need a standby."""
-APART_KINDS = frozenset({"worker_cut"})
-"""Faults that need workers on machines of their own."""
-NOT_BESIDE_A_STANDBY = frozenset({"disk_gone", "disk_lost", "run_stop"})
-"""Losses of the only disk, where with a standby it is a node that loses one; and a stop
-of all processes."""
 FAULT_SECONDS = Bound(0, PATIENCE_S)
 """Bounds of all other fields."""
 
@@ -90,27 +75,6 @@ class DrawnIsland(
     """Seconds from its welcome to its first step."""
     lead: int = 0
     """Boundaries that its hosts need to agree on a decision; 0: it has one host."""
-
-
-class DrawnStandby(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-):
-    """A standby of the coordinator, on a machine of its own."""
-
-    copy_s: float = 0.5
-    """Seconds that a copy of the primary's files takes."""
-    load_s: float = 0.0
-    """Seconds that a coordinator takes to read its state before it serves."""
-    rates: tuple[float, float] = (1.0, 1.0)
-    """Seconds of both clocks per second: of the first primary's and of the other."""
-    workers_apart: bool = False
-    """The workers are on machines of their own, and go on with whoever leads."""
-    unix_ahead_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds by which both nodes' times of day are wrong, for the numbers of leads."""
 
 
 class Schedule(
@@ -134,8 +98,8 @@ class Schedule(
     room: int = 0
     """Fragments of a worker for whose deltas, of all islands, memory has room; 0:
     nobody counts them."""
-    standby: DrawnStandby | None = None
-    """None: there is one coordinator."""
+    workers_apart: bool = False
+    """The workers are on machines of their own, and go on with the next lead."""
     steps_per_cycle: int = 4
     overlap_steps: int = 2
     quorum: int = 1
@@ -253,7 +217,7 @@ def from_json(text: str) -> Schedule:
             f"{sorted(schedule.islands)}"
         )
     _check_values(schedule)
-    _check_standby(schedule)
+    _check_apart(schedule)
     if not 1 <= schedule.quorum <= len(schedule.islands):
         raise ConfigError(
             f"--schedule has quorum {schedule.quorum} and {len(schedule.islands)} "
@@ -262,44 +226,20 @@ def from_json(text: str) -> Schedule:
     return schedule
 
 
-def _check_standby(schedule: Schedule) -> None:
-    """Refuse faults of a standby that is not there, and one that cannot be there."""
-    standby = schedule.standby
-    kinds = {fault.kind for fault in schedule.faults}
-    if standby is None:
-        if without := kinds & STANDBY_KINDS:
-            raise ConfigError(
-                f"--schedule has faults {sorted(without)} and no standby; give it "
-                f'"standby": {{}}, or leave them out'
-            )
+def _check_apart(schedule: Schedule) -> None:
+    """Refuse workers on machines of their own where they cannot be."""
+    if not schedule.workers_apart:
         return
-    within(standby, SECONDS, "copy_s", "load_s")
-    for ahead_s in standby.unix_ahead_s:
-        if not UNIX_AHEAD.low <= ahead_s <= UNIX_AHEAD.high:
-            raise ConfigError(
-                f"standby.unix_ahead_s has {ahead_s}; choose from {UNIX_AHEAD.low} to "
-                f"{UNIX_AHEAD.high}"
-            )
-    for rate in standby.rates:
-        if not RATE.low <= rate <= RATE.high:
-            raise ConfigError(
-                f"standby.rates has {rate}; choose from {RATE.low} to {RATE.high}, "
-                f"which the mandate allows for"
-            )
-    if standby.workers_apart and schedule.workers < 2:
+    if schedule.workers < 2:
         raise ConfigError(
-            f"--schedule has standby.workers_apart and workers = {schedule.workers}; "
-            f"give it at least 2, or leave out workers_apart"
+            f"--schedule has workers_apart and workers = {schedule.workers}; give it "
+            f"at least 2, or leave out workers_apart"
         )
-    if not standby.workers_apart and (apart := kinds & APART_KINDS):
+    if any(fault.kind == "disk_gone" for fault in schedule.faults):
         raise ConfigError(
-            f"--schedule has the faults {sorted(apart)}, and its workers are on the "
-            f"lead's machine; set standby.workers_apart, or leave the faults out"
-        )
-    if beside := kinds & NOT_BESIDE_A_STANDBY:
-        raise ConfigError(
-            f"--schedule has a standby and the faults {sorted(beside)}; leave out one "
-            f"of them, or let a node lose its disk (node_loss) or stop (node_stop)"
+            "--schedule has workers_apart and the fault disk_gone: workers that obey "
+            "the lead of a new term refuse that of the old disk; leave one of them "
+            "out, or let the disk be lost (disk_lost)"
         )
 
 

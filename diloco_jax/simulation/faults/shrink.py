@@ -8,7 +8,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from diloco_jax.simulation.faults.schedule import Schedule
-from diloco_jax.simulation.faults.standby_faults import StandbyFault, WorkerCut
 
 PLAYS = 400
 """Schedules tried at most."""
@@ -37,13 +36,8 @@ def _shorter(schedule: Schedule) -> Iterator[Schedule]:
         yield replace(schedule, faults=())
     for name in schedule.islands:
         yield from _without_island(schedule, name)
-    if (standby := schedule.standby) is not None:
-        rest = tuple(f for f in faults if not isinstance(f, StandbyFault))
-        yield replace(schedule, faults=rest, standby=None)
-        if standby.workers_apart:
-            rest = tuple(f for f in faults if not isinstance(f, WorkerCut))
-            beside = replace(standby, workers_apart=False)
-            yield replace(schedule, faults=rest, standby=beside)
+    if schedule.workers_apart:
+        yield replace(schedule, workers_apart=False)
     if len(schedule.fragment_sizes) > 1:
         yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
     plain: dict[str, Any] = {

@@ -83,16 +83,9 @@ class WorkerCrashes:
         deltas those have that outlived the lead before."""
         self._tell_lost(coordinator)
         before, self._outlived = self._outlived, None
-        if before is None or before.disk is not coordinator.disk:
-            return  # They are on the machine of another one.
         # With another term its disk was lost, and theirs with it.
-        if before.state.term == coordinator.state.term:
+        if before is not None and before.state.term == coordinator.state.term:
             before.leave_deltas_to(coordinator)
-
-    def end_those_of(self, disk: Disk) -> None:
-        """End the workers that have outlived a lead on the machine of this disk."""
-        if self._outlived is not None and self._outlived.disk is disk:
-            self._outlived = None
 
     def arm(self, fault: WorkerCrash) -> bool:
         """Arm a crash after `fault.effects` more effects of the lead."""
@@ -202,8 +195,7 @@ class WorkerCrashes:
             if coordinator.waits:  # The lead hears nothing of it meanwhile.
                 world.clock.after(AGAIN_S, restore)
                 return
-            # To what is decided, which nobody else may have seen yet.
-            coordinator.after_shown(lambda: self._restore(coordinator, worker))
+            self._restore(coordinator, worker)
 
         world.clock.after(noticed_s, lambda: coordinator.when_awake(notice))
         world.clock.after(noticed_s + down_s, restore)

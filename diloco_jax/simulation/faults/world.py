@@ -19,7 +19,7 @@ from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
-from diloco_jax.simulation.faults.arrays import Anchors, first_anchors
+from diloco_jax.simulation.faults.arrays import first_anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
 from diloco_jax.simulation.faults.expecting import Expectations
@@ -28,7 +28,6 @@ from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.faults.island import FaultyIsland
 from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.simulation.faults.lineage import Watching
 from diloco_jax.simulation.faults.links import Links
 from diloco_jax.simulation.faults.network import FaultyLine, Network
 from diloco_jax.simulation.faults.observing import ViolationError
@@ -49,7 +48,7 @@ from diloco_jax.simulation.virtual.island import IslandSpec
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
-loses steps beside a standby."""
+loses steps."""
 
 
 class FaultyWorld(Links):
@@ -63,15 +62,13 @@ class FaultyWorld(Links):
             for name in schedule.islands
         }
         super().__init__(Clock(), networks)
-        self.monitor: Watching = Monitor(self.config)
+        self.monitor = Monitor(self.config)
         self.disk = Disk()
         self.slowness = dict.fromkeys(schedule.islands, 1.0)
         self.struck: Counter[str] = Counter()
         """Faults that happened, by kind."""
         self.crashes = 0
         self.torn_snapshots = 0
-        self.takeovers: Counter[str] = Counter()
-        """Take-overs by a standby, from its log or by gathering."""
         self.extensions = 0
         """Times that the run was over, and went on to more tokens."""
         self._resumed: RunResumed | None = None
@@ -195,7 +192,7 @@ class FaultyWorld(Links):
                 self.monitor.restored(fragment, anchor)
                 self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
-        self.coordinator = self._made(state, merging, offset_s)
+        self.coordinator = StoppableCoordinator(self, state, merging, offset_s)
         self.coordinator.lost_fragments = lost
         self._serve(self.coordinator)
 
@@ -210,11 +207,6 @@ class FaultyWorld(Links):
             return
         self.worker_crashes.lead_is_up(coordinator)
         self.operator.act()
-
-    def _made(
-        self, state: State, merging: Anchors, offset_s: float
-    ) -> FaultyCoordinator:
-        return StoppableCoordinator(self, state, merging, offset_s)
 
     @property
     def new_term_within_s(self) -> float:

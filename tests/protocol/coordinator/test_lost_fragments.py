@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import (
     Alert,
-    AnchorWaits,
     WorkerAway,
     WorkerBack,
 )
@@ -63,13 +62,6 @@ class Gathering(Driver):
             effects += self.wait(LEASE_S / 2)
             effects += [e for name in "ab" for e in self.report(name)]
         return effects
-
-    def waits(self, island: str) -> list[Any]:
-        """The worker has the anchor of an island, and the standby has it not yet."""
-        incarnation = self.state.islands[island].incarnation
-        return self.feed(
-            AnchorWaits(fragment=0, island=island, incarnation=incarnation)
-        )
 
     def kept(self, island: str, number: int, *, term: int = 2) -> list[Any]:
         """The worker has kept the anchor that an island had at the version of that
@@ -181,46 +173,6 @@ def test_an_island_that_does_not_answer_gives_way_to_another() -> None:
     assert persisted(d.kept("a", 1), "term_begun") == [], "it is not awaited any more"
     assert requests(d.wait(OUTAGE_S)) == [("a", 0, 2)], "all have failed: begin anew"
     assert persisted(d.kept("a", 1), "term_begun")
-
-
-def test_the_wait_for_the_standby_takes_nothing_from_the_islands_time() -> None:
-    """All islands were asked in turns for ever, where both together took longer."""
-    d = Gathering()
-    d.adopt(1, "a", "b")
-    assert requests(d.lose()) == [("a", 0, 2)]
-    d.wait(OUTAGE_S - 1)
-    assert requests(d.waits("a")) == []
-    assert requests(d.wait(OUTAGE_S - 1)) == []
-    assert requests(d.disconnect("a")) == [], "it is not needed any more"
-    assert requests(d.hello("a", phase="training", steps=d.steps)) == []
-    assert persisted(d.kept("a", 1), "term_begun")
-
-
-def test_the_wait_for_the_standby_has_an_end() -> None:
-    d = Gathering()
-    d.adopt(1, "a", "b")
-    d.lose()
-    d.waits("a")
-    assert requests(d.wait(OUTAGE_S - 1)) == []
-    assert requests(d.wait(1)) == [("b", 0, 2)]
-    d.waits("a")  # It is not awaited any more.
-    again = d.hello("b", phase="training", steps=d.steps)
-    assert requests(again) == [("b", 0, 2)], "b has not sent it yet"
-    assert requests(d.wait(OUTAGE_S)) == [("a", 0, 2)]
-
-
-def test_the_flush_waits_for_an_anchor_on_its_way_to_the_standby() -> None:
-    d = Gathering(total_tokens=100)
-    d.adopt(1, "a", "b")
-    for name in "ab":
-        d.report(name, 5)
-    for name in "ab":
-        d.report(name, phase="stopped")
-    d.lose()
-    d.wait(OUTAGE_S - 1)
-    d.waits("a")
-    d.wait(d.config.flush_s + OUTAGE_S - 20)
-    assert d.state.phase == "flushing"
 
 
 def test_an_island_that_breaks_off_gives_way_and_one_that_returns_is_asked_again() -> (

@@ -4,7 +4,12 @@ import coordinator_says as says
 import pytest
 
 from diloco_jax.protocol.island.boundary import Adoption, Ending
-from diloco_jax.protocol.island.conversation import MAX_CHAIN, Conversation, Wanted
+from diloco_jax.protocol.island.conversation import (
+    MAX_CHAIN,
+    Conversation,
+    Wanted,
+    goes_back,
+)
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Finished, Published, ResendRequest, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
@@ -207,6 +212,15 @@ def test_a_coordinator_without_state_begins_no_term(told):
     says.welcome(told, 0)
     assert told.decide().term == 0
     assert told.status().term == 1
+
+
+@pytest.mark.parametrize(
+    ("term", "back"), [(0, False), (1, True), (2, True), (3, False), (4, False)]
+)
+def test_an_island_goes_back_to_no_earlier_term(term, back):
+    welcome = Welcome(run_id="r", term=term, resumed=False, versions=())
+    assert goes_back(3, welcome) == back
+    assert not goes_back(0, welcome), "it knows of none yet"
 
 
 def test_the_first_term_of_a_process_is_no_new_one(told):

@@ -24,12 +24,10 @@ from diloco_jax.simulation.faults.schedule import (
     MOST_STEPS,
     RESTART_S,
     DrawnIsland,
-    DrawnStandby,
     Schedule,
     from_json,
 )
 from diloco_jax.simulation.faults.shrink import shortest
-from diloco_jax.simulation.faults.standby_world import StandbyWorld
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 FIRST, MORE = 800, 2000
@@ -41,9 +39,8 @@ SCHEDULE = Schedule(
 )
 BESIDE: dict[str, dict[str, Any]] = {
     "alone": {},
-    "standby": {"standby": DrawnStandby()},
     "workers apart": {
-        "standby": DrawnStandby(workers_apart=True),
+        "workers_apart": True,
         "workers": 2,
         "fragment_sizes": (2, 1, 1, 2),
     },
@@ -72,15 +69,6 @@ def test_a_run_that_is_over_goes_on(beside: str) -> None:
     assert world.extensions == 1
     assert all(n > of for n, of in zip(world.merges, once.merges, strict=True))
     assert [island.incarnation for island in world.islands.values()] == [2, 2]
-
-
-def test_its_standby_is_in_step_again() -> None:
-    world = played(replace(SCHEDULE, **BESIDE["standby"]))
-    assert isinstance(world, StandbyWorld)
-    assert not world.takeovers
-    mandate = world.object.mandate
-    assert mandate is not None
-    assert (mandate.holder, mandate.in_step, mandate.over) == ("first", "second", True)
 
 
 @pytest.mark.parametrize("beside", BESIDE)

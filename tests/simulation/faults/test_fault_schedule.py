@@ -22,18 +22,21 @@ def test_json_brings_a_schedule_back(seed: int) -> None:
         ({"fault": []}, "unknown field `fault`"),
         ({"faults": [{"kind": "flood", "at_s": 1}]}, "flood"),
         ({"faults": [{"kind": "unfit", "at_s": 1, "island": "z"}]}, r"\['z'\]"),
-        (
-            {"faults": [{"kind": "standby_crash", "at_s": 1, "down_s": 1}]},
-            r"\['standby_crash'\] and no standby",
-        ),
-        ({"standby": {"rates": [1, 1.5]}}, "rates has 1.5"),
-        ({"standby": {"copy_s": -1}}, "copy_s = -1"),
+        ({"workers_apart": True, "workers": 1}, "workers_apart and workers = 1"),
         (
             {
-                "standby": {},
-                "faults": [{"kind": "disk_lost", "at_s": 1, "restart": {"down_s": 1}}],
+                "workers_apart": True,
+                "workers": 2,
+                "faults": [
+                    {
+                        "kind": "disk_gone",
+                        "at_s": 1,
+                        "restart": {"down_s": 1},
+                        "gone_s": 1,
+                    }
+                ],
             },
-            r"\['disk_lost'\]",
+            r"workers_apart and the fault disk_gone",
         ),
     ],
 )

@@ -60,7 +60,6 @@ WORKER_BACK_AMID_EFFECTS: dict[str, Any] = {
     "total_tokens": 207,
     "fragment_sizes": [6],
     "room": 1,
-    "standby": {"copy_s": 0.1, "rates": [1.0055, 0.9904]},
     "steps_per_cycle": 3,
     "grace": 0.0,
     "max_staleness": 2,

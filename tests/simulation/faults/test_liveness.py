@@ -73,8 +73,8 @@ def test_a_fault_that_awaits_the_end_keeps_nobody_from_looking_until_then() -> N
 
 
 def test_a_run_that_takes_long_to_its_end_may_have_a_fault_there() -> None:
-    """Seed 21596: every second take came too late, until the 877th second."""
-    schedule = draw(21596)
+    """Seed 8343: most takes came too late, until the 751st second."""
+    schedule = draw(8343)
     played = play(replace(schedule, total_tokens=2 * schedule.total_tokens))
     assert played.wrong is None
     assert played.world.clock.now > PATIENCE_S

@@ -1,12 +1,10 @@
 """An operator exports a run that goes on, stops it, and resumes it."""
 
-import json
 from unittest import mock
 
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
@@ -14,7 +12,7 @@ from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault, CoordinatorCrash, DiskFailure
 from diloco_jax.simulation.faults.operator import Export, RunStop
 from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule, from_json
+from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 AT_S, FOR_S = 9.0, 6.0
@@ -81,10 +79,3 @@ def test_it_survives_a_disk_that_fails_as_it_is_resumed() -> None:
         at_s=AT_S + FOR_S / 2, appends=1, written=False, restart=Restart(down_s=1.0)
     )
     played(RunStop(at_s=AT_S, for_s=FOR_S), failure)
-
-
-def test_a_stop_beside_a_standby_is_refused() -> None:
-    stop = RunStop(at_s=AT_S, for_s=FOR_S)
-    text = json.loads(replace(SCHEDULE, faults=(stop,)).json())
-    with pytest.raises(ConfigError, match="run_stop"):
-        from_json(json.dumps({**text, "standby": {}}))

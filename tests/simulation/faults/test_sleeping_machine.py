@@ -10,12 +10,7 @@ from diloco_jax.simulation.faults.clock_faults import MachineSleep
 from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.kinds import AnyFault, DiskLost
 from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import (
-    LEASE_S,
-    DrawnIsland,
-    DrawnStandby,
-    Schedule,
-)
+from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
 from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
 from diloco_jax.simulation.faults.world import FaultyWorld
 
@@ -25,7 +20,6 @@ SCHEDULE = Schedule(
     total_tokens=800,
     outage_s=110.0,
 )
-PAIR = replace(SCHEDULE, standby=DrawnStandby())
 
 
 def played(schedule: Schedule, *faults: AnyFault) -> FaultyWorld:
@@ -78,9 +72,3 @@ def test_its_power_fails_while_it_sleeps() -> None:
     world = played(SCHEDULE, MachineSleep(at_s=AT_S, for_s=FOR_S), lost)
     assert world.coordinator is not None
     assert world.coordinator.state.term == 2
-
-
-@pytest.mark.parametrize("for_s", [LEASE_S / 4, FOR_S])
-def test_a_standby_leads_once_the_mandate_is_over(for_s: float) -> None:
-    world = played(PAIR, MachineSleep(at_s=AT_S, for_s=for_s))
-    assert world.takeovers.total() == int(for_s > LEASE_S)

@@ -47,7 +47,7 @@ class Admission:
                     f"worker {self._index} obeys lead {lead} of run {run_id}, and this "
                     f"is lead {word.lead}: another coordinator of this run was started "
                     f"later; end one of them. If no other one is there, as after a "
-                    f"wrong clock or a mandate that was made anew, remove {path}",
+                    f"wrong clock, remove {path}",
                 )
             rendezvous.obey(self._workdir, after)
 

@@ -1,5 +1,5 @@
-"""Whatever breaks of a coordinator's disk, from its start to its end, is judged in one
-place, before anything of it is closed."""
+"""Whatever breaks of a coordinator's disk, from its start to its end, ends it with that
+error, and closes everything."""
 
 from __future__ import annotations
 
@@ -18,23 +18,10 @@ from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.standby.unseated import Unseated
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-
-
-class Judge(Unseated):
-    """Notes what it is to judge, while nothing is closed yet."""
-
-    def __init__(self) -> None:
-        self.judged: list[BaseException] = []
-        self.closed = False
-
-    def judge(self, error: BaseException) -> None:
-        assert not self.closed
-        self.judged.append(error)
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +48,10 @@ AS_IT_LEADS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", [*AT_A_START, *AS_IT_LEADS, "the end"])
-def test_an_error_of_the_disk_is_judged_wherever_it_comes_from(
+def test_an_error_of_the_disk_ends_it_wherever_it_comes_from(
     what: str, begun: tuple[Config, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error, judge = OSError(errno.EROFS, "read-only file system", what), Judge()
+    error, closes = OSError(errno.EROFS, "read-only file system", what), list[str]()
 
     def broken(*arguments: Any, **options: Any) -> NoReturn:
         raise error
@@ -78,14 +65,12 @@ def test_an_error_of_the_disk_is_judged_wherever_it_comes_from(
     close: Callable[[main.Coordinator], None] = main.Coordinator.close
 
     def closed(coordinator: main.Coordinator) -> None:
-        judge.closed = True
         close(coordinator)
+        closes.append("closed")
 
     monkeypatch.setattr(main.Coordinator, "close", closed)
-    monkeypatch.setattr(main, "taken", lambda *_: judge)
     config, workdir = begun
     with ThreadPoolExecutor(1) as threads:  # Signals are the test's own.
         serving = threads.submit(main.run, config, workdir, init=False)
         assert serving.exception(PATIENCE_S) is error
-    assert judge.judged == [error]
-    assert judge.closed
+    assert closes == ["closed"]

@@ -1,1 +1,0 @@
-"""Objects that hold the mandate, each behind `store.MandateStore`."""

@@ -1,1 +1,0 @@
-"""The shell around `protocol/standby/`: primary and standby, as processes."""
