@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diloco_jax.core.adopt import RULES as ADOPT_RULES
 from diloco_jax.core.codecs import CODECS
@@ -21,9 +21,6 @@ from diloco_jax.core.merge import RULES as MERGE_RULES
 from diloco_jax.core.outer import OPTIMIZERS
 from diloco_jax.core.weighting import WEIGHTINGS
 from diloco_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco_jax.config import RunConfig
 
 FIELDS: dict[str, Family[Any]] = {
     "sync.weighting": WEIGHTINGS,
@@ -40,9 +37,12 @@ Named = tuple[tuple[str, str], ...]
 """Pairs of a field and the member's name in it."""
 
 
-def check_members(run: RunConfig) -> None:
+def check_members(run: object) -> None:
     """Raise ConfigError if a field names no member, or one from outside the package
-    that fails on a tiny piece. The error names the field, and the line at fault."""
+    that fails on a tiny piece. The error names the field, and the line at fault.
+
+    run: a `RunConfig`, whose room imports this module.
+    """
     outside = []
     for field, family in FIELDS.items():
         section, attribute = field.split(".")
