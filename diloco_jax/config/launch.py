@@ -109,21 +109,6 @@ class LaunchConfig:
         help="Host name or internal address at which islands reach the coordinator "
         "from outside its GKE cluster, or on sky; empty = its name in the cluster.",
     )
-    standby_zone: str = setting(
-        "",
-        help="Zone of a standby of the coordinator, with a machine and a disk like the "
-        "coordinator's (on gke); empty = there is none.",
-    )
-    standby_cluster: str = setting(
-        "",
-        help='GKE cluster of the standby: "us-central1/tpus", or with a project '
-        "before; empty = the coordinator's.",
-    )
-    standby_address: str = setting(
-        "",
-        help="Host name or internal address at which the standby is reached from "
-        "outside its GKE cluster; empty = its name in the cluster.",
-    )
     dns_zone: str = setting(
         "",
         help="Managed zone of Cloud DNS in which, on sky, the coordinator registers "

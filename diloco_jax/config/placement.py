@@ -246,7 +246,7 @@ class Placement:
     alert_command: str = setting(
         "",
         group=ALERTS,
-        help="Command that the coordinator, and diloco launch --action watch, give new "
+        help="Command that the coordinator gives new "
         "alerts on standard input, one in a line, at most once a minute: "
         '"mail -s diloco me@example.org". It is not run by a shell.',
     )

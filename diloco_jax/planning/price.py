@@ -13,7 +13,7 @@ from diloco_jax.config import Config
 from diloco_jax.errors import ConfigError
 from diloco_jax.hardware.slices import GENERATIONS, slice_of
 
-COORDINATOR, STANDBY = "coordinator", "standby"
+COORDINATOR = "coordinator"
 
 
 def parse_prices(text: str) -> dict[str, float]:
@@ -48,8 +48,8 @@ def require_prices(config: Config, prices: Mapping[str, float]) -> None:
 
 
 def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, float]:
-    """Return the hourly price of the chips by generation, of the coordinator's
-    machines, and of its standby's if there is one.
+    """Return the hourly price of the chips by generation, and of the coordinator's
+    machines.
 
     prices: per chip by generation, and per machine and its disk for "coordinator".
     """
@@ -59,11 +59,9 @@ def price_per_hour(config: Config, prices: Mapping[str, float]) -> dict[str, flo
         generation = found.generation.name
         chips = found.chips * prices[generation]
         parts[generation] = parts.get(generation, 0.0) + chips
-    # Each worker apart has a machine like the coordinator's, and so has a standby.
+    # Each worker apart has a machine like the coordinator's.
     machines = 1 + config.launch.workers_apart * config.placement.workers
     parts[COORDINATOR] = machines * prices[COORDINATOR]
-    if config.launch.standby_zone:
-        parts[STANDBY] = prices[COORDINATOR]
     return parts
 
 

@@ -12,52 +12,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from kubernetes_server import TOKEN
 from runtime_support import PATIENCE_S
 
 from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config
 from diloco_jax.launch import gke
 from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.order import PERMIT, ROOT, make_order
+from diloco_jax.launch.order import COORDINATOR, PERMIT, ROOT, make_order
 from diloco_jax.wire import principal
 
 TOOL = """\
 #!{python}
-from pathlib import Path
 import sys
 from diloco_jax import cli
-from diloco_jax.coordinator.mandates import kubernetes, opening
-
-def of_this_pod(where):
-    return kubernetes.KubernetesStore(where, {server!r}, Path({token!r}))
-
-opening.OPENED[kubernetes.KUBERNETES] = of_this_pod
 sys.exit(cli.main())
 """
-"""`diloco`, which finds the cluster's server as in a pod."""
 
 
 class Pods:
     """Each pod has a folder for its `/var/lib/diloco`, by its part of the run. Only
-    disks outlive a pod. server: URL of the cluster's Leases."""
+    disks outlive a pod."""
 
-    def __init__(
-        self, config: Config, text: Path, root: Path, server: str = ""
-    ) -> None:
+    def __init__(self, config: Config, text: Path, root: Path) -> None:
         self.root, self.text = root, text
         order = make_order(config, "pods.py", "gke")
-        self.addresses = {n.stem: f"127.0.0.1:{free_port()}" for n in order.nodes}
-        self._hosts = {n.stem: n.host for n in order.nodes}
+        self.addresses = {COORDINATOR: f"127.0.0.1:{free_port()}"}
+        self._host = order.inside
         self.config_json = order.config_json
         self.certificates = root / "certificates"
         hosts = (*gke.hosts(order), "127.0.0.1")
-        prepare_certificates(
-            self.certificates,
-            hosts,
-            tuple(config.islands),
-            standby=len(order.nodes) > 1,
-        )
+        prepare_certificates(self.certificates, hosts, order)
         self.running: list[subprocess.Popen[bytes]] = []
         files = gke.deployment(order, "", "", int(time.time())).files
         self.pods = {}
@@ -69,12 +53,9 @@ class Pods:
                 if made["kind"] == "JobSet":
                     (jobs,) = made["spec"]["replicatedJobs"]
                     self.pods[name] = jobs["template"]["spec"]["template"]["spec"]
-        tool, token = root / "bin" / "diloco", root / "token"
+        tool = root / "bin" / "diloco"
         tool.parent.mkdir()
-        token.write_text(TOKEN)
-        tool.write_text(
-            TOOL.format(python=sys.executable, server=server, token=str(token))
-        )
+        tool.write_text(TOOL.format(python=sys.executable))
         tool.chmod(0o755)
 
     def begin(self) -> None:
@@ -138,8 +119,7 @@ class Pods:
 
     def _here(self, text: str, folder: Path, name: str) -> str:
         text = text.replace(ROOT, str(folder))
-        for stem, host in self._hosts.items():
-            text = text.replace(f"{host}:7077", self.addresses[stem])
+        text = text.replace(f"{self._host}:7077", self.addresses[COORDINATOR])
         return text.replace("0.0.0.0:7077", self.addresses.get(name, "0.0.0.0:7077"))
 
     def log(self, name: str) -> Path:
