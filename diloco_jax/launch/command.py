@@ -338,7 +338,7 @@ def _account_notes(order: Order, on: Backend) -> list[str]:
         notes.append(
             "note: launch.service_account is empty: machines act as the project's "
             "default account, which may often change or delete anything in it; make "
-            "accounts of their own (docs/tpu.md, The project)"
+            "accounts of their own (docs/gke.md, Accounts of your own)"
         )
     if coordinator in ("", islands):
         notes.append(
