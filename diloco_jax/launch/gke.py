@@ -9,7 +9,9 @@ So does the pool of the coordinator.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest, files_of
@@ -206,42 +208,24 @@ def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
 
 
 def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
-    name, cluster = island.resource, island.cluster
-    state = NAME + " {.status.terminalState}"
-    return Resource(
-        what=f"JobSet {name} ({island.slice.topology})",
-        owner=island.name,
-        find=_find(order, cluster, "jobset", name, state),
-        create=(_apply(order, cluster, file),),
-        delete=_delete(order, cluster, ISLAND_OBJECTS, name),
-        dead=("Failed",),
-        runs=True,
-    )
+    state, name = NAME + " {.status.terminalState}", island.resource
+    made, dead = _apply(order, island.cluster, file), ("Failed",)
+    where = order, island.cluster, ISLAND_OBJECTS, name, state
+    return _made(*where, made, owner=island.name, dead=dead, runs=True)
 
 
 def _job(order: Order, name: str, file: str) -> Resource:
     """Return the coordinator, or a worker."""
-    return Resource(
-        what=f"{OBJECTS} {name}",
-        owner=COORDINATOR,
-        find=_find(order, order.cluster, "job", name, STATE),
-        create=(_apply(order, order.cluster, file),),
-        delete=_delete(order, order.cluster, OBJECTS, name),
-        dead=("Failed",),
-        runs=True,
+    where, made = (
+        (order.cluster, OBJECTS, name, STATE),
+        _apply(order, order.cluster, file),
     )
+    return _made(order, *where, made, dead=("Failed",), runs=True)
 
 
 def _disk(order: Order, name: str, file: str) -> Resource:
-    kind = "persistentvolumeclaim"
-    return Resource(
-        what=f"{kind} {name}",
-        owner=COORDINATOR,
-        find=_find(order, order.cluster, kind, name),
-        create=(_apply(order, order.cluster, file),),
-        delete=_delete(order, order.cluster, kind, name),
-        keeps=True,
-    )
+    where = order.cluster, "persistentvolumeclaim", name, NAME
+    return _made(order, *where, _apply(order, order.cluster, file), keeps=True)
 
 
 def _permit(order: Order, file: str) -> Resource:
@@ -251,12 +235,10 @@ def _permit(order: Order, file: str) -> Resource:
     until = ("--for=condition=Complete", "--timeout=1800s")
     # Its machine has to come, and the image.
     wait = _kubectl(order, cluster, "wait", f"job/{name}", *until, deadline_s=1900)
-    return Resource(
-        what=f"job {name}",
-        owner=COORDINATOR,
-        find=_find(order, cluster, "job", name, STATE),
-        create=(_apply(order, cluster, file), wait),
-        delete=_delete(order, cluster, "job", name),
+    where, made = (order, cluster, "job", name, STATE), _apply(order, cluster, file)
+    return _made(
+        *where,
+        *(made, wait),
         dead=("Failed",),
         content="Complete",
         update=(wait,),
@@ -265,17 +247,9 @@ def _permit(order: Order, file: str) -> Resource:
 
 
 def _config_map(order: Order, cluster: GkeCluster, file: str) -> Resource:
-    name = manifests.config_name(order)
-    made = _apply(order, cluster, file)
-    return Resource(
-        what=f"configmap {name}{_elsewhere(order, cluster)}",
-        owner=SHARED,
-        find=_find(order, cluster, "configmap", name, LABELLED),
-        create=(made,),
-        delete=_delete(order, cluster, "configmap", name),
-        content=manifests.config_digest(order),
-        update=(made,),
-    )
+    made, content = _apply(order, cluster, file), manifests.config_digest(order)
+    where = cluster, "configmap", manifests.config_name(order), LABELLED
+    return _made(order, *where, made, owner=SHARED, content=content, update=(made,))
 
 
 def _secret(
@@ -290,31 +264,40 @@ def _secret(
         *(f"--from-file={certificates}/{file}" for file in files),
     )
     label = _kubectl(order, cluster, "label", "secret", name, f"{CONTENT}={content}")
-    deleted = _delete(order, cluster, "secret", name)
-    return Resource(
-        what=f"secret {name}",
-        owner=order.owner_of(stem),
-        find=_find(order, cluster, "secret", name, LABELLED),
-        create=(create, label),
-        delete=deleted,
-        content=content,
-        update=(deleted, create, label),
-    )
+    where, owner = (cluster, "secret", name, LABELLED), order.owner_of(stem)
+    made = create, label
+    update = _delete(order, cluster, "secret", name), *made
+    return _made(order, *where, *made, owner=owner, content=content, update=update)
 
 
 def _namespace(order: Order, cluster: GkeCluster) -> Resource:
     name = order.settings.namespace
+    create = _kubectl(order, cluster, "create", "namespace", name)
+    made = _made(order, cluster, "namespace", name, NAME, create, owner=SHARED)
+    return dataclasses.replace(made, delete=None)
+
+
+def _made(
+    order: Order,
+    cluster: GkeCluster,
+    kinds: str,
+    name: str,
+    shown: str,
+    *create: Command,
+    owner: str = COORDINATOR,
+    **fields: Any,
+) -> Resource:
+    """Return objects of one name. kinds: the first is looked at. shown: JSONPath."""
+    get = ("get", kinds.partition(",")[0], name, "--ignore-not-found")
+    elsewhere = "" if cluster == order.cluster else f" in {cluster.context}"
     return Resource(
-        what=f"namespace {name}{_elsewhere(order, cluster)}",
-        owner=SHARED,
-        find=_find(order, cluster, "namespace", name),
-        create=(_kubectl(order, cluster, "create", "namespace", name),),
-        delete=None,
+        what=f"{kinds} {name}{elsewhere}",
+        owner=owner,
+        find=_kubectl(order, cluster, *get, "-o", f"jsonpath={shown}"),
+        create=create,
+        delete=_delete(order, cluster, kinds, name),
+        **fields,
     )
-
-
-def _elsewhere(order: Order, cluster: GkeCluster) -> str:
-    return "" if cluster == order.cluster else f" in {cluster.context}"
 
 
 # ---- looks at a run -----------------------------------------------------------------
@@ -333,25 +316,16 @@ def _logs(order: Order) -> tuple[Owned, ...]:
     """Return the commands that print the last lines of every process."""
     own = ("logs", "--container=diloco", f"--tail={LOG_LINES}")
     served = (order.coordinator, *order.workers)
-    return (
-        *(
-            Owned(COORDINATOR, _kubectl(order, order.cluster, *own, f"job/{name}"))
-            for name in served
-        ),
-        *(
-            Owned(
-                island.name,
-                _kubectl(
-                    order,
-                    island.cluster,
-                    *(*own, "--prefix"),
-                    f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}",
-                    f"--max-log-requests={island.slice.hosts}",
-                ),
-            )
-            for island in order.islands
-        ),
-    )
+    logs = [
+        Owned(COORDINATOR, _kubectl(order, order.cluster, *own, f"job/{name}"))
+        for name in served
+    ]
+    for island in order.islands:
+        of = f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}"
+        most = f"--max-log-requests={island.slice.hosts}"
+        line = (*own, "--prefix", of, most)
+        logs.append(Owned(island.name, _kubectl(order, island.cluster, *line)))
+    return tuple(logs)
 
 
 def _results(order: Order, folder: str) -> tuple[Command, ...]:
@@ -379,15 +353,6 @@ def _kubectl(
     # After "--" comes a command in the pod.
     own = arguments.index("--") if "--" in arguments else len(arguments)
     return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), deadline_s)
-
-
-def _find(
-    order: Order, cluster: GkeCluster, kind: str, name: str, shown: str = NAME
-) -> Command:
-    """Return the command that prints what a JSONPath shows of the object, and nothing
-    if there is none."""
-    get = ("get", kind, name, "--ignore-not-found", "-o", f"jsonpath={shown}")
-    return _kubectl(order, cluster, *get)
 
 
 def _apply(order: Order, cluster: GkeCluster, file: str) -> Command:

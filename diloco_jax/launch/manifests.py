@@ -217,10 +217,7 @@ def _serving(
         "podFailurePolicy": {
             "rules": [HOPELESS, {"action": "Ignore", "onPodConditions": DISRUPTED}]
         },
-        "template": {
-            "metadata": {"labels": labels, "annotations": safe},
-            "spec": pod,
-        },
+        "template": {"metadata": {"labels": labels, "annotations": safe}, "spec": pod},
     }
     budget = {"minAvailable": 1, "selector": {"matchLabels": labels}}
     return [

@@ -23,6 +23,7 @@ GIVEN = {
     **ACCOUNTS,
 }
 INSIDE = {"internal_ips": True, "network": "wide", "subnetwork": "tpus"}
+ZONES = {"v5p": "us-east5-a,us-central1-a", "v6e.b": "us-east5-b"}
 PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
 LAUNCHES = {
     "gke": ("gke", {}),
@@ -39,12 +40,21 @@ LAUNCHES = {
         },
     ),
     "sky": ("sky", PLACE),
-    "sky_all": ("sky", {**PLACE, **GIVEN, **INSIDE}),
+    "sky_all": ("sky", {**PLACE, **GIVEN, **INSIDE, "zones": ZONES}),
     "tpu_vm": ("tpu_vm", {}),
     "tpu_vm_all": (
         "tpu_vm",
         {**GIVEN, **INSIDE, "purchase": {"v5p": "reserved"}, "when_done": "keep"},
     ),
+}
+
+OFFERS = ",".join(f"host-{host}.pods:7301" for host in range(4))
+ISLANDS = {
+    "gke_workers_apart": {"v6e.b": {"offers": OFFERS, "hosts": 4}},
+    # A shape without an accelerator type.
+    "tpu_vm_all": {
+        "v5p": {"topology": "v5p:4x4x12", "mesh_fsdp": 192, "batch_size": 192}
+    },
 }
 
 
@@ -80,11 +90,8 @@ def shown(config, on, settings):
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_launch_is_what_it_was(config, name):
-    if name == "gke_workers_apart":
-        offers = ",".join(f"host-{host}.pods:7301" for host in range(4))
-        config.islands["v6e.b"] = dataclasses.replace(
-            config.islands["v6e.b"], offers=offers, hosts=4
-        )
+    for island, fields in ISLANDS.get(name, {}).items():
+        config.islands[island] = dataclasses.replace(config.islands[island], **fields)
     text, path = shown(config, *LAUNCHES[name]), GOLDEN / f"{name}.txt"
     if os.environ.get("REGENERATE"):
         path.write_text(text)

@@ -20,16 +20,6 @@ def tasks(config, **settings):
     return {name: yaml.safe_load(text) for name, text in files.items()}
 
 
-def test_zones_are_tried_in_order(config):
-    zones = {"v5p": "us-east5-a,us-central1-a", "v6e.b": "us-east5-b"}
-    resources = tasks(config, zones=zones)["two-v5p.yaml"]["resources"]
-    assert resources["ordered"] == [
-        {"infra": "gcp/us-east5/us-east5-a"},
-        {"infra": "gcp/us-central1/us-central1-a"},
-    ]
-    assert "infra" not in resources
-
-
 def test_the_account_that_skypilot_has_reads_the_secrets(cloud, launch, capsys):
     own = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
     assert launch("sky", **PLACE, **own) == 0

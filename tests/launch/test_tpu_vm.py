@@ -2,7 +2,6 @@
 port, and who reads which secret. Shapes are in `golden`."""
 
 import dataclasses
-import json
 import tarfile
 
 import fake_gcloud
@@ -67,18 +66,6 @@ def test_a_lost_slice_is_made_anew_by_another_launch(cloud, launch, state):
     assert created.startswith(f"{SLICE} create two-v6e-b")
 
 
-def test_a_shape_without_an_accelerator_type_is_asked_for_by_itself(
-    cloud, launch, config
-):
-    config.islands["v5p"] = dataclasses.replace(
-        config.islands["v5p"], topology="v5p:4x4x12", mesh_fsdp=192, batch_size=192
-    )
-    launch("tpu_vm")
-    made = cloud.things["queued resource"]["two-v5p"]
-    assert (made["--type"], made["--topology"]) == ("v5p", "4x4x12")
-    assert "--accelerator-type" not in made
-
-
 @pytest.mark.parametrize("action", ["stop", "run", "status", "logs", "results"])
 def test_what_machines_run_is_theirs(cloud, launch, action):
     with pytest.raises(ConfigError, match=f"--action {action} with --on tpu_vm: it"):
@@ -136,12 +123,6 @@ def test_what_cannot_be_looked_at_is_not_taken_for_missing(cloud, launch, capsys
     assert launch("tpu_vm") == 1
     assert "ask for the role" in capsys.readouterr().err
     assert cloud.things == {}
-
-
-def test_no_request_waits_longer_than_the_run_may_last(cloud, launch):
-    assert launch("tpu_vm", max_hours=1.5) == 0
-    for made in cloud.things["queued resource"].values():
-        assert made["--valid-until-duration"] == "5400s"
 
 
 @pytest.mark.parametrize("flag", ["--max-run-duration=1h", "--provisioning-model=x"])
@@ -264,4 +245,3 @@ def test_an_island_of_one_host_has_no_rule(cloud, launch, config):
     assert launch("tpu_vm") == 0
     rules = ["two-closed", "two-coordinator-open", "two-v6e-b-open"]
     assert sorted(cloud.things["firewall rule"]) == rules
-    assert json.dumps(cloud.things).count("two-v5p-open") == 0
