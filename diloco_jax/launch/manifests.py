@@ -1,7 +1,7 @@
 """The Kubernetes objects of a launch, as plain values, and as YAML.
 
 There is one JobSet per island, so that each restarts by itself. Labels and values are
-strings. `tests/launch/golden` has what is rendered.
+strings. `tests/golden/launch` has what is rendered.
 """
 
 from __future__ import annotations

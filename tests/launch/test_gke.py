@@ -1,7 +1,7 @@
 """Objects of a launch on GKE against published schemas, the rules that no schema holds,
 and what their pods run, with a `diloco` that tells what it is told.
 
-Shapes are in `golden`.
+Shapes are in `tests/golden/launch`.
 """
 
 import base64
@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 from gke_support import NOW, container_script, job_and_pod, rendered
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
-from test_golden import LAUNCHES
+from test_rendered import LAUNCHES
 
 from diloco_jax.config import ConfigError
 from diloco_jax.launch.gke import deployment

@@ -1,5 +1,5 @@
 """Queued resources and what is around them, against a fake `gcloud`; who reaches which
-port, and who reads which secret. Shapes are in `golden`."""
+port, and who reads which secret. Shapes are in `tests/golden/launch`."""
 
 import dataclasses
 import tarfile

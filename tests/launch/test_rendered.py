@@ -1,18 +1,16 @@
 """What each backend renders and submits, held by files: shapes of objects, settings of
-scripts, and every command line. REGENERATE=1 writes them anew."""
+scripts, and every command line."""
 
 import dataclasses
-import os
 from importlib import resources
-from pathlib import Path
 
 import pytest
 from gke_support import NOW, changed
+from goldens import require_golden
 
 from diloco_jax.launch.command import BACKENDS
 from diloco_jax.launch.order import make_order
 
-GOLDEN = Path(__file__).with_name("golden")
 SCRIPT = resources.files("diloco_jax.launch").joinpath("host.sh").read_text()
 ACCOUNTS = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
 GIVEN = {
@@ -92,7 +90,4 @@ def shown(config, on, settings):
 def test_a_launch_is_what_it_was(config, name):
     for island, fields in ISLANDS.get(name, {}).items():
         config.islands[island] = dataclasses.replace(config.islands[island], **fields)
-    text, path = shown(config, *LAUNCHES[name]), GOLDEN / f"{name}.txt"
-    if os.environ.get("REGENERATE"):
-        path.write_text(text)
-    assert text == path.read_text(), "look at it; REGENERATE=1 if it is meant"
+    require_golden(f"launch/{name}.txt", shown(config, *LAUNCHES[name]))
