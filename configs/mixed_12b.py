@@ -6,7 +6,7 @@ Cost: 320 chips; the plan, some minutes on two CPU cores.
 Expected: docs/results/plan.md. Both steps take about as long, since the batches are as
 the slices' FLOP/s; the text is to be replaced by one that is worth it.
 Command: `diloco plan configs/mixed_12b.py`; with `--launch.project`, `--launch.image`
-and the like, `diloco launch configs/mixed_12b.py --on tpu_vm`.
+and the like, `diloco launch configs/mixed_12b.py --on sky`.
 """
 
 from diloco_jax.config import (

@@ -6,7 +6,7 @@ Cost: two machines of four chips; the plan, half a minute on two CPU cores.
 Expected: docs/results/plan.md. Steps of so small a model would be over before a delta
 is on its way: they are slowed to 50 ms.
 Command: `diloco plan configs/mixed_toy.py`; with `--launch.project`, `--launch.image`
-and the like, `diloco launch configs/mixed_toy.py --on tpu_vm`.
+and the like, `diloco launch configs/mixed_toy.py --on sky`.
 """
 
 from diloco_jax.config import (

@@ -324,7 +324,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "launch": (
         commands.launch_command,
-        "CONFIG --on tpu_vm|gke|sky [--action create|watch|delete|...] [--dry-run]",
+        "CONFIG --on sky|gke|tpu_vm [--action create|stop|delete|...] [--dry-run]",
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "data": (

@@ -19,8 +19,7 @@ from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncC
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator.holding.restoring import make_store
-from diloco_jax.launch.resources import Command
-from diloco_jax.launch.submit import LaunchStep, Submitter
+from diloco_jax.launch.submit import Command, LaunchStep, Submitter
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.observability import terminal
@@ -63,7 +62,7 @@ def plan(given: Given) -> None:
 
 def launch(given: Given) -> None:
     submitter = Submitter(
-        None, None, only=(), show=lambda line: None, confirm=lambda question: True
+        None, only=(), show=lambda line: None, confirm=lambda question: True
     )
     submitter._carry_out([LaunchStep(Command(("true",), 9.0))] * 2)
 

@@ -235,14 +235,14 @@ class Placement:
     alert_command: str = setting(
         "",
         group=ALERTS,
-        help="Command that the coordinator, and diloco launch --action watch, give new "
-        "alerts on standard input, one in a line, at most once a minute: "
-        '"mail -s diloco me@example.org". It is not run by a shell.',
+        help="Command that the coordinator gives new alerts on standard input, one in "
+        'a line, at most once a minute: "mail -s diloco me@example.org". It is not run '
+        "by a shell.",
     )
     alert_url: str = setting(
         "",
         group=ALERTS,
-        help="URL to which the same two post new alerts as JSON, at most once a "
+        help="URL to which it posts new alerts as JSON, at most once a "
         "minute; the text is in the field that chats read.",
     )
     sinks: tuple[str, ...] = setting(

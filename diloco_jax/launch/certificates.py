@@ -1,86 +1,70 @@
 """A launch's certificates: made on this machine, and packed by machine for the others.
 
-The authority's key stays here.
+The authority's key stays here. Nobody renews them while a run goes on, so they last
+longer than it may.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import io
+import math
 import os
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from cryptography import x509
 
-from diloco_jax.launch.order import COORDINATOR
-from diloco_jax.wire.certificates import add, make_certificates, principals, renew
+from diloco_jax.config import LaunchConfig
+from diloco_jax.launch.order import Order
+from diloco_jax.wire.certificates import (
+    add,
+    coordinator_names,
+    make_certificates,
+    principals,
+    renew,
+)
 from diloco_jax.wire.errors import SecurityError
 from diloco_jax.wire.peers import REVOKED
-from diloco_jax.wire.principal import COORDINATOR as PRINCIPAL
-from diloco_jax.wire.principal import island, of_stem, worker
+from diloco_jax.wire.principal import COORDINATOR, island, of_stem, worker
 
-DAYS = 90
-"""Days for which a launch's certificates are valid."""
-RENEWED_DAYS = 45
-"""Days before its end in which a certificate is made anew: at each create or run, and
-by a watch."""
-
-
-class Unrenewed(NamedTuple):
-    """Certificates that could not be renewed."""
-
-    days: int | None
-    """Days until the first one ends; None = they are not here."""
-    why: str
+MARGIN_DAYS = 14
+"""Days for which certificates last beyond `launch.max_hours` and `linger_hours`."""
+WITHOUT_END_DAYS = 365
+"""Days for which they last if `launch.max_hours` is 0; in the last half of them, each
+`create` or `run` makes them anew."""
 
 
-def prepare_certificates(
-    folder: Path,
-    hosts: tuple[str, ...],
-    islands: tuple[str, ...],
-    workers: int = 0,
-) -> None:
-    """Make certificates for the coordinator on `hosts`, for these islands and for so
-    many workers in `folder`, and STEM.tar of each one's files (`files_of`).
+def prepare_certificates(folder: Path, hosts: tuple[str, ...], order: Order) -> None:
+    """Make certificates for the coordinator on `hosts`, for the order's islands and
+    workers in `folder`, and STEM.tar of each one's files (`files_of`).
 
-    Existing files are kept unless they end soon. Raises SecurityError if they cannot be
-    completed.
+    Existing files are kept unless they end too soon. Raises SecurityError if they
+    cannot be completed.
     """
+    names, workers = [i.name for i in order.islands], len(order.workers)
+    lasting, needed = days(order.settings)
     if not (folder / "ca.pem").exists():
-        make_certificates(folder, hosts, DAYS, islands=islands, workers=workers)
+        make_certificates(folder, hosts, lasting, islands=names, workers=workers)
     else:
-        here = set(principals(folder))
-        lacking = [name for name in islands if island(name) not in here]
+        here, known = set(principals(folder)), _known_hosts(folder)
+        lacking = [name for name in names if island(name) not in here]
         new = workers if any(w not in here for w in map(worker, range(workers))) else 0
-        missing = [host for host in hosts if host not in _known_hosts(folder)]
+        missing = [host for host in hosts if host not in known]
         if missing or lacking or new:
-            add(folder, missing, DAYS, islands=lacking, workers=new)
-        renew(folder, DAYS, RENEWED_DAYS)
-    serving = (PRINCIPAL, *map(worker, range(workers)))
-    for who in (*serving, *map(island, islands)):
+            add(folder, missing, lasting, islands=lacking, workers=new)
+        renew(folder, lasting, needed)
+    for who in (COORDINATOR, *map(worker, range(workers)), *map(island, names)):
         _pack(folder, who.stem)
 
 
-def keep_renewed(folder: Path, stems: Sequence[str]) -> Unrenewed | None:
-    """Make the certificates anew that end soon, and STEM.tar of these stems.
-
-    None is added: a name whose key was revoked gets no other one. Returns why it
-    failed, or None.
-    """
-    try:
-        here = [stem for stem in stems if (folder / f"{stem}.pem").exists()]
-        if not here:
-            return Unrenewed(None, f"{folder} has none of them")
-        renew(folder, DAYS, RENEWED_DAYS)
-        for stem in here:
-            _pack(folder, stem)
-    except (SecurityError, OSError, ValueError) as error:
-        return Unrenewed(_days_left(folder, stems), str(error))
-    return None
+def days(settings: LaunchConfig) -> tuple[int, int]:
+    """Return the days for which new certificates last, and those below which an old one
+    is made anew."""
+    if not settings.max_hours:
+        return WITHOUT_END_DAYS, WITHOUT_END_DAYS // 2
+    needed = math.ceil((settings.max_hours + settings.linger_hours) / 24)
+    return needed + MARGIN_DAYS, needed + MARGIN_DAYS // 2
 
 
 def files_of(folder: Path, stem: str) -> list[str]:
@@ -94,41 +78,22 @@ def files_of(folder: Path, stem: str) -> list[str]:
 
 
 def digest(folder: Path, stem: str) -> str:
-    """Return the SHA-256 of STEM.tar; empty if there is none."""
+    """Return a digest of STEM.tar that fits into a label; of nothing if there is
+    none."""
+    path = folder / f"{stem}.tar"
+    packed = path.read_bytes() if path.exists() else b""
+    return hashlib.sha256(packed).hexdigest()[:32]
+
+
+def _known_hosts(folder: Path) -> list[str]:
     try:
-        packed = (folder / f"{stem}.tar").read_bytes()
-    except FileNotFoundError:
-        return ""
-    return hashlib.sha256(packed).hexdigest()
-
-
-def _days_left(folder: Path, stems: Sequence[str]) -> int:
-    """Return the days until the first certificate ends; 0 if one cannot be read."""
-    now = datetime.datetime.now(datetime.UTC)
-    left = []
-    for path in (folder / f"{stem}.pem" for stem in stems):
-        try:
-            if path.exists():
-                certificate = x509.load_pem_x509_certificate(path.read_bytes())
-                left.append((certificate.not_valid_after_utc - now).days)
-        except (OSError, ValueError):
-            left.append(0)
-    return max(0, min(left, default=0))
-
-
-def _known_hosts(folder: Path) -> set[str]:
-    path = folder / f"{COORDINATOR}.pem"
-    try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
-        names = certificate.extensions.get_extension_for_class(
-            x509.SubjectAlternativeName
-        )
+        return coordinator_names(folder)
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise SecurityError(
-            f"{path} cannot be read as a coordinator's certificate ({error}); make a "
-            f"new authority in another folder (--certificates)"
+            f"{folder / 'coordinator.pem'} cannot be read as a coordinator's "
+            f"certificate ({error}); make a new authority in another folder "
+            f"(--certificates)"
         ) from error
-    return {str(name.value) for name in names.value}
 
 
 def _pack(folder: Path, stem: str) -> None:
@@ -140,8 +105,6 @@ def _pack(folder: Path, stem: str) -> None:
             entry.size, entry.mode = len(content), 0o600
             tar.addfile(entry, io.BytesIO(content))
     path, new = folder / f"{stem}.tar", folder / f"{stem}.tar.new"
-    if path.exists() and path.read_bytes() == packed.getvalue():
-        return
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

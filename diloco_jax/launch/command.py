@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,32 +12,33 @@ from typing import Any, Literal
 
 from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
-from diloco_jax.files import absolute, is_bucket
-from diloco_jax.launch import gke, orphans, sky, tpu_vm
-from diloco_jax.launch.calls import CommandError
-from diloco_jax.launch.certificates import (
-    Unrenewed,
-    keep_renewed,
-    prepare_certificates,
-)
-from diloco_jax.launch.order import COORDINATOR, Order, make_order
-from diloco_jax.launch.placing import Backend
-from diloco_jax.launch.record import LaunchRecord
-from diloco_jax.launch.resources import Deployment
-from diloco_jax.launch.submit import Submitter
+from diloco_jax.config.resolving import resolve_outer
+from diloco_jax.files import absolute, is_bucket, write_json
+from diloco_jax.hardware.rates import constants_of
+from diloco_jax.hardware.slices import slice_of
+from diloco_jax.launch import gke, sky, tpu_vm
+from diloco_jax.launch.certificates import prepare_certificates
+from diloco_jax.launch.order import COORDINATOR, Backend, Order, make_order
+from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.launch.variables import flag_notes
-from diloco_jax.launch.watch import LaunchWatch
-from diloco_jax.observability.alarm import WITHIN_S, Alarm
 from diloco_jax.planning import price
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
 
-
-Action = Literal[
-    "create", "run", "status", "logs", "results", "watch", "stop", "delete", "list"
-]
-LOOKS = ("status", "logs", "list")
+Action = Literal["create", "run", "status", "logs", "results", "stop", "delete"]
+LOOKS = ("status", "logs")
 """Actions that change nothing, and ask nothing."""
+OF_TPU_VM = ("create", "delete")
+"""Actions of a backend that makes machines, and has no hold on what they run."""
+OF_NO_STEP = frozenset({"memory", "merge buffer", "places", "disk bytes"})
+"""Checks of the plan that do not depend on the islands' speed."""
+SLOW_STEP_S = 3600.0
+"""Step so long that no other check refuses."""
+
+PREEMPTED = (
+    "note: a slice that is preempted does not come back on tpu_vm: delete it (--action "
+    "delete --only ISLAND) and launch again; --on sky and --on gke buy it again",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ class LaunchOptions:
 
     on: Literal["tpu_vm", "gke", "sky"] | None = setting(
         None,
-        help="Where to run: Cloud TPU queued resources, GKE clusters, or SkyPilot's "
-        "managed jobs.",
+        help="Where to run: SkyPilot's managed jobs, GKE clusters, or Cloud TPU queued "
+        "resources, which do not come back once they are taken away.",
     )
     init: str = setting(
         "",
@@ -58,21 +59,19 @@ class LaunchOptions:
     action: Action = setting(
         "create",
         metavar="ACTION",
-        help="create: make and start everything; what was preempted or failed is made "
-        "anew. stop, run: end or start the processes; the machines stay. status, logs: "
-        "show how far the run is, or the processes' last lines. results: copy the "
-        "run's folder to results in the workdir. watch: make anew what is preempted "
-        "and certificates that end soon, and delete everything but the coordinator's "
-        "disk once the run is over. delete: leave nothing but that disk. list: show "
-        "everything that any launch of the project has left in the cloud.",
+        help="create: make and start everything; what failed is made anew. stop, run: "
+        "end or start the processes; the machines stay. status, logs: show how far the "
+        "run is, or the processes' last lines. results: copy the run's folder to "
+        "results in the workdir. delete: leave nothing but the coordinator's disk. On "
+        "tpu_vm: create and delete alone.",
     )
     price: str = setting(
         "",
         metavar="GENERATION=PRICE,coordinator=PRICE",
         help="Prices per hour of a chip of each generation and of the coordinator's "
         "machine with its disk, such as v5p=4.2,v6e=2.7,coordinator=1.1; what the "
-        "launch costs per hour, workers' machines included, is shown "
-        "before you are asked, and by list.",
+        "launch costs per hour, workers' machines included, is shown before you are "
+        "asked.",
     )
     only: tuple[str, ...] = setting(
         (), help='Limit the action to these islands, or to "coordinator".'
@@ -96,75 +95,110 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     Raises ConfigError or SecurityError before anything is run.
     """
     prices = price.parse_prices(options.price)
-    if options.action == "list":
-        return _list(config, options, prices)
-    on = _backend_of(options)
+    on, action = _backend_of(options), options.action
     order = make_order(config, path, on, options.init)
     planned: list[str] = []
-    if options.action == "create" and not options.unplanned:
-        from diloco_jax.launch.planned import require_planned
-
+    if action == "create" and not options.unplanned:
         planned = require_planned(config)
     _check_owners(order, options.only)
     workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
-    record = LaunchRecord(workdir / "launch.json", on)
     folder, certificates = workdir / "launch", _certificates(config, workdir)
-    if options.action in ("create", "run") and not options.dry_run:
-        prepare_certificates(
-            certificates,
-            BACKENDS[on].hosts(order),
-            tuple(island.name for island in order.islands),
-            len(order.workers),
-        )
-    if options.action == "watch":
-        order = dataclasses.replace(order, ends_unix=order.end_unix(int(time.time())))
-
-    def render() -> Deployment:
-        now = int(time.time())
-        made: Deployment = BACKENDS[on].deployment(
-            order, str(certificates), str(folder), now
-        )
-        return made
-
-    def renew() -> Deployment:
-        made = render()
-        _write(made, folder)
-        return made
-
-    def certify() -> Unrenewed | None:
-        return keep_renewed(certificates, tuple(order.secrets))
-
-    deployment = render()
-    for line in (*_zone_remarks(order), *planned):
-        _show(line)
-    if options.action in ("create", "run"):
-        _show_notes(config, order, on, prices)
-    if options.action in ("create", "run", "results"):
-        for name in _write(deployment, folder):
-            _show(f"written: {folder / name}")
+    note = workdir / "launch.json"
+    _check_backend(note, on)
+    if action in ("create", "run") and not options.dry_run:
+        prepare_certificates(certificates, BACKENDS[on].hosts(order), order)
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_json({"on": on}, note)
+    now_unix = int(time.time())
+    deployment = BACKENDS[on].deployment(
+        order, str(certificates), str(folder), now_unix
+    )
     submitter = Submitter(
         deployment,
-        record,
         only=options.only,
         show=print if options.dry_run else _show,
         confirm=_asker(options.yes),
         dry_run=options.dry_run,
     )
+    for line in (*_zone_remarks(order), *planned):
+        _show(line)
+    if action in ("create", "run"):
+        _show_notes(config, order, on, prices)
+    if action in ("create", "run", "results"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in deployment.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            _show(f"written: {folder / name}")
     try:
-        if options.action == "watch":
-            _watch(config, order, submitter, renew, certify, options)
-        else:
-            _act(submitter, options)
+        _act(submitter, options)
     except CommandError as error:
         _show(f"error: {error}")
         return 1
+    if on == "tpu_vm" and action == "create":
+        _show("to delete all of it, the run included:")
+        for line in submitter.deletions():
+            _show(line)
+    if action == "delete" and options.disk and not (options.only or options.dry_run):
+        note.unlink(missing_ok=True)
     return 0
+
+
+def require_planned(config: Config) -> list[str]:
+    """Ask the plan before anything is paid for: would the coordinator's machine do?
+
+    Steps are not known without a compiler, so a launch is refused only for what does
+    not depend on them: memory, places at the bulk port, and the least bytes of the
+    disk. What arithmetic refuses beyond that at peak rates, and what would mend it, is
+    returned as notes. `diloco plan` knows the rest.
+
+    Raises ConfigError if the coordinator's machine or its disk is too small for the
+    run, however slow its steps are.
+    """
+    import jax
+
+    # The laptop's devices play no part.
+    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+    from diloco_jax.planning.arithmetic import plan_by_arithmetic
+    from diloco_jax.planning.changes import shown
+    from diloco_jax.planning.checks import refusals
+    from diloco_jax.planning.options import Assumptions
+    from diloco_jax.planning.report import fragments_of
+    from diloco_jax.planning.terms import Terms
+
+    fragments, link = fragments_of(config), Assumptions().link_gbit_per_s
+    terms = Terms(
+        config=resolve_outer(config),
+        fragments=fragments,
+        hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
+        step_seconds=dict.fromkeys(config.islands, SLOW_STEP_S),
+        link_gbit_per_s=link,
+        steps_known=False,
+    )
+    wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
+    if wrong:
+        raise ConfigError(
+            f"{'; '.join(wrong)}; or give --unplanned to launch it all the same"
+        )
+    if config.run.model.factory:
+        return []  # Nobody knows its FLOPs before it is compiled.
+    rates = constants_of(config.placement.merge_route)
+    plan = plan_by_arithmetic("", config, fragments, link, {}, rates)
+    notes = [f"plan at peak rates, REFUSED: {r.text}" for r in plan.refusals]
+    if len(notes) > 1 and plan.mending:
+        notes.append(f"all of them together: set {shown(plan.mending)}")
+    return notes
 
 
 def _backend_of(options: LaunchOptions) -> Backend:
     """Return where to run; raise ConfigError for options that do not go together."""
     if options.on is None:
         raise ConfigError("--on is missing; choose --on tpu_vm, --on gke or --on sky")
+    if options.on == "tpu_vm" and options.action not in OF_TPU_VM:
+        raise ConfigError(
+            f"--action {options.action} with --on tpu_vm: it makes machines and "
+            f"deletes them, and what they run is theirs; give {' or '.join(OF_TPU_VM)},"
+            f" or see launch/tpu_vm/README.md for the `gcloud` lines that look at them"
+        )
     if options.disk and options.action != "delete":
         raise ConfigError(
             f"--disk with --action {options.action}: it is for --action delete, which "
@@ -177,6 +211,25 @@ def _backend_of(options: LaunchOptions) -> Backend:
             "--dry-run to see them"
         )
     return options.on
+
+
+def _check_backend(note: Path, on: Backend) -> None:
+    """Raise ConfigError if the run of this workdir is launched on another backend."""
+    if not note.exists():
+        return
+    try:
+        other = json.loads(note.read_bytes())["on"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{note} is not what `diloco launch` wrote ({error!r}); restore it, or "
+            f"delete by hand what was made, and then the file"
+        ) from error
+    if other != on:
+        raise ConfigError(
+            f"{note} says that this run is launched on {other}, not on {on}; "
+            f"delete that first (--on {other} --action delete --disk), or choose "
+            f"another --workdir"
+        )
 
 
 def _certificates(config: Config, workdir: Path) -> Path:
@@ -196,6 +249,7 @@ def _show_notes(
         *_data_notes(order),
         *_source_notes(order),
         *_account_notes(order, on),
+        *(PREEMPTED if on == "tpu_vm" else ()),
     )
     for line in (*notes, *_costs(config, prices)):
         _show(line)
@@ -218,46 +272,6 @@ def _act(submitter: Submitter, options: LaunchOptions) -> None:
             submitter.stop()
         case "delete":
             submitter.delete(disk=options.disk)
-
-
-def _watch(
-    config: Config,
-    order: Order,
-    submitter: Submitter,
-    renew: Callable[[], Deployment],
-    certify: Callable[[], Unrenewed | None],
-    options: LaunchOptions,
-) -> None:
-    """Make anew what is preempted, until the run is over."""
-    alarm = Alarm(config.placement, order.name, tuple)
-    show = print if options.dry_run else _show
-    watch = LaunchWatch(submitter, renew, certify, show, alarm.raised)
-    alarm.start()
-    try:
-        watch.run(order.ends_unix or math.inf)
-    finally:
-        alarm.close(WITHIN_S)
-
-
-def _write(deployment: Deployment, folder: Path) -> list[str]:
-    """Write the deployment's files; return their names."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in deployment.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return list(deployment.files)
-
-
-def _list(config: Config, options: LaunchOptions, prices: dict[str, float]) -> int:
-    if not config.launch.project:
-        raise ConfigError("launch.project must be set for --action list")
-    try:
-        found = orphans.find(config.launch.project, _show, dry_run=options.dry_run)
-    except CommandError as error:
-        _show(f"error: {error}")
-        return 1
-    for line in orphans.listed(found, prices):
-        print(line)
-    return 0
 
 
 def _render(status: dict[str, Any]) -> None:
@@ -324,7 +338,7 @@ def _account_notes(order: Order, on: Backend) -> list[str]:
         notes.append(
             "note: launch.service_account is empty: machines act as the project's "
             "default account, which may often change or delete anything in it; make "
-            "accounts of their own (docs/tpu.md, The project)"
+            "accounts of their own (docs/gke.md, Accounts of your own)"
         )
     if coordinator in ("", islands):
         notes.append(

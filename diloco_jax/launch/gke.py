@@ -1,6 +1,6 @@
 """Islands on GKE: a node pool and a JobSet each, in one cluster or several; the
-coordinator is a Job with a disk and a Service in one of them, and so is each worker
-with `launch.workers_apart`.
+coordinator is a Job with a disk and a Service in one of them. So is each worker with
+`launch.workers_apart`.
 
 A node pool is one slice. It begins empty: the cluster's autoscaler buys the slice when
 the JobSet's pods ask for it, again after a preemption, and gives it back when they end.
@@ -9,29 +9,45 @@ So does the pool of the coordinator.
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 from pathlib import Path
+from typing import Any
 
-from diloco_jax.launch import gke_looks, manifests
+from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest, files_of
-from diloco_jax.launch.kubectl import apply, delete, find, kubectl
-from diloco_jax.launch.nodes import PlacedNode
-from diloco_jax.launch.order import COORDINATOR, PERMIT, Order, worker_host
-from diloco_jax.launch.placing import GkeCluster, PlacedIsland
-from diloco_jax.launch.pods import ISLAND, PART, config_name
-from diloco_jax.launch.resources import (
+from diloco_jax.launch.manifests import ISLAND, PART, yaml_text
+from diloco_jax.launch.order import (
+    CERTIFICATES,
+    COORDINATOR,
+    PORT,
+    WORKDIR,
+    GkeCluster,
+    Order,
+    PlacedIsland,
+    in_cluster,
+)
+from diloco_jax.launch.submit import (
+    CONTENT,
     SHARED,
     Command,
     Deployment,
+    Owned,
     Resource,
-    labels,
 )
-from diloco_jax.launch.text import yaml_text
+from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, part_of
 from diloco_jax.wire import principal
 
 OBJECTS = "job,service,networkpolicy,poddisruptionbudget,serviceaccount"
 """Kinds of the coordinator's objects in `coordinator.yaml`, and of a worker's."""
 ISLAND_OBJECTS = "jobset,networkpolicy,serviceaccount"
+NAME = "{.metadata.name}"
+STATE = NAME + ' {.status.conditions[?(@.status=="True")].type}'
+"""JSONPath of an object's name, and of what is true of a Job."""
+LABELLED = f"{NAME} {{.metadata.labels.{CONTENT}}}"
+RESULTS = "results"
+"""Folder of the workdir with the copy of the run's folder."""
+LOG_LINES = 100
+"""Last lines of each process that `--action logs` shows."""
 
 
 def deployment(
@@ -39,68 +55,66 @@ def deployment(
 ) -> Deployment:
     """Return all that `diloco launch --on gke` makes and runs; see
     `tpu_vm.deployment`."""
+    home, islands, name = order.cluster, order.islands, order.coordinator
+    clusters = dict.fromkeys([home, *(island.cluster for island in islands)])
+    where = {principal.island(i.name).stem: i.cluster for i in islands}
+    shared = order.settings.namespace != "default"
     files = {
         "config.yaml": yaml_text(manifests.config_map(order)),
         "begin.yaml": yaml_text(manifests.permit(order)),
+        "disk.yaml": yaml_text(manifests.disk(order, name, COORDINATOR)),
+        "coordinator.yaml": yaml_text(*manifests.coordinator(order, now_unix)),
+        "reader.yaml": yaml_text(manifests.reader(order)),
     }
-    nodes, islands = order.nodes, order.islands
-    clusters = dict.fromkeys(
-        [*(n.cluster for n in nodes), *(i.cluster for i in islands)]
-    )
-    shared = order.settings.namespace != "default"
-    where = {node.stem: node.cluster for node in nodes}
-    where |= {principal.island(i.name).stem: i.cluster for i in islands}
-    made = [
-        *(_node_pool(order, node) for node in nodes),
-        *(pool for island in islands for pool in _island_pools(order, island)),
-        *(_namespace(order, cluster) for cluster in clusters if shared),
-        *(
-            _secret(order, where.get(stem, order.cluster), stem, certificates)
-            for stem in order.secrets
-        ),
-        *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
-    ]
-    for node in nodes:
-        name, file, disk = node.resource, f"{node.stem}.yaml", "disk.yaml"
-        files[disk] = yaml_text(manifests.disk(order, name, node.stem))
-        files[file] = yaml_text(*manifests.coordinator(order, node, now_unix))
-        files["reader.yaml"] = yaml_text(manifests.reader(order, node))
-        made.append(_disk(order, node.cluster, name, f"{folder}/{disk}"))
-        made.append(_permit(order, f"{folder}/begin.yaml"))
-        made.append(_job(order, node.cluster, name, f"{folder}/{file}", ("Complete",)))
     for number, worker in enumerate(order.workers):
-        part, file = manifests.part_of_worker(number), f"{worker}.yaml"
+        part = manifests.part_of_worker(number)
+        made = manifests.worker(order, number, now_unix)
         files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(order, worker, part))
-        files[file] = yaml_text(*manifests.worker(order, number, now_unix))
-        disk = f"{folder}/{worker}-disk.yaml"
-        made.append(_disk(order, order.cluster, worker, disk))
-        made.append(_job(order, order.cluster, worker, f"{folder}/{file}"))
+        files[f"{worker}.yaml"] = yaml_text(*made)
     for island in islands:
-        file = f"{island.resource}.yaml"
-        files[file] = yaml_text(*manifests.island(order, island, now_unix))
-        made.append(_jobset(order, island, f"{folder}/{file}"))
+        made = manifests.island(order, island, now_unix)
+        files[f"{island.resource}.yaml"] = yaml_text(*made)
     login = ("gcloud", "container", "clusters", "get-credentials")
     return Deployment(
         files=files,
         prepare=tuple(Command((*login, c.name, *_cluster(c))) for c in clusters),
-        resources=tuple(made),
-        start=(),
-        stop=(),
-        logs=gke_looks.logs(order),
-        statuses=gke_looks.statuses(order),
-        results=gke_looks.results(order, folder),
+        resources=(
+            _coordinators_pool(order),
+            *(pool for island in islands for pool in _island_pools(order, island)),
+            *(_namespace(order, cluster) for cluster in clusters if shared),
+            *(
+                _secret(order, where.get(stem, home), stem, certificates)
+                for stem in order.secrets
+            ),
+            *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
+            _disk(order, name, f"{folder}/disk.yaml"),
+            _permit(order, f"{folder}/begin.yaml"),
+            _job(order, name, f"{folder}/coordinator.yaml"),
+            *(
+                made
+                for worker in order.workers
+                for made in (
+                    _disk(order, worker, f"{folder}/{worker}-disk.yaml"),
+                    _job(order, worker, f"{folder}/{worker}.yaml"),
+                )
+            ),
+            *(_jobset(order, i, f"{folder}/{i.resource}.yaml") for i in islands),
+        ),
+        logs=_logs(order),
+        status=_status(order),
+        results=_results(order, folder),
     )
 
 
 def hosts(order: Order) -> tuple[str, ...]:
-    """Return the names by which islands reach the coordinator and its workers,
-    for their certificates."""
-    nodes = [(node.inside, node.resource, node.outside) for node in order.nodes]
-    workers = (worker_host(worker, order.settings) for worker in order.workers)
-    return (*(name for names in nodes for name in names if name), *workers)
+    """Return the names by which islands reach the coordinator and its workers, for
+    their certificates."""
+    names = (order.inside, order.coordinator, order.settings.coordinator_address)
+    workers = (in_cluster(worker, order.settings) for worker in order.workers)
+    return (*filter(None, names), *workers)
 
 
-# ---- machines ---------------------------------------------------------------------
+# ---- machines -----------------------------------------------------------------------
 
 
 def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
@@ -136,20 +150,18 @@ def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
     ]
 
 
-def _node_pool(order: Order, node: PlacedNode) -> Resource:
+def _coordinators_pool(order: Order) -> Resource:
     settings = order.settings
-    workers = len(order.workers)
     return _pool(
         order,
-        node.cluster,
-        node.resource,
+        order.cluster,
+        order.coordinator,
         COORDINATOR,
-        node.zone,
+        settings.coordinator_zone,
         f"--machine-type={settings.coordinator_machine}",
-        f"--max-nodes={1 + workers}",
+        f"--max-nodes={1 + len(order.workers)}",
         f"--node-taints={PART}={COORDINATOR}:NoSchedule",
-        account=settings.coordinator_account or settings.service_account,
-        part=node.stem,
+        account=order.coordinators_account,
     )
 
 
@@ -162,157 +174,193 @@ def _pool(
     *options: str,
     account: str,
     remedy: str = "",
-    part: str = "",
 ) -> Resource:
-    """part: of the run, in labels, if it is another one than the owner."""
     pools = ("gcloud", "container", "node-pools")
     where = (f"--cluster={cluster.name}", *_cluster(cluster))
+    create = Command(
+        (
+            *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
+            # Machines are bought when pods ask for them, and given back after them.
+            *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
+            f"--labels={RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}",
+            *([f"--service-account={account}"] if account else []),
+            *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
+        ),
+        1800,
+        remedy,
+    )
     return Resource(
         what=f"node pool {name} in {zone}",
         owner=owner,
         find=Command((*pools, "describe", name, *where, "--format=value(status)")),
-        create=Command(
-            (
-                *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
-                # Machines are bought when pods ask for them, and given back after them.
-                *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
-                f"--labels={labels(order, part or owner)}",
-                *([f"--service-account={account}"] if account else []),
-                *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
-            ),
-            1800,
-            remedy,
-        ),
+        create=(create,),
         delete=Command((*pools, "delete", name, *where), 1800),
         dead=("ERROR",),
     )
 
 
 def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
-    return (
-        f"--location={cluster.location}",
-        f"--project={cluster.project}",
-        "--quiet",
-    )
+    where = (f"--location={cluster.location}", f"--project={cluster.project}")
+    return (*where, "--quiet")
 
 
-# ---- objects in the clusters ------------------------------------------------------
+# ---- objects in the clusters --------------------------------------------------------
 
 
 def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
-    name, cluster = island.resource, island.cluster
-    state = "jsonpath={.metadata.name} {.status.terminalState}"
-    get = ("get", "jobset", name, "--ignore-not-found", "-o", state)
-    return Resource(
-        what=f"JobSet {name} ({island.slice.topology})",
-        owner=island.name,
-        find=kubectl(order, cluster, *get),
-        create=apply(order, cluster, file),
-        delete=delete(order, cluster, ISLAND_OBJECTS, name),
-        dead=("Failed",),
-        runs=True,
+    state, name = NAME + " {.status.terminalState}", island.resource
+    made, dead = _apply(order, island.cluster, file), ("Failed",)
+    where = order, island.cluster, ISLAND_OBJECTS, name, state
+    return _made(*where, made, owner=island.name, dead=dead, runs=True)
+
+
+def _job(order: Order, name: str, file: str) -> Resource:
+    """Return the coordinator, or a worker."""
+    where, made = (
+        (order.cluster, OBJECTS, name, STATE),
+        _apply(order, order.cluster, file),
     )
+    return _made(order, *where, made, dead=("Failed",), runs=True)
 
 
-def _job(
-    order: Order,
-    cluster: GkeCluster,
-    name: str,
-    file: str,
-    ended: tuple[str, ...] = (),
-) -> Resource:
-    """Return the coordinator, or a worker. ended: states that say that the
-    run is over."""
-    state = 'jsonpath={.metadata.name} {.status.conditions[?(@.status=="True")].type}'
-    get = ("get", "job", name, "--ignore-not-found", "-o", state)
-    return Resource(
-        what=f"{OBJECTS} {name}",
-        owner=COORDINATOR,
-        find=kubectl(order, cluster, *get),
-        create=apply(order, cluster, file),
-        delete=delete(order, cluster, OBJECTS, name),
-        dead=("Failed",),
-        ended=ended,
-        runs=True,
-    )
-
-
-def _disk(order: Order, cluster: GkeCluster, name: str, file: str) -> Resource:
-    kind = "persistentvolumeclaim"
-    return Resource(
-        what=f"{kind} {name}",
-        owner=COORDINATOR,
-        find=find(order, cluster, kind, name),
-        create=apply(order, cluster, file),
-        delete=delete(order, cluster, kind, name),
-        keeps=True,
-    )
+def _disk(order: Order, name: str, file: str) -> Resource:
+    where = order.cluster, "persistentvolumeclaim", name, NAME
+    return _made(order, *where, _apply(order, order.cluster, file), keeps=True)
 
 
 def _permit(order: Order, file: str) -> Resource:
     """Return the Job that lets the run begin on its disk, before its coordinator comes.
     It outlives that disk."""
     name, cluster = order.permit, order.cluster
-    waits = ("wait", f"job/{name}", "--for=condition=Complete", "--timeout=1800s")
-    return Resource(
-        what=f"job {name}",
-        owner=COORDINATOR,
-        find=find(order, cluster, "job", name),
-        create=apply(order, cluster, file),
-        delete=delete(order, cluster, "job", name),
+    until = ("--for=condition=Complete", "--timeout=1800s")
+    # Its machine has to come, and the image.
+    wait = _kubectl(order, cluster, "wait", f"job/{name}", *until, deadline_s=1900)
+    where, made = (order, cluster, "job", name, STATE), _apply(order, cluster, file)
+    return _made(
+        *where,
+        *(made, wait),
+        dead=("Failed",),
+        content="Complete",
+        update=(wait,),
         keeps=True,
-        content=PERMIT,
-        # Its machine has to come, and the image.
-        grant=(kubectl(order, cluster, *waits, deadline_s=1900),),
     )
 
 
 def _config_map(order: Order, cluster: GkeCluster, file: str) -> Resource:
-    name = config_name(order)
-    made = apply(order, cluster, file)
-    return Resource(
-        what=f"configmap {name}{_elsewhere(order, cluster)}",
-        owner=SHARED,
-        find=find(order, cluster, "configmap", name),
-        create=made,
-        delete=delete(order, cluster, "configmap", name),
-        content=hashlib.sha256(order.config_json.encode()).hexdigest(),
-        update=(made,),
-    )
+    made, content = _apply(order, cluster, file), manifests.config_digest(order)
+    where = cluster, "configmap", manifests.config_name(order), LABELLED
+    return _made(order, *where, made, owner=SHARED, content=content, update=(made,))
 
 
 def _secret(
     order: Order, cluster: GkeCluster, stem: str, certificates: str
 ) -> Resource:
-    name = order.secrets[stem]
+    """Return the secret with the certificates of this stem. It gets its label last:
+    broken off before that, it has no content that is known."""
+    name, content = order.secrets[stem], digest(Path(certificates), stem)
     files = files_of(Path(certificates), stem)
-    create = kubectl(
+    create = _kubectl(
         *(order, cluster, "create", "secret", "generic", name),
         *(f"--from-file={certificates}/{file}" for file in files),
     )
-    deleted = delete(order, cluster, "secret", name)
-    return Resource(
-        what=f"secret {name}",
-        owner=order.owner_of(stem),
-        find=find(order, cluster, "secret", name),
-        create=create,
-        delete=deleted,
-        content=digest(Path(certificates), stem),
-        update=(deleted, create),
-        carried=True,
-    )
+    label = _kubectl(order, cluster, "label", "secret", name, f"{CONTENT}={content}")
+    where, owner = (cluster, "secret", name, LABELLED), order.owner_of(stem)
+    made = create, label
+    update = _delete(order, cluster, "secret", name), *made
+    return _made(order, *where, *made, owner=owner, content=content, update=update)
 
 
 def _namespace(order: Order, cluster: GkeCluster) -> Resource:
     name = order.settings.namespace
+    create = _kubectl(order, cluster, "create", "namespace", name)
+    made = _made(order, cluster, "namespace", name, NAME, create, owner=SHARED)
+    return dataclasses.replace(made, delete=None)
+
+
+def _made(
+    order: Order,
+    cluster: GkeCluster,
+    kinds: str,
+    name: str,
+    shown: str,
+    *create: Command,
+    owner: str = COORDINATOR,
+    **fields: Any,
+) -> Resource:
+    """Return objects of one name. kinds: the first is looked at. shown: JSONPath."""
+    get = ("get", kinds.partition(",")[0], name, "--ignore-not-found")
+    elsewhere = "" if cluster == order.cluster else f" in {cluster.context}"
     return Resource(
-        what=f"namespace {name}{_elsewhere(order, cluster)}",
-        owner=SHARED,
-        find=find(order, cluster, "namespace", name),
-        create=kubectl(order, cluster, "create", "namespace", name),
-        delete=None,
+        what=f"{kinds} {name}{elsewhere}",
+        owner=owner,
+        find=_kubectl(order, cluster, *get, "-o", f"jsonpath={shown}"),
+        create=create,
+        delete=_delete(order, cluster, kinds, name),
+        **fields,
     )
 
 
-def _elsewhere(order: Order, cluster: GkeCluster) -> str:
-    return "" if cluster == order.cluster else f" in {cluster.context}"
+# ---- looks at a run -----------------------------------------------------------------
+
+
+def _status(order: Order) -> Command:
+    """Return the command that asks the coordinator, in its own pod."""
+    inside = ("exec", f"job/{order.coordinator}", "--container=diloco", "--")
+    host = order.settings.coordinator_address or order.inside
+    ask = ("diloco", "status", f"{host}:{PORT}", "--json")
+    line = (*inside, *ask, "--certificates", CERTIFICATES)
+    return _kubectl(order, order.cluster, *line)
+
+
+def _logs(order: Order) -> tuple[Owned, ...]:
+    """Return the commands that print the last lines of every process."""
+    own = ("logs", "--container=diloco", f"--tail={LOG_LINES}")
+    served = (order.coordinator, *order.workers)
+    logs = [
+        Owned(COORDINATOR, _kubectl(order, order.cluster, *own, f"job/{name}"))
+        for name in served
+    ]
+    for island in order.islands:
+        of = f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}"
+        most = f"--max-log-requests={island.slice.hosts}"
+        line = (*own, "--prefix", of, most)
+        logs.append(Owned(island.name, _kubectl(order, island.cluster, *line)))
+    return tuple(logs)
+
+
+def _results(order: Order, folder: str) -> tuple[Command, ...]:
+    """Return the commands that copy the coordinator's workdir, from a pod beside its
+    disk."""
+    name, cluster = manifests.reader_name(order), order.cluster
+    ready = ("--for=condition=Ready", "--timeout=900s")
+    copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / RESULTS))
+    return (
+        _apply(order, cluster, f"{folder}/reader.yaml"),
+        _kubectl(order, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
+        _kubectl(order, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
+        _delete(order, cluster, "pod", name),
+    )
+
+
+# ---- kubectl ------------------------------------------------------------------------
+
+
+def _kubectl(
+    order: Order, cluster: GkeCluster, *arguments: str, deadline_s: float = 120.0
+) -> Command:
+    """Return a command in the cluster, and in the launch's namespace."""
+    where = (f"--context={cluster.context}", f"--namespace={order.settings.namespace}")
+    # After "--" comes a command in the pod.
+    own = arguments.index("--") if "--" in arguments else len(arguments)
+    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), deadline_s)
+
+
+def _apply(order: Order, cluster: GkeCluster, file: str) -> Command:
+    """Return the command that makes the objects of a file."""
+    return _kubectl(order, cluster, "apply", "-f", file)
+
+
+def _delete(order: Order, cluster: GkeCluster, kinds: str, name: str) -> Command:
+    """Return the command that deletes the objects of that name, and waits for it."""
+    words = ("delete", kinds, name, "--ignore-not-found")
+    return _kubectl(order, cluster, *words, deadline_s=300)

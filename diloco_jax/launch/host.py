@@ -8,13 +8,12 @@ from importlib import resources
 from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.order import (
     COORDINATOR,
-    LASTED_S,
     PERMIT,
     PLATFORMS,
     ROOT,
     Order,
+    PlacedIsland,
 )
-from diloco_jax.launch.placing import PlacedIsland
 from diloco_jax.wire import principal
 
 NOTICE_S = 25.0
@@ -24,6 +23,8 @@ DISK = "/mnt/disks/diloco"
 FOLLOW_S, ISLANDS_FOLLOW_S = 60, 600
 """Seconds after which the coordinator's machine, and each host of an island, looks for
 changed certificates. A revocation reaches islands through the coordinator."""
+LASTED_S = 600
+"""Seconds of progress after which a process may crash as often again."""
 
 
 def island_script(
@@ -35,42 +36,34 @@ def island_script(
 ) -> str:
     """Return the script of the island's hosts.
 
-    release: arguments of `gcloud` that give the machines back; empty = SkyPilot does,
-    and buys new ones.
+    release: arguments of `gcloud` that give the machines back; empty = SkyPilot does.
     """
     return _script(
         order,
-        "island",
         island.name,
+        principal.island(island.name).stem,
         order.island_arguments(island, address, NOTICE_S),
+        now_unix,
         release,
-        END=str(order.end_unix(now_unix)),
-        # Where nobody renders the script anew for a new slice, its clock counts.
-        FIRST_INCARNATION=str(now_unix) if release else "",
+        ROLE="island",
+        FOLLOW_S=str(ISLANDS_FOLLOW_S),
         PLATFORMS=PLATFORMS,
     )
 
 
 def coordinator_script(
-    order: Order,
-    address: str,
-    now_unix: int,
-    release: tuple[str, ...],
-    last_word: tuple[str, ...] = (),
+    order: Order, address: str, now_unix: int, release: tuple[str, ...]
 ) -> str:
-    """Return the script of the coordinator's machine; see `island_script`.
-
-    last_word: arguments of `gcloud` that note, in front of the word that follows, why
-    the machine is given back.
-    """
+    """Return the script of the coordinator's machine; see `island_script`."""
     return _script(
         order,
         COORDINATOR,
         COORDINATOR,
         order.coordinator_arguments(address),
+        now_unix,
         release,
-        last_word,
-        END=str(order.end_unix(now_unix)),
+        ROLE=COORDINATOR,
+        FOLLOW_S=str(FOLLOW_S),
         BEGIN=order.permit,
         PERMIT=f"{DISK}/{PERMIT}",
         SOURCE=order.source,
@@ -84,34 +77,31 @@ def coordinator_script(
 
 def _script(
     order: Order,
-    role: str,
     owner: str,
+    stem: str,
     arguments: tuple[str, ...],
+    now_unix: int,
     release: tuple[str, ...],
-    last_word: tuple[str, ...] = (),
     **settings: str,
 ) -> str:
-    """Return `host.sh` with its settings before it. owner: whose variables and
-    certificates it gives to the process."""
-    stem = principal.island(owner).stem if role == "island" else COORDINATOR
+    """Return `host.sh` with its settings before it. owner: whose variables it gives to
+    the process. stem: of its certificates."""
     plain, secret = variables_of(order.settings, owner)
     deletes = order.settings.when_done == "delete"
     variables = [f"--env={name}={value}" for name, value in plain.items()]
     secrets = [part for pair in secret.items() for part in pair]
-    settings = {
-        "ROLE": role,
+    settings |= {
         "ROOT": ROOT,
         "PROJECT": order.settings.project,
         "IMAGE": order.settings.image,
         "CLOUD_IMAGE": order.settings.cloud_image,
         "SECRET": order.secrets[stem],
         "DATA": order.settings.data,
+        "END": str(order.end_unix(now_unix)),
         "RUN": order.name,
         "PART": owner,
         "FRUITLESS_STARTS": str(order.fruitless_starts),
         "LASTED_S": str(LASTED_S),
-        "FOLLOW_S": str(ISLANDS_FOLLOW_S if role == "island" else FOLLOW_S),
-        **settings,
     }
     return "\n".join(
         [
@@ -121,7 +111,6 @@ def _script(
             f"VARIABLES=({shlex.join(variables)})",
             f"SECRETS=({shlex.join(secrets)})",
             f"RELEASE=({shlex.join(release) if deletes else ''})",
-            f"LAST_WORD=({shlex.join(last_word)})",
             f"CONFIG_JSON={shlex.quote(order.config_json)}",
             resources.files("diloco_jax.launch").joinpath("host.sh").read_text(),
         ]

@@ -1,13 +1,79 @@
-# What every machine does: at each boot, as root, it installs itself as the service
-# `diloco`; the service runs it again, and then becomes `diloco` in its container. On
-# SkyPilot's machines the job does both (`prepare`, `run`). The settings in capitals come
-# before this part; they are all that differs.
+# What every machine does. On a TPU VM, or the coordinator's machine beside it, each boot
+# installs it as the service `diloco`; a job of SkyPilot runs `serve` itself. The settings
+# in capitals come before this part; they are all that differs.
 #
 #   journalctl -u diloco       what it says
 #   systemctl stop diloco      SIGTERM to `diloco`: it says goodbye
 set -Eeuo pipefail
 # 2 and 3 are `diloco`'s own: they mean that another attempt will not help.
 trap 'exit 1' ERR
+
+boot() {
+  mkdir -p "$ROOT"
+  cp "$0" "$ROOT/host.sh"
+  cat >/etc/systemd/system/diloco.service <<UNIT
+[Unit]
+Description=diloco $ROLE
+After=docker.service network-online.target
+Requires=docker.service
+[Service]
+ExecStart=/bin/bash $ROOT/host.sh serve
+TimeoutStopSec=60
+UNIT
+  systemctl daemon-reload
+  # Boots come again, and must not end what runs.
+  systemctl start --no-block diloco
+}
+
+# `diloco` until it ends for good; then the machine gives itself back, or its job ends.
+# Crashes are repeated, with pauses that grow to half an hour in all: the registry or a
+# secret may be away for a while. Only progress ends a row of them, not time: a start that
+# fails after an hour's copy of the text would be repeated for ever.
+serve() {
+  local code crashes=0
+  prepare
+  while true; do
+    code=0
+    /bin/bash "$0" run || code=$?
+    case "$code" in 2 | 3) break ;; esac
+    if is_over "$code"; then
+      code=0
+      break
+    fi
+    if lasted; then crashes=0; fi
+    crashes=$((crashes + 1))
+    if [ "$crashes" -ge "$FRUITLESS_STARTS" ]; then
+      tell "$crashes starts in a row ended before $LASTED_S s of progress, so $PART is" \
+        "given up (placement.fruitless_starts). The last one ended at:" \
+        "$(sed 's/ *$//' "$ROOT/begun")"
+      code=2
+      break
+    fi
+    sleep "$((10 * crashes))"
+  done
+  # Another host may have done it already.
+  if [ ${#RELEASE[@]} -gt 0 ]; then cloud "${RELEASE[@]}" || true; fi
+  exit "$code"
+}
+
+# Whether a process that ended so is to start no more. A coordinator that is asked to end,
+# as at a reboot, says 0, too.
+is_over() {
+  if [ "$END" != 0 ] && [ "$(date +%s)" -ge "$END" ]; then return 0; fi
+  [ "$1" = 0 ] &&
+    { [ "$ROLE" = island ] || grep -Eqs '"phase": ?"done"' "$DISK/run/summary.json"; }
+}
+
+# Whether the last start made progress long enough.
+lasted() {
+  if [ "$ROLE" = island ]; then
+    # `diloco` touches it after so long a time of steps.
+    [ "$ROOT/run/lasted" -nt "$ROOT/begun" ]
+  else
+    [ $(($(date +%s) - $(stat -c %Y "$ROOT/begun"))) -ge "$LASTED_S" ] &&
+      [ -n "$(find "$DISK/run/publishes" -newer "$ROOT/begun" -print -quit 2>/dev/null)" ]
+  fi
+}
 
 # Settings of the machine, and the config. Repeating it changes nothing.
 prepare() {
@@ -28,33 +94,9 @@ prepare() {
   printf '%s\n' "$CONFIG_JSON" >"$ROOT/config/config.json"
 }
 
-boot() {
-  prepare
-  cp "$0" "$ROOT/host.sh"
-  cat >/etc/systemd/system/diloco.service <<UNIT
-[Unit]
-Description=diloco $ROLE
-After=docker.service network-online.target
-Requires=docker.service
-StartLimitIntervalSec=0
-[Service]
-ExecStart=/bin/bash $ROOT/host.sh run
-ExecStop=/bin/bash $ROOT/host.sh stopping
-Restart=on-failure
-RestartSec=10
-RestartPreventExitStatus=2 3
-TimeoutStopSec=60
-ExecStopPost=/bin/bash $ROOT/host.sh over
-UNIT
-  systemctl daemon-reload
-  # Boots come again, and must not end what runs.
-  systemctl start --no-block diloco
-}
-
 run() {
   local limit=()
   bound_time
-  count_crashes
   begins "pull of $IMAGE"
   pull
   begins "copy of the certificates from the secret $SECRET"
@@ -76,16 +118,9 @@ run() {
       ARGUMENTS+=(--init)
       if [ -n "$SOURCE" ]; then ARGUMENTS+=("$SOURCE"); fi
     fi
-    # A run that goes on has had its last word: a watch must not find it.
-    if [ ${#LAST_WORD[@]} -gt 0 ]; then cloud "${LAST_WORD[@]}goes-on" || true; fi
   else
-    # Counted on disk before it is used: no number is used twice, and a slice made
-    # anew begins above all that were.
-    local attempt
-    attempt=$(noted attempt)
-    attempt=$((${attempt:--1} + 1))
-    note attempt "$attempt"
-    ARGUMENTS+=(--incarnation "$((${FIRST_INCARNATION:-$(date +%s)} + attempt))")
+    # Pauses lie between starts, so no number is used twice.
+    ARGUMENTS+=(--incarnation "$(date +%s)")
     # Without TPUs it fails, and does not train on the CPU.
     environment+=(--env "JAX_PLATFORMS=$PLATFORMS")
   fi
@@ -179,48 +214,10 @@ follow_certificates() {
   done
 }
 
-# A crash loop ends with 2, which nobody repeats. Only progress ends it, not time: a
-# start that fails after an hour's copy of the text would be repeated for ever. Pauses
-# grow, to half an hour in all: the registry or a secret may be away for a while.
-count_crashes() {
-  local crashes
-  crashes=$(noted crashes)
-  # It is empty after a power cut, and was once a time and the number.
-  crashes=${crashes##* }
-  if [[ ! "$crashes" =~ ^[0-9]+$ ]] || lasted; then crashes=0; fi
-  if [ "$crashes" -ge "$FRUITLESS_STARTS" ]; then
-    tell "$crashes starts in a row ended before $LASTED_S s of progress, so $PART is" \
-      "given up (placement.fruitless_starts). The last one ended at: $(noted begun)"
-    # Whoever starts it in spite of that has put something right.
-    rm -f "$ROOT/crashes"
-    exit 2
-  fi
-  mkdir -p "$ROOT"
-  if [ "$crashes" -gt 1 ]; then sleep "$((10 * (crashes - 1)))"; fi
-  note crashes "$((crashes + 1))"
-}
-
-# An end that was asked for, as at a reboot, is no crash. systemd calls this at every
-# end, and names the process only while it lives.
-stopping() {
-  if [ -n "${MAINPID-}" ]; then rm -f "$ROOT/crashes"; fi
-}
-
-# What the start has come to. If it ends there, it says so once it is given up.
+# What the start has come to, and since when. If it ends there, it says so once it is given
+# up. The file keeps its size, since a disk that is full, as of text, has no block more.
 begins() {
-  note begun "$1"
-}
-
-# One line that outlives the start, in a file of its own. It is written in place, since
-# a disk that is full, as of text, has no block for a new one: the count would be lost.
-note() {
-  printf '%-255.255s\n' "$2" 1<>"$ROOT/$1"
-}
-
-noted() {
-  local line=
-  if [ -e "$ROOT/$1" ]; then read -r line <"$ROOT/$1" || true; fi
-  echo "$line"
+  printf '%-255.255s\n' "$1" 1<>"$ROOT/begun"
 }
 
 # To the machine's journal, and to the cloud's log, which outlives the machine.
@@ -228,44 +225,6 @@ tell() {
   echo "$*"
   docker run --rm "${CLOUD_LOG[@]}" --entrypoint echo "$CLOUD_IMAGE" "$*" \
     >/dev/null 2>&1 || true
-}
-
-# Whether the last start made progress long enough. `crashes` is as old as it is.
-lasted() {
-  local since="$ROOT/crashes" old
-  if [ ! -e "$since" ]; then return 1; fi
-  if [ "$ROLE" = island ]; then
-    # `diloco` touches it after so long a time of steps.
-    [ "$ROOT/run/lasted" -nt "$since" ]
-  else
-    # After a boot the disk is not mounted yet, and the start counts.
-    old=$(($(date +%s) - $(stat -c %Y "$since")))
-    [ "$old" -ge "$LASTED_S" ] &&
-      [ -n "$(find "$DISK/run/publishes" -newer "$since" -print -quit 2>/dev/null)" ]
-  fi
-}
-
-# After the process: what ended for good gives its machines back. 1 is a crash, or a
-# notice; a coordinator that is asked to end says 0, too.
-over() {
-  local word=done
-  case "${EXIT_STATUS-}" in
-    0)
-      if [ "$ROLE" = coordinator ] &&
-        ! grep -Eqs '"phase": ?"done"' "$DISK/run/summary.json"; then
-        word=hours
-        if [ "$(date +%s)" -lt "${END/#0/9999999999}" ]; then return; fi
-      fi
-      ;;
-    2 | 3) word=failed ;;
-    *) return ;;
-  esac
-  if [ ${#RELEASE[@]} -gt 0 ]; then
-    # A watch reads it once the machine is gone.
-    if [ ${#LAST_WORD[@]} -gt 0 ]; then cloud "${LAST_WORD[@]}$word" || true; fi
-    # Another host may have done it already.
-    cloud "${RELEASE[@]}" || true
-  fi
 }
 
 # The machine may be a new one, with another address under the same name.

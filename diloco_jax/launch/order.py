@@ -1,4 +1,4 @@
-"""A checked launch order: the names, places and command lines that both backends share.
+"""A checked launch order: the names, places and command lines that all backends share.
 
 Nothing is asked of the cloud here.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Literal, get_args
 
 from diloco_jax import run_files
 from diloco_jax.config import (
@@ -20,25 +21,14 @@ from diloco_jax.config import (
     own_code,
 )
 from diloco_jax.files import is_bucket
-from diloco_jax.launch.images import check_image
-from diloco_jax.launch.nodes import (
-    PlacedNode,
-    check_reached,
-    place_nodes,
-)
-from diloco_jax.launch.placing import (
-    Backend,
-    GkeCluster,
-    PlacedIsland,
-    check_clusters,
-    check_zones,
-    cluster_of,
-    place,
-    resource_name,
-)
+from diloco_jax.hardware.slices import Slice, slice_of
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 from diloco_jax.wire import principal
+
+Backend = Literal["tpu_vm", "gke", "sky"]
+Purchase = Literal["on_demand", "spot", "reserved"]
+PURCHASES: dict[str, Purchase] = {p: p for p in get_args(Purchase)}
 
 PLATFORMS = "tpu,cpu"
 """JAX_PLATFORMS of every island's process."""
@@ -56,15 +46,57 @@ COORDINATOR = "coordinator"
 PERMIT = "begin"
 """File on the coordinator's disk: the run may begin there. It comes there once."""
 
-LOG_LINES = 100
-"""Last lines of each process that `--action logs` shows."""
 FRUITLESS_STARTS = 20
 """`placement.fruitless_starts` of a launch whose config has none. Machines count by it
 too: whoever fails before its hello is not heard by the coordinator."""
-LASTED_S = 600
-"""Seconds of progress after which a process may crash as often again."""
 KEPT_HOURS = 24.0 * 365
 """Hours for which a coordinator lingers whose machine is not to be given back."""
+
+ZONE = re.compile(r"(?<=\d)-[a-z]$")
+"""Ending of a zone's name after its region's name."""
+MAX_NAME = 40
+"""Longest name in letters. GKE's node pools have the strictest limit of all."""
+MAX_ZONES = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class GkeCluster:
+    """One GKE cluster."""
+
+    project: str
+    location: str
+    name: str
+
+    @property
+    def context(self) -> str:
+        """Name under which `gcloud container clusters get-credentials` keeps it."""
+        return f"gke_{self.project}_{self.location}_{self.name}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedIsland:
+    """One island, its slice, and the way in which the slice is bought."""
+
+    name: str
+    """Name of the island in the config."""
+    resource: str
+    """Name of everything that is made for the island."""
+    slice: Slice
+    zones: tuple[str, ...]
+    """The first is tried first."""
+    purchase: Purchase
+    reservation: str
+    """Name of the reservation; empty = any of the project's."""
+    cluster: GkeCluster
+    """Only for GKE."""
+    offer_ports: tuple[int, ...] = ()
+    """Ports at which it offers its anchors to islands that join."""
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of its node pools, one in each zone."""
+        others = range(1, len(self.zones))
+        return (self.resource, *(f"{self.resource}-{number}" for number in others))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,29 +106,25 @@ class Order:
     name: str
     settings: LaunchConfig
     islands: tuple[PlacedIsland, ...]
-    nodes: tuple[PlacedNode, ...]
-    """The coordinator."""
+    cluster: GkeCluster
+    """The coordinator's; only for GKE."""
     config_json: str
     """The config as the machines read it."""
-    source: str = ""
+    source: str
     """Where the first parameters come from; empty = they are drawn."""
-    ports: tuple[int, ...] = (PORT, PORT + 1)
+    ports: tuple[int, ...]
     """Ports of the coordinator, see `Placement.ports`."""
-    fruitless_starts: int = FRUITLESS_STARTS
-    """Starts of a process in a row, without lasting progress, before its machines are
-    given back."""
+    fruitless_starts: int
+    """Starts of a process after which its machines are given back."""
     workers: tuple[str, ...] = ()
     """Names of the workers that have machines of their own; worker 0 first."""
-    ends_unix: int = 0
-    """End of all processes, if it is set already."""
 
     @property
     def secrets(self) -> dict[str, str]:
         """Names of the secrets with certificates, by the stem of the files in them."""
         islands = {principal.island(i.name).stem: i.resource for i in self.islands}
         workers = {principal.worker(n).stem: w for n, w in enumerate(self.workers)}
-        nodes = {node.stem: node.resource for node in self.nodes}
-        owners = {**nodes, **islands, **workers}
+        owners = {COORDINATOR: self.coordinator, **islands, **workers}
         return {stem: f"{resource}-certificates" for stem, resource in owners.items()}
 
     def owner_of(self, stem: str) -> str:
@@ -105,14 +133,24 @@ class Order:
         return names.get(stem, COORDINATOR)
 
     @property
-    def cluster(self) -> GkeCluster:
-        """The coordinator's cluster; only for GKE."""
-        return self.nodes[0].cluster
-
-    @property
     def coordinator(self) -> str:
         """Name of everything that is made for the coordinator."""
-        return self.nodes[0].resource
+        return f"{self.name}-{COORDINATOR}"
+
+    @property
+    def coordinators_account(self) -> str:
+        """The cloud's account of the coordinator's machine."""
+        return self.settings.coordinator_account or self.settings.service_account
+
+    @property
+    def inside(self) -> str:
+        """Host at which the coordinator is reached in its GKE cluster."""
+        return in_cluster(self.coordinator, self.settings)
+
+    def host_for(self, cluster: GkeCluster) -> str:
+        """Return the host at which pods of that cluster dial the coordinator."""
+        outside = self.settings.coordinator_address
+        return self.inside if cluster == self.cluster else outside or self.inside
 
     @property
     def permit(self) -> str:
@@ -149,8 +187,7 @@ class Order:
         """
         return (
             *("island", f"{CONFIG_FOLDER}/{run_files.CONFIG}", "--name", island.name),
-            *("--coordinator", address),
-            *("--workdir", WORKDIR),
+            *("--coordinator", address, "--workdir", WORKDIR),
             *("--certificates", CERTIFICATES, "--notice-s", f"{notice_s:g}"),
         )
 
@@ -158,7 +195,7 @@ class Order:
         """Return the time at which every process ends, if it is launched now; 0 if
         there is none."""
         seconds = round(self.settings.max_hours * 3600)
-        return self.ends_unix or (now_unix + seconds if seconds else 0)
+        return now_unix + seconds if seconds else 0
 
 
 def make_order(config: Config, path: str, on: Backend, source: str = "") -> Order:
@@ -170,7 +207,85 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
     Raises ConfigError naming field, value and remedy.
     """
     settings = config.launch
-    needed = ("project", "image", "cloud_image", "coordinator_zone", *_needed(on))
+    _check_needed(config, on)
+    _check_data(config)
+    _check_source(source)
+    check_variables(config)
+    for field in ("zones", "purchase"):
+        for name in getattr(settings, field):
+            if name not in config.islands:
+                raise ConfigError(
+                    f"launch.{field} names {name!r}, but the islands are "
+                    f"{', '.join(config.islands)}"
+                )
+    name = settings.name or Path(path).stem
+    if Path(path).name == run_files.CONFIG and not settings.name:
+        raise ConfigError(
+            "launch.name is empty, and config.json names no run; set launch.name"
+        )
+    islands = tuple(_place(name, config, island, on) for island in config.islands)
+    coordinator = resource_name(name, COORDINATOR)
+    if on == "gke":
+        _check_zones(settings, islands)
+        _check_clusters(settings, islands)
+    workers = _workers(config, name, on, islands)
+    resources = [pool for island in islands for pool in island.pools]
+    resources += [coordinator, *workers]
+    for resource in resources:
+        if resources.count(resource) > 1:
+            raise ConfigError(
+                f"two parts of the run would be called {resource!r}; rename an island"
+            )
+    hosts = _host_config(config, islands, workers)
+    return Order(
+        name=resource_name(name, ""),
+        settings=settings,
+        islands=islands,
+        cluster=_cluster_of(settings),
+        config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
+        source=source,
+        ports=tuple(range(PORT, PORT + hosts.placement.ports)),
+        fruitless_starts=hosts.placement.fruitless_starts,
+        workers=workers,
+    )
+
+
+def in_cluster(name: str, settings: LaunchConfig) -> str:
+    """Return the host of the Service of that name, for pods of its cluster."""
+    return f"{name}.{settings.namespace}.svc"
+
+
+def region_of(zone: str) -> str:
+    """Return the region of a zone; a region is its own."""
+    return ZONE.sub("", zone)
+
+
+def resource_name(name: str, part: str) -> str:
+    """Return a name that every part of the cloud accepts.
+
+    Raises ConfigError for one that cannot be made into such a name.
+    """
+    made = re.sub(r"[._]", "-", f"{name}-{part}" if part else name).lower()
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made) or len(made) > MAX_NAME:
+        raise ConfigError(
+            f"{made!r} cannot name machines: letters, digits and '-' are allowed, a "
+            f"letter first, {MAX_NAME} in all; set a shorter launch.name, or rename "
+            f"the island"
+        )
+    return made
+
+
+# ---- checks -------------------------------------------------------------------------
+
+
+def _check_needed(config: Config, on: Backend) -> None:
+    """Raise ConfigError for settings that are missing, or that no cloud knows."""
+    settings = config.launch
+    needed = ["project", "image", "cloud_image", "coordinator_zone"]
+    needed += {
+        "gke": ["cluster", "location"],
+        "sky": ["coordinator_address", "dns_zone"],
+    }.get(on, [])
     empty = [field for field in needed if not getattr(settings, field)]
     options = [f"--launch.{field.replace('_', '-')}" for field in empty]
     if zoneless := [name for name in config.islands if name not in settings.zones]:
@@ -187,22 +302,35 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
             f"launch.project = {settings.project!r} is no project id; `gcloud projects "
             f"list` shows yours"
         )
-    check_image(settings.image)
+    # Without a host, each tool that pulls it has a registry of its own in mind.
+    host, path, _ = settings.image.partition("/")
+    if not path or not ("." in host or ":" in host):
+        raise ConfigError(
+            f"launch.image = {settings.image!r} does not begin with the host of a "
+            f"registry; push it to one that the machines reach, and write "
+            f"REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME:TAG, or "
+            f"docker.io/{settings.image} if it is on Docker Hub"
+        )
+
+
+def _check_data(config: Config) -> None:
+    """Raise ConfigError for files of this machine that no other machine would have."""
+    settings, data = config.launch, config.run.data
     if settings.data and not re.match(r"gs://[^/]+/[^/]", settings.data):
         raise ConfigError(
             f"launch.data = {settings.data!r} is no gs://BUCKET/FOLDER; copy the text "
             f"to a bucket (`gcloud storage rsync -r FOLDER gs://BUCKET/FOLDER`)"
         )
-    here = [path for path in config.run.data.paths if not is_bucket(path)]
+    here = [path for path in data.paths if not is_bucket(path)]
     if here and not settings.data:
         raise ConfigError(
             f"data.paths = {', '.join(here)} is on this machine only; "
             f"copy it to a bucket (`gcloud storage rsync -r`) and name that as "
             f"launch.data = 'gs://BUCKET/FOLDER'"
         )
-    if config.run.data.tokenizer and not settings.data:
+    if data.tokenizer and not settings.data:
         raise ConfigError(
-            f"data.tokenizer = {config.run.data.tokenizer!r} is on this machine only; "
+            f"data.tokenizer = {data.tokenizer!r} is on this machine only; "
             f"copy it to a bucket beside the data, and name that as launch.data = "
             f"'gs://BUCKET/FOLDER'"
         )
@@ -215,46 +343,151 @@ def make_order(config: Config, path: str, on: Backend, source: str = "") -> Orde
                     f"package and name it as 'package.module:name' (docs/tpu.md, The "
                     f"image)"
                 )
-    _check_source(source)
-    check_variables(config)
-    for field in ("zones", "purchase"):
-        for name in getattr(settings, field):
-            if name not in config.islands:
-                raise ConfigError(
-                    f"launch.{field} names {name!r}, but the islands are "
-                    f"{', '.join(config.islands)}"
-                )
-    name = settings.name or Path(path).stem
-    if Path(path).name == run_files.CONFIG and not settings.name:
+
+
+def _check_source(source: str) -> None:
+    """Raise ConfigError unless the coordinator's machine can find the source."""
+    if not source or source.startswith(FROM_ISLAND):
+        return
+    kind, folder = read_init(source)
+    if not is_bucket(folder):
         raise ConfigError(
-            "launch.name is empty, and config.json names no run; set launch.name"
+            f"--init {source}: {folder} is a folder of this machine, and the "
+            f"coordinator's machine reads the weights; copy it to a bucket (`gcloud "
+            f"storage rsync -r {folder} gs://BUCKET/FOLDER`) and give --init "
+            f"{kind}:gs://BUCKET/FOLDER"
         )
-    islands = tuple(place(name, config, island, on) for island in config.islands)
-    nodes = place_nodes(config, name)
-    if on == "gke":
-        check_zones(settings, islands)
-        check_clusters(settings, islands)
-        check_reached(nodes, islands)
-    workers = _workers(config, name, on, islands)
-    resources = [pool for island in islands for pool in island.pools]
-    resources += [*(node.resource for node in nodes), *workers]
-    for resource in resources:
-        if resources.count(resource) > 1:
+
+
+def _check_clusters(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
+    """Raise ConfigError for a cluster of an island that the run does not have, and for
+    islands that would not reach the coordinator."""
+    for name in settings.clusters:
+        if name not in [island.name for island in islands]:
             raise ConfigError(
-                f"two parts of the run would be called {resource!r}; rename an island"
+                f"launch.clusters names {name!r}, but the islands are "
+                f"{', '.join(island.name for island in islands)}"
             )
-    hosts = _host_config(config, islands, workers)
-    return Order(
-        name=resource_name(name, ""),
-        settings=settings,
-        islands=islands,
-        nodes=nodes,
-        config_json=json.dumps(dataclasses.asdict(hosts), indent=2),
-        source=source,
-        ports=tuple(range(PORT, PORT + hosts.placement.ports)),
-        fruitless_starts=hosts.placement.fruitless_starts,
-        workers=workers,
+    away = [i.name for i in islands if i.cluster != _cluster_of(settings)]
+    if away and not settings.coordinator_address:
+        raise ConfigError(
+            f"launch.coordinator_address is empty, and {', '.join(away)} run in other "
+            f"clusters than the coordinator; reserve an internal address in its subnet "
+            f"(`gcloud compute addresses create`) and write it there, or a host name "
+            f"that leads to it"
+        )
+
+
+def _check_zones(settings: LaunchConfig, islands: tuple[PlacedIsland, ...]) -> None:
+    """Raise ConfigError for a zone in which its cluster cannot have nodes. A zonal
+    cluster may have nodes in all zones of its region, like a regional one."""
+    home, zone = _cluster_of(settings), settings.coordinator_zone
+    fields = [("launch.coordinator_zone", zone, home, "", "")]
+    for island in islands:
+        generation, region = island.slice.generation, region_of(island.cluster.location)
+        known = [zone for zone in generation.zones if region_of(zone) == region]
+        offers = f" ({generation.name} is known in {', '.join(known)})" if known else ""
+        field = f"launch.zones.{island.name}"
+        fields += [
+            (field, zone, island.cluster, offers, island.name) for zone in island.zones
+        ]
+    for field, zone, cluster, offers, name in fields:
+        region = region_of(cluster.location)
+        if region_of(zone) != region:
+            where = f"launch.location = {cluster.location!r}"
+            other = "set launch.cluster and launch.location to a cluster there"
+            if name:
+                other = f"name a cluster there: launch.clusters.{name}"
+            if name in settings.clusters:
+                where = f"launch.clusters.{name} = {settings.clusters[name]!r}"
+            raise ConfigError(
+                f"{field} = {zone!r} is outside {where}, and all nodes of a GKE "
+                f"cluster are in its region; choose a zone of {region}{offers}, or "
+                f"{other}"
+            )
+        if zone == region:
+            raise ConfigError(
+                f"{field} = {zone!r} is a region, and node pools are in one zone of it;"
+                f" write a zone such as '{zone}-a'{offers}"
+            )
+
+
+# ---- places -------------------------------------------------------------------------
+
+
+def _place(run: str, config: Config, island: str, on: Backend) -> PlacedIsland:
+    """Return an island of the run of that name in its place. Raises ConfigError for one
+    that the backend cannot place."""
+    settings = config.launch
+    found = slice_of(island, config.islands[island])
+    how, _, reservation = settings.purchase.get(island, "on_demand").partition(":")
+    purchase = PURCHASES.get(how)
+    field = f"launch.purchase.{island}"
+    if purchase is None or (reservation and purchase != "reserved"):
+        raise ConfigError(
+            f"{field} = {settings.purchase[island]!r}; write 'on_demand', 'spot', "
+            f"'reserved' or 'reserved:NAME'"
+        )
+    if on == "tpu_vm" and reservation:
+        raise ConfigError(
+            f"{field} = {settings.purchase[island]!r}: queued resources take any "
+            f"reservation that fits; write 'reserved'"
+        )
+    if on == "gke" and purchase == "reserved" and not reservation:
+        raise ConfigError(
+            f"{field} = 'reserved': GKE needs the reservation; write 'reserved:NAME'"
+        )
+    if on == "sky" and purchase == "reserved":
+        raise ConfigError(
+            f"{field} = {settings.purchase[island]!r}: SkyPilot buys no reserved TPUs; "
+            f"launch this run with --on gke or --on tpu_vm"
+        )
+    if on == "sky" and not found.accelerator_type:
+        raise ConfigError(
+            f"islands.{island}.topology = {found.topology!r}: SkyPilot asks for slices "
+            f"by accelerator type, and this shape has none; choose "
+            f"{found.generation.name} with one of {', '.join(found.generation.shapes)},"
+            f" or launch with --on gke or --on tpu_vm"
+        )
+    zones = tuple(re.split(r"[,\s]+", settings.zones[island].strip()))
+    if on == "tpu_vm" and len(zones) > 1:
+        raise ConfigError(
+            f"launch.zones.{island} = {settings.zones[island]!r}: a queued resource "
+            f"waits in one zone; write one, or launch with --on sky or --on gke, which "
+            f"try one zone after the other"
+        )
+    if len(zones) > min(MAX_ZONES, len(set(zones))) or "" in zones:
+        raise ConfigError(
+            f"launch.zones.{island} = {settings.zones[island]!r}; write up to "
+            f"{MAX_ZONES} different zones: 'us-east5-a,us-east5-b'"
+        )
+    if len(zones) > 1:
+        resource_name(run, f"{island}-{len(zones) - 1}")
+    return PlacedIsland(
+        name=island,
+        resource=resource_name(run, island),
+        slice=found,
+        zones=zones,
+        purchase=purchase,
+        reservation=reservation,
+        cluster=_cluster_of(settings, island),
+        offer_ports=config.islands[island].offer_ports,
     )
+
+
+def _cluster_of(settings: LaunchConfig, island: str = "") -> GkeCluster:
+    """Return the cluster of an island, or of the coordinator. Raises ConfigError for a
+    field that names none."""
+    written = settings.clusters.get(island, "")
+    parts = written.split("/") if written else [settings.location, settings.cluster]
+    if len(parts) == 2:
+        parts.insert(0, settings.project)
+    if len(parts) != 3 or (written and not all(parts)):
+        raise ConfigError(
+            f"launch.clusters.{island} = {written!r}; write 'LOCATION/CLUSTER' or "
+            f"'PROJECT/LOCATION/CLUSTER', such as 'us-central1/tpus'"
+        )
+    return GkeCluster(*parts)
 
 
 def _workers(
@@ -281,7 +514,7 @@ def _workers(
             "launch.workers_apart = True and placement.workers = 1: the coordinator "
             "merges itself; give at least 2 workers, or leave it out"
         )
-    away = [i.name for i in islands if i.cluster != cluster_of(settings)]
+    away = [i.name for i in islands if i.cluster != _cluster_of(settings)]
     if away:
         raise ConfigError(
             f"launch.workers_apart = True, and {', '.join(away)} run in other clusters "
@@ -293,55 +526,11 @@ def _workers(
     )
 
 
-def worker_host(name: str, settings: LaunchConfig) -> str:
-    """Return the name by which the others reach a worker's pod."""
-    return f"{name}.{settings.namespace}.svc"
-
-
-def _check_source(source: str) -> None:
-    """Raise ConfigError unless the coordinator's machine can find the source."""
-    if not source or source.startswith(FROM_ISLAND):
-        return
-    kind, folder = read_init(source)
-    if not is_bucket(folder):
-        raise ConfigError(
-            f"--init {source}: {folder} is a folder of this machine, and the "
-            f"coordinator's machine reads the weights; copy it to a bucket (`gcloud "
-            f"storage rsync -r {folder} gs://BUCKET/FOLDER`) and give --init "
-            f"{kind}:gs://BUCKET/FOLDER"
-        )
-
-
-def _needed(on: Backend) -> tuple[str, ...]:
-    needed = {
-        "gke": ("cluster", "location"),
-        "sky": ("coordinator_address", "dns_zone"),
-    }
-    return needed.get(on, ())
-
-
-def _copied(config: Config) -> DataConfig:
-    """Return the data's config with the paths that the machines have.
-
-    Each machine has a copy of `launch.data`. That copy is all of the data or, for a
-    mixture, has its folders by name. The tokenizer is in it, too. A path in a bucket
-    is the same everywhere.
-    """
-    data = config.run.data
-    paths: tuple[str, ...] = (DATA,) if config.launch.data else ()
-    if len(data.weights) > 1 or any(map(is_bucket, data.paths)):
-        paths = tuple(
-            path if is_bucket(path) else f"{DATA}/{Path(path).name}"
-            for path in data.paths
-        )
-    tokenizer = f"{DATA}/{Path(data.tokenizer).name}" if data.tokenizer else ""
-    return dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
+# ---- the machines' config -----------------------------------------------------------
 
 
 def _host_config(
-    config: Config,
-    placed: tuple[PlacedIsland, ...],
-    workers: tuple[str, ...],
+    config: Config, placed: tuple[PlacedIsland, ...], workers: tuple[str, ...]
 ) -> Config:
     """Return the config for the machines, with the number of hosts of each slice, and
     where workers are.
@@ -361,7 +550,7 @@ def _host_config(
         certificates=here.certificates,
         insecure=here.insecure,
         worker_addresses=tuple(
-            f"{worker_host(worker, launch)}:{PORT}" for worker in workers
+            f"{in_cluster(worker, launch)}:{PORT}" for worker in workers
         ),
     )
     run = dataclasses.replace(config.run, data=_copied(config))
@@ -373,3 +562,21 @@ def _host_config(
     }
     ordered = Config(run=run, islands=islands, placement=placement, launch=launch)
     return ordered.validate()
+
+
+def _copied(config: Config) -> DataConfig:
+    """Return the data's config with the paths that the machines have.
+
+    Each machine has a copy of `launch.data`. That copy is all of the data or, for a
+    mixture, has its folders by name. The tokenizer is in it, too. A path in a bucket
+    is the same everywhere.
+    """
+    data = config.run.data
+    paths: tuple[str, ...] = (DATA,) if config.launch.data else ()
+    if len(data.weights) > 1 or any(map(is_bucket, data.paths)):
+        paths = tuple(
+            path if is_bucket(path) else f"{DATA}/{Path(path).name}"
+            for path in data.paths
+        )
+    tokenizer = f"{DATA}/{Path(data.tokenizer).name}" if data.tokenizer else ""
+    return dataclasses.replace(data, paths=paths, tokenizer=tokenizer)

@@ -1,365 +1,380 @@
 """Act on a deployment: look for its resources, ask, and run one command after another.
 
-A resource is recorded before it is made, with the command that deletes it, so every
-action may be interrupted and repeated.
+A backend renders plain values; here they are carried out. The cloud itself says what
+there is, so every action may be interrupted and repeated.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shlex
+import subprocess
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from diloco_jax.launch.calls import CommandError, attempt, call, failure
-from diloco_jax.launch.record import LaunchRecord
-from diloco_jax.launch.resources import Command, Deployment, Owned, Resource
-from diloco_jax.launch.states import HEARD_S, is_heard, is_unwell, state_of
 from diloco_jax.observability.terminal import bar
 
+SHARED = ""
+"""Owner of resources that belong to no island."""
+CONTENT = "diloco-content"
+"""Label with the digest of a resource's content."""
+NO_JOBS = "No in-progress managed jobs"
+"""Answer of `sky jobs queue` as long as nobody has launched any."""
+NOT_FOUND = re.compile(r"not[ _]found", re.IGNORECASE)
+CAPACITY = re.compile(
+    r"quota|RESOURCE_EXHAUSTED|STOCKOUT|capacity|insufficient|not available in"
+    r"|not supported|accelerator type .* not found|zone .* not found"
+    # The cloud's message for a zone that has no TPUs at all.
+    r"|Permission denied on 'locations",
+    re.IGNORECASE,
+)
+REMEDIES = {
+    r"SERVICE_DISABLED|has not been used in project|is not enabled": (
+        "enable the service that the message names: `gcloud services enable SERVICE`"
+    ),
+    r"PERMISSION_DENIED|Required '.*' permission|Forbidden|does not have .* access": (
+        "ask for the role that the message names; docs/tpu.md lists those needed"
+    ),
+    r"Reauthentication|gcloud auth login|Unauthorized|must be logged in": (
+        "log in: `gcloud auth login`; kubectl also needs `gcloud components install "
+        "gke-gcloud-auth-plugin`"
+    ),
+    r"matches for kind \"JobSet\"|resource type \"jobset\"": (
+        "install JobSet in the cluster; docs/gke.md says how"
+    ),
+}
+INSTALL = {
+    "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk)",
+    "sky": "install it with `pip install 'skypilot[gcp]'`, and see `sky check gcp`",
+    "diloco": "install this package, and put its `diloco` on PATH",
+    "kubectl": "install it with `gcloud components install kubectl`",
+}
 
-class _HasOwner(Protocol):
+
+class CommandError(Exception):
+    """A command failed: names it, its exit code, its output and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command line and its deadline."""
+
+    arguments: tuple[str, ...]
+    deadline_s: float = 120.0
+    remedy: str = ""
+    """Advice if the command fails for want of capacity."""
+
     @property
-    def owner(self) -> str: ...
+    def line(self) -> str:
+        """The command as people type it."""
+        return shlex.join(self.arguments)
 
 
-UNWELL_ROUNDS = 30
-"""Looks in a row after which a slice is made anew that is not dead, but unwell, and
-whose island is silent. Repairs and maintenance may end, and another slice may not come.
-"""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resource:
+    """One thing in the cloud, with the commands that find, make and delete it."""
 
-Item = TypeVar("Item", bound=_HasOwner)
+    what: str
+    """Description for people, such as "slice mixed-v5p in us-east5-a"."""
+    owner: str
+    """Name of the island that it is for, "coordinator", or SHARED."""
+    find: Command
+    """Command that prints the state. It fails with "not found", or prints nothing, if
+    the resource does not exist."""
+    create: tuple[Command, ...]
+    delete: Command | None
+    """Command that deletes it; None = it stays, since others may use it."""
+    dead: tuple[str, ...] = ()
+    """States in which it is useless and must be made anew."""
+    content: str = ""
+    """Word of the state once it has what it is to have; empty = it always has."""
+    update: tuple[Command, ...] = ()
+    """Commands that give it its content if it is there without."""
+    job: str = ""
+    """Name of the job whose state is in the JSON that `find` prints. Once it is dead,
+    nothing is left of it to delete."""
+    runs: bool = False
+    """True for a process rather than a machine: stopping a launch deletes it."""
+    keeps: bool = False
+    """True if it holds the run, or its beginning: it is deleted only on demand."""
+
+
+class Owned(NamedTuple):
+    """A command and its owner."""
+
+    owner: str
+    command: Command
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Everything that one backend renders from an order."""
+
+    files: dict[str, str]
+    """Texts by name, for the launch's folder, without secrets."""
+    resources: tuple[Resource, ...]
+    """Resources in the order in which they are made."""
+    prepare: tuple[Command, ...] = ()
+    """Commands to run before all others; they change nothing in the cloud."""
+    logs: tuple[Owned, ...] = ()
+    status: Command | None = None
+    """Command that prints what `diloco status --json` does."""
+    results: tuple[Command, ...] = ()
+    """Commands that copy the run's folder to `results` beside the launch's folder."""
+
+
+class Result(NamedTuple):
+    """The output and the exit code of a command."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def not_found(self) -> bool:
+        """True if the command failed because its object does not exist."""
+        return self.code != 0 and bool(NOT_FOUND.search(self.errors))
 
 
 class LaunchStep(NamedTuple):
-    """A command that changes something."""
+    """A command that changes something. deletes: what it deletes may be gone."""
 
     command: Command
-    makes: Resource | None = None
-    deletes: str = ""
-    """Resource that the command deletes; it may be gone already."""
-    whole: bool = True
-    """False if more commands follow until what it makes has its content."""
-    again: bool = False
-    """True if what is deleted is made anew next, so that it stays recorded."""
+    deletes: bool = False
 
 
 class Submitter:
-    """One action on a deployment, or several.
+    """One action on a deployment.
 
     only: owners that the action is limited to; empty = all. show: prints a line.
     confirm: asks the user whether to go on. dry_run: show the command lines and run
-    nothing, as if only the recorded resources existed.
+    nothing, as if nothing existed yet.
     """
 
     def __init__(
         self,
         deployment: Deployment,
-        record: LaunchRecord,
         *,
         only: tuple[str, ...],
         show: Callable[[str], None],
         confirm: Callable[[str], bool],
         dry_run: bool = False,
     ) -> None:
-        self.deployment, self._record = deployment, record
-        self._only, self._show, self._confirm = only, show, confirm
-        self.dry_run = dry_run
-        self._silent: set[str] = set()
-        """Islands that the coordinator does not hear, by its last answer."""
-        self._unwell: dict[str, int] = {}
-        """By resource: looks in a row at which it was unwell and its island silent."""
+        self._deployment, self._only = deployment, only
+        self._show, self._confirm, self._dry_run = show, confirm, dry_run
 
     def create(self) -> None:
         """Make every resource that is missing, and make useless ones anew."""
-        self.prepare()
-        known = {resource.what for resource in self.deployment.resources}
-        for entry in self._record.made:
-            if entry["what"] not in known:
-                by_hand = shlex.join(entry["delete"])
-                self._show(
-                    f"# left over: {entry['what']}, which this config does not make; "
-                    f"it stays until {by_hand}"
-                )
-        self._carry_out(self._missing(self.deployment.resources))
+        self._make(self._deployment.resources)
 
     def run(self) -> None:
         """Start the processes again on the existing machines."""
-        self.prepare()
-        processes = [r for r in self.deployment.resources if r.runs or r.content]
-        self._carry_out(
-            [*self._missing(processes), *self._steps(self.deployment.start)]
-        )
+        self._make(r for r in self._deployment.resources if r.runs or r.content)
+
+    def stop(self) -> None:
+        """End the processes: islands say goodbye, the coordinator sums up. Machines
+        stay."""
+        self._prepare()
+        self._carry_out(self._deletions(r for r in self._resources() if r.runs))
+
+    def delete(self, *, disk: bool) -> None:
+        """Delete everything; keep the disk that holds the run unless `disk`."""
+        self._prepare()
+        kept = [] if disk else [r for r in self._resources() if r.keeps]
+        self._carry_out(self._deletions(r for r in self._resources() if r not in kept))
+        for resource in kept:
+            self._show(f"# kept: {resource.what}; it belongs to the run (--disk)")
+
+    def deletions(self) -> list[str]:
+        """Return the lines that delete everything."""
+        return [s.command.line for s in self._deletions(self._deployment.resources)]
 
     def logs(self) -> None:
         """Print the last lines of every process."""
-        self._show_outputs([o.command for o in self._chosen(self.deployment.logs)])
-
-    def status(self) -> dict[str, Any]:
-        """Return what `diloco status --json` prints on the coordinator's machine; empty
-        in a dry run."""
-        self.prepare()
-        for command in self.deployment.statuses:
-            self._show(shlex.join(command.arguments))
-        return {} if self.dry_run else self._ask()
+        logs = self._deployment.logs
+        self._show_outputs(
+            c for owner, c in logs if not self._only or owner in self._only
+        )
 
     def results(self) -> None:
         """Copy the run's folder to this machine."""
-        if not self.deployment.results:
+        if not self._deployment.results:
             raise CommandError(
                 "SkyPilot does not show the machines of its managed jobs; the run is "
                 "on the coordinator's disk, which any machine in its zone can mount, "
                 "and snapshots are in placement.checkpoints, if that is a bucket"
             )
-        self._show_outputs(list(self.deployment.results))
+        self._show_outputs(self._deployment.results)
 
-    # ---- for the watch, one call of the cloud after the other -----------------------
-
-    def phase(self) -> str:
-        """Return the phase of the run, as its coordinator says."""
-        self._silent = set()
-        status = self._ask()
-        seen = status.get("islands", {})
-        self._silent = {
-            r.owner for r in self.deployment.resources if not is_heard(seen, r.owner)
-        }
-        return str(status["phase"])
-
-    def _ask(self) -> dict[str, Any]:
-        """Return the status that the coordinator which leads prints. Raises
-        CommandError, with what each has said, if none does."""
-        errors = []
-        for command in self.deployment.statuses:
-            try:
-                return _status_of(call(command))
-            except CommandError as error:
-                errors.append(str(error))
-        raise CommandError("\n".join(errors))
-
-    def has_ended(self) -> bool:
-        """Tell whether what is left of the coordinators says that the run is over: one
-        has said so, and none goes on.
-
-        Raises CommandError if they are gone and have said nothing of that kind.
-        """
-        ended, goes_on, lost = False, False, []
-        for resource in self.deployment.resources:
-            if not resource.ended:
-                continue
-            state = word = self._state(resource)
-            dead = bool(set(state.split()) & set(resource.dead))
-            if not state and self._record.is_due(resource.what):
-                goes_on = True
-                continue  # A last word would be that of one before it.
-            if (dead or not state) and resource.last_word is not None:
-                result = attempt(resource.last_word)
-                if result.code and not result.not_found:
-                    raise failure(resource.last_word, result)
-                word = result.output.strip() if not result.code else ""
-            if not set(word.split()).isdisjoint(resource.ended):
-                ended = True
-            elif state and dead and resource.revives:
-                goes_on = True  # It is made anew.
-            elif dead or not state:
-                lost.append(
-                    f"{resource.what} is {state or 'not there'}, and its last word is "
-                    f"{word or 'none'!r}"
-                )
-            else:
-                goes_on = True
-        if lost and goes_on:
-            self._show(f"# {'; '.join(lost)}: the run has one coordinator less")
-        if lost and not (goes_on or ended):
-            raise CommandError(
-                f"{'; '.join(lost)}: the run is not over, nobody leads it, and all the "
-                f"rest is paid for. Its log says why it ended; `--action create` makes "
-                f"it anew, `--action delete` ends the launch"
-            )
-        return ended and not goes_on
-
-    def carried(self) -> list[Resource]:
-        """Return what holds files of this machine that may change while a run goes on,
-        whoever reads them."""
-        return [r for r in self.deployment.resources if r.carried]
-
-    def carry(self, resource: Resource) -> None:
-        """Replace its content if that has changed here. What a person has deleted is
-        not made again."""
-        made = {e["what"]: e.get("content", "") for e in self._record.made}
-        if resource.content in ("", made.get(resource.what, resource.content)):
-            return
-        state = self._state(resource)
-        if state or not made[resource.what]:
-            self._carry_out(self._steps_for(resource, state))
-
-    def reviving(self) -> list[Resource]:
-        """Return what is to be made anew once it is taken away."""
-        return self._chosen([r for r in self.deployment.resources if r.revives])
-
-    def revive(self, resource: Resource) -> None:
-        """Make it anew if it was taken away, was asked for and never came, or has been
-        unwell for long while its island is silent."""
-        state, what = self._state(resource), resource.what
-        unwell = resource.owner in self._silent and is_unwell(state, resource)
-        looks = self._unwell.get(what, 0) + 1 if unwell else 0
-        self._unwell[what] = looks
-        if looks:
-            self._show(
-                f"# {what}: {state}, and no sign of its island for {HEARD_S:g} s, at "
-                f"look {looks}; at {UNWELL_ROUNDS} in a row it is made anew"
-            )
-        dead = looks >= UNWELL_ROUNDS
-        steps = self._steps_for(resource, state, taken=True, dead=dead)
-        if self._carry_out(steps) and dead:
-            self._unwell[what] = 0
-
-    def released(self) -> list[dict[str, Any]]:
-        """Return the recorded resources but the run, newest first."""
-        return [e for e in reversed(self._recorded()) if not e["keeps"]]
-
-    def release(self, entry: dict[str, Any]) -> bool:
-        """Delete a recorded resource; return False if the user does not want that."""
-        return self._carry_out(_deletions([entry]))
-
-    # ---- the end ----------------------------------------------------------------
-
-    def stop(self) -> None:
-        """End the processes: islands say goodbye, the coordinator sums up. Machines
-        stay."""
-        self.prepare()
-        processes = [entry for entry in self._recorded() if entry["runs"]]
-        self._carry_out([*_deletions(processes), *self._steps(self.deployment.stop)])
-
-    def delete(self, *, disk: bool) -> None:
-        """Delete everything; keep the disk that holds the run unless `disk`."""
-        self.prepare()
-        entries = self._recorded()
-        self._carry_out(_deletions([e for e in entries if disk or not e["keeps"]]))
-        if not disk:
-            self.show_kept()
-
-    def show_kept(self) -> None:
-        """Say which resources stay, since they hold the run."""
-        for entry in self._recorded():
-            if entry["keeps"]:
-                self._show(f"# kept: {entry['what']}; it belongs to the run (--disk)")
+    def status(self) -> dict[str, Any]:
+        """Return what `diloco status --json` prints; empty in a dry run."""
+        self._prepare()
+        command = self._deployment.status
+        assert command is not None
+        self._show(command.line)
+        if self._dry_run:
+            return {}
+        text = _call(command)
+        try:
+            status: dict[str, Any] = json.loads(text)
+            status["phase"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f"{text.strip()!r} is no status ({error!r})") from error
+        return status
 
     # ---- what there is to do ----------------------------------------------------
 
-    def _missing(self, resources: Iterable[Resource]) -> list[LaunchStep]:
-        """Return the steps that make what is missing."""
-        steps = []
+    def _make(self, resources: Iterable[Resource]) -> None:
+        """Make what is missing. The files that processes read must be right, whichever
+        owners are chosen."""
+        self._prepare()
+        chosen = self._resources()
+        steps: list[LaunchStep] = []
         for resource in resources:
-            # The files that processes read must be right, whichever owners are chosen.
-            if resource.content or self._chosen([resource]):
-                steps += self._steps_for(resource, self._state(resource))
-        return steps
+            if resource.content or resource in chosen:
+                steps += self._steps_for(resource)
+        self._carry_out(steps)
 
-    def _steps_for(
-        self, resource: Resource, state: str, *, taken: bool = False, dead: bool = False
-    ) -> list[LaunchStep]:
-        """Return the steps that put a resource right. taken: only if it is dead, or was
-        asked for and never came; what else is not there was given back. dead: it is,
-        whatever its state says."""
-        steps = []
-        dead = dead or bool(set(state.split()) & set(resource.dead))
-        if state:
-            self._show(f"# there: {resource.what}: {state}")
-        if state and not dead:
-            known = self._record.content(resource.what)
-            self._record.add(resource, known)
-            if resource.content != known:
-                *first, last = *resource.grant, *resource.update
-                # Broken off between them, it has no content that is known.
-                steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
-                steps.append(LaunchStep(last, makes=resource))
-            return steps
-        if taken and not (state or self._record.is_due(resource.what)):
-            return []
-        if state and resource.delete is not None:
-            what = resource.what
-            steps.append(LaunchStep(resource.delete, deletes=what, again=True))
-        *first, last = resource.create, *resource.grant
-        steps += [LaunchStep(c, makes=resource, whole=False) for c in first]
-        steps.append(LaunchStep(last, makes=resource))
-        return steps
+    def _steps_for(self, resource: Resource) -> list[LaunchStep]:
+        """Return the steps that put a resource right."""
+        state = "" if self._dry_run else _state_of(resource)
+        words = set(state.split())
+        made = [LaunchStep(command) for command in resource.create]
+        if not state:
+            return made
+        self._show(f"# there: {resource.what}: {state}")
+        if words & set(resource.dead):
+            return [*self._deletions([resource]), *made]
+        if resource.content and resource.content not in words:
+            return [LaunchStep(command) for command in resource.update]
+        return []
 
-    def _state(self, resource: Resource) -> str:
-        return "" if self.dry_run else state_of(resource)
+    def _resources(self) -> list[Resource]:
+        every = self._deployment.resources
+        return [r for r in every if not self._only or r.owner in self._only]
 
-    def _recorded(self) -> list[dict[str, Any]]:
-        only = self._only
-        return [e for e in self._record.made if not only or e["owner"] in only]
-
-    def _chosen(self, items: Iterable[Item]) -> list[Item]:
-        return [item for item in items if not self._only or item.owner in self._only]
-
-    def _steps(self, items: Iterable[Owned]) -> list[LaunchStep]:
-        return [LaunchStep(item.command) for item in self._chosen(items)]
+    def _deletions(self, resources: Iterable[Resource]) -> list[LaunchStep]:
+        """Return the commands that delete these, newest first."""
+        every = reversed(list(resources))
+        return [LaunchStep(r.delete, deletes=True) for r in every if r.delete]
 
     # ---- doing it ---------------------------------------------------------------
 
-    def _show_outputs(self, commands: list[Command]) -> None:
-        self.prepare()
+    def _show_outputs(self, commands: Iterable[Command]) -> None:
+        self._prepare()
         for command in commands:
-            self._show(shlex.join(command.arguments))
-            if not self.dry_run:
-                self._show(call(command).rstrip())
+            self._show(command.line)
+            if not self._dry_run:
+                self._show(_call(command).rstrip())
 
-    def prepare(self) -> None:
-        for command in self.deployment.prepare:
-            self._show(shlex.join(command.arguments))
-            if not self.dry_run:
-                call(command)
+    def _prepare(self) -> None:
+        for command in self._deployment.prepare:
+            self._show(command.line)
+            if not self._dry_run:
+                _call(command)
 
-    def _carry_out(self, steps: list[LaunchStep]) -> bool:
-        """Return False if the user does not want it."""
+    def _carry_out(self, steps: list[LaunchStep]) -> None:
         for step in steps:
-            self._show(shlex.join(step.command.arguments))
-        if self.dry_run or not steps:
-            return True
+            self._show(step.command.line)
+        if self._dry_run or not steps:
+            return
         if not self._confirm(f"run these {len(steps)} commands?"):
-            return False
-        for step in steps:
-            if step.makes is not None and step.makes.revives:
-                self._record.add(step.makes, content="", due=True)
+            return
         with bar(Console(stderr=True), f"{len(steps)} commands") as report:
             for done, step in enumerate(steps, start=1):
-                self._carry_out_one(step)
+                self._show(f"$ {step.command.line}")
+                result = _attempt(step.command)
+                if result.code and not (step.deletes and result.not_found):
+                    raise _failure(step.command, result)
+                if result.output.strip():
+                    self._show(result.output.rstrip())
                 report(done / len(steps))
-        return True
-
-    def _carry_out_one(self, step: LaunchStep) -> None:
-        if step.makes is not None:
-            self._record.add(step.makes, content="", due=step.makes.revives)
-        self._show(f"$ {shlex.join(step.command.arguments)}")
-        result = attempt(step.command)
-        if result.code and not (step.deletes and result.not_found):
-            raise failure(step.command, result)
-        if result.output.strip():
-            self._show(result.output.rstrip())
-        if step.makes is not None:
-            self._record.add(step.makes, step.makes.content if step.whole else "")
-        if step.deletes and not step.again:
-            self._record.remove(step.deletes)
 
 
-def _status_of(text: str) -> dict[str, Any]:
+# ---- calls of the cloud's tools -----------------------------------------------------
+
+
+def _attempt(command: Command) -> Result:
+    """Run a command to its end; return its result even if it failed.
+
+    Raises CommandError if the program is missing or the deadline passes.
+    """
+    program = command.arguments[0]
     try:
-        status: dict[str, Any] = json.loads(text)
-        status["phase"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{text.strip()!r} is no status ({error!r})") from error
-    return status
-
-
-def _deletions(entries: list[dict[str, Any]]) -> list[LaunchStep]:
-    """Return the commands that delete these entries, newest first."""
-    return [
-        LaunchStep(
-            Command(tuple(entry["delete"]), entry["deadline_s"]), deletes=entry["what"]
+        done = subprocess.run(
+            command.arguments,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=command.deadline_s,
+            check=False,
         )
-        for entry in reversed(entries)
-    ]
+    except FileNotFoundError as error:
+        raise CommandError(
+            f"{program} is not on this machine; {INSTALL[program]}"
+        ) from error
+    except OSError as error:  # No memory or no process left, say.
+        raise CommandError(f"{program} could not be started: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(
+            f"{command.line}\ndid not end within {command.deadline_s:g} s; it may go "
+            f"on in the cloud: run the same `diloco launch` again, it takes up what is "
+            f"there"
+        ) from error
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def _call(command: Command) -> str:
+    """Run a command and return its output; raise CommandError if it fails."""
+    result = _attempt(command)
+    if result.code:
+        raise _failure(command, result)
+    return result.output
+
+
+def _failure(command: Command, result: Result) -> CommandError:
+    """Return the error for a command that failed."""
+    said = result.errors.strip() or result.output.strip() or "(it said nothing)"
+    remedy = "put that right and run the same `diloco launch` again"
+    known = [text for pattern, text in REMEDIES.items() if re.search(pattern, said)]
+    if command.remedy and CAPACITY.search(said):
+        remedy = command.remedy
+    elif known:
+        remedy = known[0]
+    return CommandError(f"{command.line}\nexit code {result.code}: {said}\n{remedy}")
+
+
+def _state_of(resource: Resource) -> str:
+    """Return the state in words, on one line; empty if the resource is missing. Raises
+    CommandError if it cannot be looked at."""
+    result = _attempt(resource.find)
+    if resource.job and NO_JOBS in result.output + result.errors:
+        return ""
+    if result.code and not result.not_found:
+        raise _failure(resource.find, result)
+    if resource.job and not result.code:
+        return _state_of_job(result.output, resource)
+    return "" if result.code else " ".join(result.output.split())
+
+
+def _state_of_job(text: str, resource: Resource) -> str:
+    """Return the state of the newest job of that name; empty if it is dead."""
+    begins = re.search(r"^\[", text, re.MULTILINE)  # After what else it says.
+    if begins is None:
+        raise CommandError(f"`sky jobs queue` printed no list of jobs: {text!r}")
+    try:
+        queue = json.loads(text[begins.start() :])
+        jobs = [job for job in queue if job["job_name"] == resource.job]
+        newest = max(jobs, key=lambda job: job["job_id"], default={"status": ""})
+        state = str(newest["status"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"`sky jobs queue` printed a list that is not understood ({error!r}): "
+            f"{text!r}"
+        ) from error
+    return "" if state in resource.dead else state

@@ -1,33 +1,20 @@
 """Islands on TPU VMs: one queued resource each, and a CPU machine for the coordinator.
 
 One queued resource holds one slice (`--node-id`): several nodes in one resource would
-be joined into a single `jax.distributed` world. Every host of a slice boots with the
-same script, `host.sh`, which keeps `diloco island` running.
+be joined into a single `jax.distributed` world. Every machine boots with the same
+script, `host.sh`, and deletes itself at the end. Nobody makes it anew before that: for
+slices that come back there are GKE and SkyPilot.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from diloco_jax.launch.certificates import digest
-from diloco_jax.launch.host import DISK, coordinator_script, island_script
-from diloco_jax.launch.order import (
-    CERTIFICATES,
-    COORDINATOR,
-    LOG_LINES,
-    PERMIT,
-    PORT,
-    Order,
-)
-from diloco_jax.launch.placing import PlacedIsland
-from diloco_jax.launch.resources import (
-    SHARED,
-    Command,
-    Deployment,
-    Owned,
-    Resource,
-    labels,
-)
+from diloco_jax.launch.host import coordinator_script, island_script
+from diloco_jax.launch.order import COORDINATOR, PERMIT, PORT, Order, PlacedIsland
+from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
 
 SLICE_PORTS = (8471, 8482)
 """Ports of libtpu and JAX, at which the hosts of a slice meet. Neither asks for a key.
@@ -38,79 +25,50 @@ CLOSED = 2000
 """Priority of the rule that closes those ports: above that of a network which lets in
 all of its machines, as `default` does, and below that of rules which open them."""
 DEAD = ("FAILED", "SUSPENDING", "SUSPENDED")
-ACTIVE = "ACTIVE"
-"""State of a queued resource that has its slice, or had it: it is also that of a slice
-which is preempted just now."""
-TAKEN = ("PREEMPTED", "TERMINATED")
-"""States of a slice that is lost. Spot slices do not start again."""
-WELL = (ACTIVE, "READY", "HEALTHY", "HEALTH_UNSPECIFIED")
 STOPPED = ("TERMINATED", "SUSPENDED")
 """States in which a machine of Compute Engine waits for a person to start it."""
-WORD_LABEL = "diloco-ended"
-"""Label of the disk with the coordinator's last word, which `host.sh` puts there."""
-OVER = ("done", "hours")
-"""Words of a coordinator whose run is over, or whose last hour is; `host.sh` has them.
-"""
+RUN_LABEL, PART_LABEL = "diloco-run", "diloco-part"
+"""Labels of what costs money."""
 
 
 def deployment(
     order: Order, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
-    """Return all that `diloco launch --on tpu_vm` makes and runs.
+    """Return all that `diloco launch --on tpu_vm` makes.
 
     Args:
       certificates: folder with `coordinator.tar` and each `island.NAME.tar`.
       folder: folder for the deployment's files.
-      now_unix: first incarnation of a slice made now, above those of any slice made
-        before.
+      now_unix: the last hour counts from then.
     """
     (host,) = hosts(order)
-    address = f"{host}:{PORT}"
-    project, name = f"--project={order.settings.project}", order.coordinator
-    place = f"--zone={order.settings.coordinator_zone}"
-    release = ("compute", "instances", "delete", name, place, project)
-    word = ("compute", "disks", "add-labels", name, place, project)
-    last_word = (*word, f"--labels={WORD_LABEL}=")
-    script = coordinator_script(order, address, now_unix, release, last_word)
-    files = {"coordinator.sh": script, PERMIT: "The run may begin.\n"}
-    made = [
-        _closed(order),
-        _open(order, COORDINATOR, order.coordinator, order.name, order.ports),
-        *(
-            _open(order, i.name, i.resource, i.resource, SLICE_PORTS)
-            for i in order.islands
-            if i.slice.hosts > 1
-        ),
-        *(secret(order, stem, certificates) for stem in order.secrets),
-        permit(order, f"{folder}/{PERMIT}"),
-        disk(order),
-        _coordinator(order, f"{folder}/coordinator.sh"),
-    ]
+    address, project = f"{host}:{PORT}", f"--project={order.settings.project}"
+    zone = f"--zone={order.settings.coordinator_zone}"
+    release = ("compute", "instances", "delete", order.coordinator, zone, project)
+    files = {
+        "coordinator.sh": coordinator_script(order, address, now_unix, release),
+        PERMIT: "The run may begin.\n",
+    }
+    islands = []
     for island in order.islands:
         script = f"{island.resource}.sh"
         tpu = ("compute", "tpus", "queued-resources", "delete", island.resource)
-        gone = (*tpu, f"--zone={island.zone}", "--force", "--async", project)
+        gone = (*tpu, f"--zone={island.zones[0]}", "--force", "--async", project)
         files[script] = island_script(order, island, address, now_unix, gone)
-        times = now_unix, order.end_unix(now_unix)
-        made.append(_queued_resource(order, island, f"{folder}/{script}", times))
-    ask = f"sudo docker exec diloco diloco status {address} --json --certificates "
+        islands.append(_queued_resource(order, island, f"{folder}/{script}"))
+    several = [i for i in order.islands if i.slice.hosts > 1]
     return Deployment(
         files=files,
-        prepare=(),
-        resources=tuple(made),
-        start=_everywhere(order, "sudo systemctl start diloco"),
-        stop=tuple(reversed(_everywhere(order, "sudo systemctl stop diloco"))),
-        logs=_everywhere(
-            order, f"sudo journalctl --unit diloco --lines {LOG_LINES} --no-pager"
-        ),
-        statuses=(_everywhere(order, ask + CERTIFICATES)[0].command,),
-        results=(
-            gcloud(
-                order,
-                *("compute", "scp", "--recurse", place, *_inside(order)),
-                *(f"{name}:{DISK}/run", str(Path(folder).parent / "results")),
-                deadline_s=24 * 3600,
+        resources=(
+            _closed(order),
+            _open(order, COORDINATOR, order.coordinator, order.name, order.ports),
+            *(
+                _open(order, i.name, i.resource, i.resource, SLICE_PORTS)
+                for i in several
             ),
+            *kept(order, certificates, f"{folder}/{PERMIT}"),
+            _coordinator(order, f"{folder}/coordinator.sh"),
+            *islands,
         ),
     )
 
@@ -122,116 +80,131 @@ def hosts(order: Order) -> tuple[str, ...]:
     return (f"{order.coordinator}.{zone}",)
 
 
-# ---- resources --------------------------------------------------------------------
+def kept(order: Order, certificates: str, permit: str) -> tuple[Resource, ...]:
+    """Return what machines without Kubernetes need beside themselves: the secrets with
+    certificates, the permit to begin the run, and the disk that holds it.
+
+    permit: file with what the permit says.
+    """
+    return (
+        *(_certificates(order, stem, certificates) for stem in order.secrets),
+        _permit(order, permit),
+        _disk(order),
+    )
 
 
-def _queued_resource(
-    order: Order, island: PlacedIsland, script: str, times: tuple[int, int]
-) -> Resource:
-    """Return the request for the island's slice. times: now, and the end of all
-    processes or 0."""
-    found = island.slice
-    zone = f"--zone={island.zone}"
+def part_of(owner: str) -> str:
+    """Return the label of a part of the run."""
+    return re.sub(r"[^-_a-z0-9]", "-", owner.lower()) or "shared"
+
+
+# ---- machines -----------------------------------------------------------------------
+
+
+def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resource:
+    """Return the request for the island's slice."""
+    found, settings = island.slice, order.settings
+    zone = f"--zone={island.zones[0]}"
     kind = [f"--accelerator-type={found.accelerator_type}"]
     if not found.accelerator_type:
         kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
-    now_unix, until = times
     # A request that waits longer than the run may would buy what nobody uses.
-    valid = f"--valid-until-duration={max(1, until - now_unix)}s"
+    valid = f"--valid-until-duration={max(1, round(settings.max_hours * 3600))}s"
     bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
     tpus = ("compute", "tpus", "queued-resources")
-    create = gcloud(
+    create = _gcloud(
         order,
         *(*tpus, "create", island.resource, zone, f"--node-id={island.resource}"),
         *(*kind, f"--runtime-version={found.generation.runtime_version}", "--async"),
-        f"--labels={labels(order, island.name)}",
-        *(*bought[island.purchase], *_network(order)),
+        f"--labels={_labels(order, island.name)}",
+        *bought[island.purchase],
+        *_network(order, "--subnetwork", settings.service_account),
         f"--tags={order.name},{island.resource}",
-        *(["--internal-ips"] if order.settings.internal_ips else []),
-        *([valid] if until else []),
+        *(["--internal-ips"] if settings.internal_ips else []),
+        *([valid] if settings.max_hours else []),
         f"--metadata-from-file=startup-script={script}",
         remedy=(
             f"{found.generation.name} is known to be offered in "
             f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} to "
-            f"one of them, or ask for quota in {island.zone} "
+            f"one of them, or ask for quota in {island.zones[0]} "
             f"(launch.purchase.{island.name} = {island.purchase!r})"
         ),
     )
-    describe = (*tpus, "describe", island.resource, zone)
     shown = "--format=value(state.state,state.failedData.error.message)"
-    slices = ("compute", "tpus", "tpu-vm", "describe", island.resource, zone)
+    delete = (*tpus, "delete", island.resource, zone)
     return Resource(
-        what=f"slice {island.resource} ({found.topology}) in {island.zone}",
+        what=f"slice {island.resource} ({found.topology}) in {island.zones[0]}",
         owner=island.name,
-        find=gcloud(order, *describe, shown),
-        create=create,
+        find=_gcloud(order, *tpus, "describe", island.resource, zone, shown),
+        create=(create,),
         # --force also deletes the machines of a slice that still exists.
-        delete=gcloud(
-            order, *tpus, "delete", island.resource, zone, "--force", deadline_s=900
-        ),
-        dead=(*DEAD, *TAKEN),
-        holds=ACTIVE,
-        inside=gcloud(order, *slices, "--format=value(state,health)"),
-        well=WELL,
-        revives=True,
+        delete=_gcloud(order, *delete, "--force", deadline_s=900),
+        dead=DEAD,
     )
 
 
 def _coordinator(order: Order, script: str) -> Resource:
     settings, name = order.settings, order.coordinator
     zone = f"--zone={settings.coordinator_zone}"
-    address = ["--no-address"] if settings.internal_ips else []
     instances = ("compute", "instances")
+    create = _gcloud(
+        order,
+        *(*instances, "create", name, zone),
+        f"--machine-type={settings.coordinator_machine}",
+        *("--image-family=cos-stable", "--image-project=cos-cloud"),
+        "--boot-disk-size=50GB",
+        f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
+        f"--labels={_labels(order, COORDINATOR)}",
+        *_network(order, "--subnet", order.coordinators_account),
+        *(["--no-address"] if settings.internal_ips else []),
+        f"--tags={name}",
+        f"--metadata-from-file=startup-script={script}",
+        deadline_s=300,
+    )
+    shown = "--format=value(status)"
     return Resource(
         what=f"machine {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=gcloud(
-            order, *instances, "describe", name, zone, "--format=value(status)"
-        ),
-        create=gcloud(
-            order,
-            *(*instances, "create", name, zone),
-            f"--machine-type={settings.coordinator_machine}",
-            *("--image-family=cos-stable", "--image-project=cos-cloud"),
-            "--boot-disk-size=50GB",
-            f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
-            f"--labels={labels(order, COORDINATOR)}",
-            *(*_network(order, "--subnet"), *address, f"--tags={name}"),
-            f"--metadata-from-file=startup-script={script}",
-            deadline_s=300,
-        ),
-        delete=gcloud(order, *instances, "delete", name, zone, deadline_s=600),
+        find=_gcloud(order, *instances, "describe", name, zone, shown),
+        create=(create,),
         # The disk with the run is not deleted with it.
+        delete=_gcloud(order, *instances, "delete", name, zone, deadline_s=600),
         dead=STOPPED,
-        # It deletes itself after the run, and before that tells its disk why.
-        ended=OVER,
-        last_word=gcloud(
-            order,
-            *("compute", "disks", "describe", name, zone),
-            f"--format=value(labels.{WORD_LABEL})",
-        ),
-        revives=True,
     )
 
 
-def disk(order: Order) -> Resource:
-    """Return the disk that holds the run."""
+def _disk(order: Order) -> Resource:
     settings, name = order.settings, order.coordinator
-    zone = f"--zone={settings.coordinator_zone}"
-    disks = ("compute", "disks")
+    zone, disks = f"--zone={settings.coordinator_zone}", ("compute", "disks")
+    size = f"--size={settings.coordinator_disk_gb}GB"
+    made = f"--labels={_labels(order, COORDINATOR)}"
+    shown = "--format=value(status)"
     return Resource(
         what=f"disk {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=gcloud(order, *disks, "describe", name, zone, "--format=value(status)"),
-        create=gcloud(
-            order,
-            *(*disks, "create", name, zone),
-            *(f"--size={settings.coordinator_disk_gb}GB", "--type=pd-balanced"),
-            f"--labels={labels(order, COORDINATOR)}",
+        find=_gcloud(order, *disks, "describe", name, zone, shown),
+        create=(
+            _gcloud(
+                order, *disks, "create", name, zone, size, "--type=pd-balanced", made
+            ),
         ),
-        delete=gcloud(order, *disks, "delete", name, zone),
+        delete=_gcloud(order, *disks, "delete", name, zone),
         keeps=True,
     )
+
+
+def _network(order: Order, subnetwork: str, account: str) -> list[str]:
+    """Return the options for a machine's network and service account."""
+    settings = order.settings
+    options = [f"--network={settings.network}", "--scopes=cloud-platform"]
+    if settings.subnetwork:
+        options.append(f"{subnetwork}={settings.subnetwork}")
+    if account:
+        options.append(f"--service-account={account}")
+    return options
+
+
+# ---- firewall rules -----------------------------------------------------------------
 
 
 def _open(
@@ -260,120 +233,98 @@ def _tcp(ports: tuple[int, ...]) -> str:
 
 def _firewall(order: Order, owner: str, name: str, tag: str, *options: str) -> Resource:
     rules = ("compute", "firewall-rules")
+    create = _gcloud(
+        order,
+        *(*rules, "create", name, f"--network={order.settings.network}"),
+        *("--direction=INGRESS", *options, f"--target-tags={tag}"),
+        # Rules have no labels.
+        f"--description={_labels(order, owner)}",
+    )
     return Resource(
         what=f"firewall rule {name}",
         owner=owner,
-        find=gcloud(order, *rules, "describe", name, "--format=value(name)"),
-        create=gcloud(
-            order,
-            *(*rules, "create", name, f"--network={order.settings.network}"),
-            *("--direction=INGRESS", *options, f"--target-tags={tag}"),
-            # Rules have no labels.
-            f"--description={labels(order, owner)}",
-        ),
-        delete=gcloud(order, *rules, "delete", name),
+        find=_gcloud(order, *rules, "describe", name, "--format=value(name)"),
+        create=(create,),
+        delete=_gcloud(order, *rules, "delete", name),
     )
 
 
-def secret(order: Order, stem: str, certificates: str) -> Resource:
-    """Return the secret of Secret Manager with the certificates of this stem."""
-    name, settings = order.secrets[stem], order.settings
-    owner, account = order.owner_of(stem), settings.service_account
-    if owner == COORDINATOR:
-        account = settings.coordinator_account or account
-    member = f"--member=serviceAccount:{account}"
-    role = "--role=roles/secretmanager.secretAccessor"
-    bind = ("secrets", "add-iam-policy-binding", name, member, role)
-    data = f"--data-file={certificates}/{stem}.tar"
+# ---- secrets ------------------------------------------------------------------------
+
+
+def _certificates(order: Order, stem: str, certificates: str) -> Resource:
+    """Return the secret with the certificates of this stem, which its machine reads."""
+    owner = order.owner_of(stem)
+    account = order.settings.service_account
+    return _secret(
+        order,
+        order.secrets[stem],
+        owner,
+        f"--data-file={certificates}/{stem}.tar",
+        digest(Path(certificates), stem),
+        order.coordinators_account if owner == COORDINATOR else account,
+        "secretAccessor",
+    )
+
+
+def _permit(order: Order, file: str) -> Resource:
+    """Return the secret whose first version the coordinator destroys as it begins the
+    run, so that it begins none on another disk."""
+    data, account = f"--data-file={file}", order.coordinators_account
+    role = "secretVersionManager"
+    return _secret(
+        order, order.permit, COORDINATOR, data, PERMIT, account, role, keeps=True
+    )
+
+
+def _secret(
+    order: Order,
+    name: str,
+    owner: str,
+    data: str,
+    content: str,
+    account: str,
+    role: str,
+    *,
+    keeps: bool = False,
+) -> Resource:
+    """Return a secret of Secret Manager. It gets its label last: broken off before
+    that, it has no content that is known. keeps: its content never changes."""
+    create = ("secrets", "create", name, "--replication-policy=automatic", data)
+    member = f"--member=serviceAccount:{account}", f"--role=roles/secretmanager.{role}"
+    label = ("secrets", "update", name, f"--update-labels={CONTENT}={content}")
+    last = [_gcloud(order, *label)]
+    if account:
+        last.insert(
+            0, _gcloud(order, "secrets", "add-iam-policy-binding", name, *member)
+        )
+    changed = (
+        [] if keeps else [_gcloud(order, "secrets", "versions", "add", name, data)]
+    )
+    shown = f"--format=value(name,labels.{CONTENT})"
     return Resource(
         what=f"secret {name}",
         owner=owner,
-        find=gcloud(order, "secrets", "describe", name, "--format=value(name)"),
-        create=gcloud(
-            order,
-            *("secrets", "create", name, "--replication-policy=automatic", data),
-            f"--labels={labels(order, owner)}",
+        find=_gcloud(order, "secrets", "describe", name, shown),
+        create=(
+            _gcloud(order, *create, f"--labels={_labels(order, owner)}"),
+            *last,
         ),
-        delete=gcloud(order, "secrets", "delete", name),
-        content=digest(Path(certificates), stem),
-        update=(gcloud(order, "secrets", "versions", "add", name, data),),
-        carried=True,
-        grant=(gcloud(order, *bind),) if account else (),
+        delete=_gcloud(order, "secrets", "delete", name),
+        content=content,
+        update=(*changed, *last),
+        keeps=keeps,
     )
 
 
-def permit(order: Order, file: str) -> Resource:
-    """Return the secret whose first version the coordinator destroys as it begins the
-    run, so that it begins none on another disk."""
-    name, settings = order.permit, order.settings
-    account = settings.coordinator_account or settings.service_account
-    role = "--role=roles/secretmanager.secretVersionManager"
-    member = f"--member=serviceAccount:{account}"
-    bind = ("secrets", "add-iam-policy-binding", name, member, role)
-    return Resource(
-        what=f"secret {name}",
-        owner=COORDINATOR,
-        find=gcloud(order, "secrets", "describe", name, "--format=value(name)"),
-        create=gcloud(
-            order,
-            *("secrets", "create", name, "--replication-policy=automatic"),
-            *(f"--data-file={file}", f"--labels={labels(order, COORDINATOR)}"),
-        ),
-        delete=gcloud(order, "secrets", "delete", name),
-        keeps=True,
-        content=PERMIT if account else "",
-        grant=(gcloud(order, *bind),) if account else (),
-    )
+def _labels(order: Order, owner: str) -> str:
+    """Return the labels of what costs money, as `gcloud` takes them."""
+    return f"{RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}"
 
 
-def _network(order: Order, subnetwork: str = "--subnetwork") -> list[str]:
-    """Return the options for the machines' network and service account."""
-    settings = order.settings
-    options = [f"--network={settings.network}", "--scopes=cloud-platform"]
-    if settings.subnetwork:
-        options.append(f"{subnetwork}={settings.subnetwork}")
-    account = settings.service_account
-    if subnetwork == "--subnet":  # The coordinator's machine.
-        account = settings.coordinator_account or account
-    if account:
-        options.append(f"--service-account={account}")
-    return options
-
-
-def gcloud(
+def _gcloud(
     order: Order, *arguments: str, deadline_s: float = 120.0, remedy: str = ""
 ) -> Command:
     """Return a command in the launch's project."""
     line = ("gcloud", *arguments, f"--project={order.settings.project}", "--quiet")
     return Command(line, deadline_s, remedy)
-
-
-# ---- commands on the machines -----------------------------------------
-
-
-def _inside(order: Order) -> list[str]:
-    return ["--tunnel-through-iap"] if order.settings.internal_ips else []
-
-
-def _everywhere(order: Order, command: str) -> tuple[Owned, ...]:
-    """Run a command on the coordinator's machine, then on all hosts of every island."""
-    line = [f"--command={command}", *_inside(order)]
-    there = f"--zone={order.settings.coordinator_zone}"
-    return (
-        Owned(
-            COORDINATOR,
-            gcloud(order, "compute", "ssh", order.coordinator, there, *line),
-        ),
-        *(
-            Owned(
-                island.name,
-                gcloud(
-                    order,
-                    *("compute", "tpus", "queued-resources", "ssh", island.resource),
-                    *(f"--zone={island.zone}", "--node=all", "--worker=all", *line),
-                    deadline_s=300,
-                ),
-            )
-            for island in order.islands
-        ),
-    )

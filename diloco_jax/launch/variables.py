@@ -22,9 +22,9 @@ OF_THE_LAUNCH = frozenset(
     (
         *("JAX_PLATFORMS", "RESTART_ATTEMPT", "PATH", "DOCKER_CONFIG"),
         *("ROLE", "ROOT", "PROJECT", "IMAGE", "CLOUD_IMAGE", "SECRET", "DATA"),
-        *("FIRST_INCARNATION", "PLATFORMS", "BEGIN", "PERMIT", "DEVICE", "DISK"),
+        *("PLATFORMS", "BEGIN", "PERMIT", "DEVICE", "DISK"),
         *("PORTS", "SOURCE", "END", "RUN", "PART", "FRUITLESS_STARTS", "RELEASE"),
-        *("DNS_ZONE", "ADDRESS", "FOLLOW_S", "LAST_WORD", "LASTED_S", "CLOUD_LOG"),
+        *("DNS_ZONE", "ADDRESS", "FOLLOW_S", "LASTED_S", "CLOUD_LOG"),
         *("ARGUMENTS", "CONFIG_JSON", "VARIABLES", "SECRETS"),
     )
 )

@@ -42,7 +42,7 @@ class Cloud:
 
     def changes(self) -> list[list[str]]:
         """Those that do not only look; forgets them all."""
-        looks = {"describe", "get", "get-credentials", "queue", "list"}
+        looks = {"describe", "get", "get-credentials", "queue"}
         found = [call for call in self.calls if not looks & set(call[:6])]
         (self._folder / "calls.jsonl").write_text("")
         return found
@@ -81,46 +81,16 @@ class Cloud:
         things[kind][name]["state"] = state
         (self._folder / "things.json").write_text(json.dumps(things))
 
-    def set_slice(self, name: str, state: str) -> None:
-        """As if the machines of a queued resource that is ACTIVE were in this state and
-        health; empty: as if they were not there."""
-        things = self.things
-        things["queued resource"][name] |= {"state": "ACTIVE", "slice": state}
-        (self._folder / "things.json").write_text(json.dumps(things))
-
-    def lose(self, kind: str, *names: str) -> None:
-        """As if these had been deleted, all of the kind if none is named."""
-        things = self.things
-        for name in names or list(things.get(kind, {})):
-            del things[kind][name]
-        (self._folder / "things.json").write_text(json.dumps(things))
-
-    def say_last(self, word: str) -> None:
-        """As if the coordinator's machine had deleted itself, after this last word."""
-        add = "compute disks add-labels two-coordinator --zone=us-east5-a"
-        words = f"{add} --labels=diloco-ended={word} --project=my-project".split()
-        assert fake_gcloud.main(words) == 0
-        self.lose("instance")
-
     def set_object(self, key: str, **fields: Any) -> None:
         """The same for an object."""
         objects = self.objects
         objects.setdefault(key, {}).update(fields)
         (self._folder / "objects.json").write_text(json.dumps(objects))
 
-    def complete(self) -> None:
-        """As if the coordinator's Job were done."""
-        condition = {"type": "Complete", "status": "True"}
-        self.set_object("job/two-coordinator", status={"conditions": [condition]})
-
-    def fail(self, command: str, code: int, text: str) -> None:
-        """Lets every command line that begins so fail."""
+    def fail(self, command: str = "", code: int = 0, text: str = "") -> None:
+        """Lets every command line that begins so fail; without one, none."""
         failures = {command: (code, text)} if command else {}
         (self._folder / "failures.json").write_text(json.dumps(failures))
-
-    def answer(self, command: str, text: str) -> None:
-        """Lets every command line that begins so print that, and do nothing."""
-        (self._folder / "failures.json").write_text(json.dumps({command: (None, text)}))
 
 
 @pytest.fixture
@@ -139,7 +109,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
             arguments, code, output.getvalue(), errors.getvalue()
         )
 
-    monkeypatch.setattr("diloco_jax.launch.calls.subprocess.run", call)
+    monkeypatch.setattr("diloco_jax.launch.submit.subprocess.run", call)
     monkeypatch.setenv("FAKE_CLOUD", str(tmp_path / "cloud"))
     return Cloud(tmp_path / "cloud")
 
@@ -186,39 +156,25 @@ def launch(config: Config):
     """`launch("gke", "stop", project="p")`: the command, with changed settings."""
 
     def launch(
-        on, action="create", *, yes=True, only=(), disk=False, workers=1, **settings
+        on, action="create", *, only=(), disk=False, price="", workers=1, **settings
     ):
         changed = dataclasses.replace(
             config,
             launch=dataclasses.replace(config.launch, **settings),
             placement=dataclasses.replace(config.placement, workers=workers),
         )
-        options = LaunchOptions(on=on, action=action, yes=yes, only=only, disk=disk)
+        options = LaunchOptions(
+            on=on,
+            action=action,
+            yes=True,
+            only=only,
+            disk=disk,
+            price=price,
+            unplanned=True,
+        )
         return run(changed, "configs/two.py", options)
 
     return launch
-
-
-@pytest.fixture
-def act(config: Config, monkeypatch: pytest.MonkeyPatch):
-    """`act("gke", "watch", then=[...])`; functions run instead of waits."""
-
-    def act(on, action, *, then=(), price="", alert_url="", **settings):
-        steps = iter(then)
-        monkeypatch.setattr(
-            "diloco_jax.launch.command.time.sleep", lambda seconds: next(steps)()
-        )
-        changed = dataclasses.replace(
-            config,
-            launch=dataclasses.replace(config.launch, **settings),
-            placement=dataclasses.replace(config.placement, alert_url=alert_url),
-        )
-        options = LaunchOptions(on=on, action=action, yes=True, price=price)
-        code = run(changed, "two.py", options)
-        assert next(steps, None) is None, "it ended early"
-        return code
-
-    return act
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 Flags are those of the published reference: others, missing ones and ones that exclude
 each other are refused as the real command refuses them. What is made is kept in a
 folder, FAKE_CLOUD: `things.json` by kind and name, `calls.jsonl` every command line,
-`failures.json` what shall fail and how, by command, or (code null) what it shall print.
+`failures.json` what shall fail and how, by command.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ SSH = (
     "--batch-size --ssh-flag --ssh-key-file --strict-host-key-checking --command "
     "--output-directory --ssh-key-expiration --ssh-key-expire-after --zone"
 )
-LISTED = "--zone --filter --limit --sort-by"
 RECORDS = {"values": "--zone --type", "groups": ("--zone", "--type")}
 ZONED = {"values": "--zone", "groups": ("--zone",)}
 POOL = {"values": "--cluster --location", "groups": ("--cluster", "--location")}
@@ -65,12 +64,6 @@ COMMANDS = {
     f"{TPUS} delete": Spec(
         "queued resource", "delete", switches="--async --force", **ZONED
     ),
-    f"{TPUS} list": Spec("queued resource", "list", LISTED),
-    "compute tpus tpu-vm list": Spec("TPU VM", "list", LISTED),
-    "compute tpus tpu-vm describe": Spec("TPU VM", "describe", **ZONED),
-    "compute instances list": Spec("instance", "list", LISTED),
-    "compute disks list": Spec("disk", "list", LISTED),
-    "secrets list": Spec("secret", "list", LISTED),
     f"{TPUS} ssh": Spec(
         "queued resource",
         "ssh",
@@ -108,9 +101,6 @@ COMMANDS = {
         "disk", "create", "--zone --size --type --labels", groups=("--zone",)
     ),
     "compute disks describe": Spec("disk", "describe", **ZONED),
-    "compute disks add-labels": Spec(
-        "disk", "label", "--zone --labels", groups=("--zone", "--labels")
-    ),
     "compute disks delete": Spec("disk", "delete", **ZONED),
     "compute firewall-rules create": Spec(
         "firewall rule",
@@ -122,7 +112,6 @@ COMMANDS = {
     ),
     "compute firewall-rules describe": Spec("firewall rule", "describe"),
     "compute firewall-rules delete": Spec("firewall rule", "delete"),
-    "compute firewall-rules list": Spec("firewall rule", "list", LISTED),
     "secrets create": Spec(
         "secret",
         "create",
@@ -135,6 +124,7 @@ COMMANDS = {
         groups=("--member", "--role"),
     ),
     "secrets versions add": Spec("secret", "version", "--data-file"),
+    "secrets update": Spec("secret", "label", "--update-labels"),
     "secrets describe": Spec("secret", "describe", "--location"),
     "secrets delete": Spec("secret", "delete", "--etag --location"),
     "container clusters get-credentials": Spec(
@@ -250,8 +240,8 @@ def main(arguments: list[str]) -> int:
     named = f"{name} {names[0]}" if names else name
     if found := failures.get(name) or failures.get(named):
         code, text = found
-        print(text, file=sys.stdout if code is None else sys.stderr)
-        return code or 0
+        print(text, file=sys.stderr)
+        return code
     return act(folder / "things.json", name, spec, names, flags)
 
 
@@ -280,7 +270,7 @@ def parse(arguments: list[str]) -> tuple[str, Spec, list[str], dict[str, str]]:
             flags[flag] = value if given else words.pop(0)
         else:
             raise UsageError(f"unrecognized arguments: {word}")
-    if not names and spec.verb != "list":
+    if not names:
         raise UsageError("argument NAME: Must be specified.")
     for group in spec.groups:
         given = [flag for flag in group.split() if flag in flags]
@@ -304,11 +294,7 @@ def act(
 ) -> int:
     """Changes or shows what there is."""
     things = json.loads(path.read_text())
-    if spec.verb == "list":
-        print(json.dumps(listed(things, spec.kind, flags)))
-        return 0
-    name = names[0]
-    kind = slices(things) if spec.kind == "TPU VM" else things.setdefault(spec.kind, {})
+    name, kind = names[0], things.setdefault(spec.kind, {})
     there = ("describe", "delete", "ssh", "version", "label")
     if spec.verb in there and name not in kind:
         print(f"ERROR: ({command}) NOT_FOUND: {name} was not found", file=sys.stderr)
@@ -327,15 +313,12 @@ def act(
             return 1
         kind[name] = {"state": FRESH.get(spec.kind, name), **flags}
     elif spec.verb == "describe":
-        asked = re.fullmatch(r"value\(labels\.(.+)\)", flags.get("--format", ""))
-        labels = dict(
-            pair.split("=")
-            for pair in kind[name].get("--labels", "").split(",")
-            if pair
-        )
-        print(labels.get(asked[1], "") if asked else kind[name]["state"])
+        label = re.fullmatch(r"value\(name,labels\.(.+)\)", flags["--format"])
+        pairs = [p.split("=") for p in kind[name].get("--labels", "").split(",") if p]
+        kept = f"{name} {dict(pairs).get(label[1], '')}" if label else ""
+        print(kept or kind[name]["state"])
     elif spec.verb == "label":
-        kind[name]["--labels"] += f",{flags['--labels']}"
+        kind[name]["--labels"] += f",{flags['--update-labels']}"
     elif spec.verb == "bind" and spec.kind == "secret":
         kind[name].setdefault("readers", []).append(flags["--member"])
     elif spec.verb == "version":
@@ -346,51 +329,6 @@ def act(
         print(f"{name}: {flags['--command']}")
     path.write_text(json.dumps(things))
     return 0
-
-
-def slices(things: dict) -> dict:
-    """Return the machines of the requests that have, or had, what they asked for."""
-    return {
-        name: {"state": made.get("slice", "READY\tHEALTHY")}
-        for name, made in things.get("queued resource", {}).items()
-        if made["state"] == "ACTIVE" and made.get("slice") != ""
-    }
-
-
-def listed(things: dict, kind: str, flags: dict[str, str]) -> list[dict]:
-    """List what has the label that is asked for, in the words of the real lists."""
-    asked = flags.get("--filter", "")
-    if asked.startswith("description~^"):
-        begin = asked.removeprefix("description~^")
-        every = things.get(kind, {}).items()
-        told = [(name, made.get("--description", "")) for name, made in every]
-        return [{"name": n, "description": d} for n, d in told if d.startswith(begin)]
-    label = asked.removeprefix("labels.").removesuffix(":*")
-    of = "queued resource" if kind == "TPU VM" else kind
-    found = []
-    for name, made in things.get(of, {}).items():
-        pairs = [p.partition("=") for p in made.get("--labels", "").split(",") if p]
-        labels = {key: value for key, _, value in pairs}
-        entry = {"name": name, "labels": labels, "state": made["state"]}
-        zone = made.get("--zone", "")
-        if of == "queued resource":
-            folder = "nodes" if kind == "TPU VM" else "queuedResources"
-            entry["name"] = f"projects/p/locations/{zone}/{folder}/{name}"
-        if kind == "TPU VM":
-            if made["state"] != "ACTIVE":
-                continue
-            entry |= {"state": "READY", "acceleratorType": made["--accelerator-type"]}
-        elif kind == "queued resource":
-            entry["tpu"] = {"nodeSpec": [{"node": {"labels": entry.pop("labels")}}]}
-            entry["state"] = {"state": made["state"]}
-        elif kind != "secret":
-            entry["status"] = entry.pop("state")
-            entry["zone"] = f"https://compute/projects/p/zones/{zone}"
-            machine = made.get("--machine-type", "")
-            entry["machineType"] = f"https://compute/machineTypes/{machine}"
-        if not label or (label in labels and kind != "queued resource"):
-            found.append(entry)
-    return found
 
 
 if __name__ == "__main__":

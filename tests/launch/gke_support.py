@@ -10,10 +10,18 @@ from diloco_jax.launch.order import make_order
 NOW = 1_800_000_000
 
 
-def rendered(config, now=NOW, **settings):
+def changed(config, workers=1, **settings):
+    """The config with another number of workers, and other settings of its launch."""
+    return dataclasses.replace(
+        config,
+        launch=dataclasses.replace(config.launch, **settings),
+        placement=dataclasses.replace(config.placement, workers=workers),
+    )
+
+
+def rendered(config, now=NOW, source="", **settings):
     """All objects of a launch by kind and name, read back from its files."""
-    launch = dataclasses.replace(config.launch, **settings)
-    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "gke")
+    order = make_order(changed(config, **settings), "two.py", "gke", source)
     files = deployment(order, "certificates", "folder", now).files
     return {
         (made["kind"], made["metadata"]["name"]): made
@@ -22,17 +30,16 @@ def rendered(config, now=NOW, **settings):
     }
 
 
-def jobset(config, name="two-v6e-b", **settings):
-    return rendered(config, **settings)["JobSet", name]
-
-
 def job_and_pod(made):
-    (replicated,) = made["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    return replicated, job, job["template"]["spec"]
+    """The Job in a JobSet, and its pod; or of a Job itself."""
+    if made["kind"] == "JobSet":
+        (replicated,) = made["spec"]["replicatedJobs"]
+        made = replicated["template"]
+    return made["spec"], made["spec"]["template"]["spec"]
 
 
-def container_script(pod):
-    (container,) = pod["containers"]
+def container_script(made):
+    """What the pods of a Job or a JobSet run."""
+    (container,) = job_and_pod(made)[1]["containers"]
     assert container["command"][:2] == ["/bin/bash", "-c"]
     return container["command"][2]

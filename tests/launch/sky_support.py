@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.launch.text import yaml_text
+from diloco_jax.launch.manifests import yaml_text
 
 VARIABLE = "DILOCO_SKY_PYTHON"
 """Names that Python; `.ci/sky` makes one."""

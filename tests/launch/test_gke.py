@@ -1,4 +1,8 @@
-"""JobSets and all around them, and what their pods run, against fake commands."""
+"""Objects of a launch on GKE against published schemas, the rules that no schema holds,
+and what their pods run, with a `diloco` that tells what it is told.
+
+Shapes are in `tests/golden/launch`.
+"""
 
 import base64
 import dataclasses
@@ -6,14 +10,17 @@ import re
 import signal
 import time
 
+import jobset_schema
+import jsonschema
+import kubernetes_validate
 import pytest
-import yaml
-from gke_support import NOW, container_script, job_and_pod, jobset, rendered
+from gke_support import NOW, container_script, job_and_pod, rendered
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+from test_rendered import LAUNCHES
 
-from diloco_jax.launch import manifests, tpu_vm
+from diloco_jax.config import ConfigError
 from diloco_jax.launch.gke import deployment
-from diloco_jax.launch.order import FRUITLESS_STARTS, make_order
-from diloco_jax.launch.pod_scripts import LASTED_CODE
+from diloco_jax.launch.order import make_order
 
 WAIT_S = 120.0
 UNTIL_TERM = (
@@ -23,101 +30,156 @@ UNTIL_TERM = (
 KNOWN = "until [[ $(<\"/proc/$PPID/stat\") == *') S '* ]]; do sleep 0.01; done\n"
 """Wait until the parent sleeps. A `timeout` that has not yet stored its child's number
 ends at SIGTERM by itself: in a pod the child dies with it, here it would stay."""
+KUBERNETES = ("1.33", "1.37")
+"""Versions of Kubernetes whose schemas hold; GKE has these and those between."""
+SETTINGS = [settings for on, settings in LAUNCHES.values() if on == "gke"]
+ELSEWHERE = {
+    "zones": {"v5p": "us-east5-a", "v6e.b": "us-central1-b"},
+    "clusters": {"v6e.b": "us-central1/far"},
+    "coordinator_address": "10.20.0.9",
+}
+settings = pytest.mark.parametrize("settings", SETTINGS)
 
 
-def test_an_island_is_one_slice_all_or_nothing(config):
-    made = jobset(config)
-    _, job, pod = job_and_pod(made)
-    assert (job["parallelism"], job["backoffLimit"]) == (4, 0)
-    assert "annotations" not in made["metadata"]
-    assert pod["nodeSelector"] == {
-        "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
-        "cloud.google.com/gke-tpu-topology": "4x4",
-        "cloud.google.com/gke-nodepool": "two-v6e-b",
-        "cloud.google.com/gke-spot": "true",
+def jobsets(config, **settings):
+    made = rendered(config, **settings)
+    return [value for (kind, _), value in made.items() if kind == "JobSet"]
+
+
+# ---- schemas, and rules that none holds ----------------------------------------------
+
+
+def dropped(given, kept, path=""):
+    """Paths of what a model did not know, and therefore left out."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            here = f"{path}.{name}"
+            if name not in kept:
+                yield here
+            else:
+                yield from dropped(value, kept[name], here)
+    elif isinstance(given, list):
+        for number, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from dropped(one, other, f"{path}[{number}]")
+
+
+@settings
+def test_every_object_is_valid_in_kubernetes(config, settings):
+    made = rendered(config, **settings)
+    assert {kind for kind, _ in made} == {
+        *("ConfigMap", "PersistentVolumeClaim", "Service", "Job", "Pod"),
+        *("NetworkPolicy", "PodDisruptionBudget", "ServiceAccount", "JobSet"),
     }
-    (container,) = pod["containers"]
-    # The machine has 180 vCPUs and 720 GB.
-    asked = {"cpu": "144", "memory": "576Gi", "google.com/tpu": "4"}
-    assert container["resources"]["requests"] == asked
-    assert container["resources"]["limits"] == {"google.com/tpu": "4"}
-    v5p = job_and_pod(jobset(config, "two-v5p"))[2]
-    assert "cloud.google.com/gke-spot" not in v5p["nodeSelector"]
-    assert v5p["nodeSelector"]["cloud.google.com/gke-tpu-accelerator"] == (
-        "tpu-v5p-slice"
-    )
+    for version in KUBERNETES:
+        for (kind, _), value in made.items():
+            if kind == "JobSet":  # A JobSet's template is a Job's.
+                job, pod = job_and_pod(value)
+                value = {"apiVersion": "batch/v1", "kind": "Job", "spec": job}
+            kubernetes_validate.validate(value, version, strict=True)
+    pod["nodeSelectors"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(value, version, strict=True)
+
+
+@settings
+def test_every_jobset_has_only_fields_of_a_jobset(config, settings):
+    for value in jobsets(config, **settings):
+        read = JobsetV1alpha2JobSet.from_dict(value).to_dict()
+        assert list(dropped(value, read)) == []
+        value["spec"]["failurePolicy"]["restartStrategies"] = "Recreate"
+        read = JobsetV1alpha2JobSet.from_dict(value).to_dict()
+        assert list(dropped(value, read)) == [".spec.failurePolicy.restartStrategies"]
+        value["spec"]["failurePolicy"]["maxRestarts"] = "many"
+        with pytest.raises(ValueError, match="maxRestarts"):
+            JobsetV1alpha2JobSet.from_dict(value)
+
+
+@pytest.mark.skipif(
+    not jobset_schema.path().is_file(),
+    reason=f"no JobSet schema at {jobset_schema.path()}; {jobset_schema.VARIABLE} "
+    f"names one",
+)
+def test_every_jobset_is_valid_against_the_clusters_schema(config):
+    validator = jsonschema.Draft202012Validator(jobset_schema.load())
+    for settings in SETTINGS:
+        for value in jobsets(config, **settings):
+            validator.validate(value)
+    value["spec"]["failurePolicy"]["restartStrategy"] = "Sometimes"
+    assert not validator.is_valid(value)
+
+
+@settings
+def test_jobsets_keep_the_rules_that_no_schema_holds(config, settings):
+    for value in jobsets(config, **settings):
+        job, pod = job_and_pod(value)
+        (replicated,) = value["spec"]["replicatedJobs"]
+        chips = int(pod["containers"][0]["resources"]["limits"]["google.com/tpu"])
+        shape = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+        product = 1
+        for axis in shape:
+            product *= int(axis)
+        assert job["parallelism"] == job["completions"] == product // chips
+        name = f"{value['metadata']['name']}-{replicated['name']}"
+        assert len(f"{name}-0-{job['completions'] - 1}-abcde") <= 63
+        labels = {**pod["nodeSelector"], **value["metadata"]["labels"]}
+        assert all(isinstance(label, str) for label in labels.values())
+        (container,) = pod["containers"]
+        notice_s = float(re.search(r"--notice-s (\S+)", container["command"][-1])[1])
+        assert 0 < notice_s <= pod["terminationGracePeriodSeconds"] - 5
 
 
 def test_preemptions_are_no_crashes_and_refusals_are_final(config):
-    made = jobset(config)
-    policy = made["spec"]["failurePolicy"]
-    hopeless, uncounted = policy["rules"]
-    _, job, pod = job_and_pod(made)
+    placement = dataclasses.replace(config.placement, fruitless_starts=7)
+    made = rendered(dataclasses.replace(config, placement=placement))
+    jobset = made["JobSet", "two-v5p"]
+    policy = jobset["spec"]["failurePolicy"]
+    hopeless, preempted = policy["rules"]
+    job, pod = job_and_pod(jobset)
+    served, _ = job_and_pod(made["Job", "two-coordinator"])
     assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it.
-    codes, disruption, lasted = job["podFailurePolicy"]["rules"]
-    assert codes["onExitCodes"]["values"] == [2, 3]
-    assert disruption["onPodConditions"][0]["type"] == "DisruptionTarget"
-    assert lasted["onExitCodes"]["values"] == [LASTED_CODE]
-    for rule in (codes, disruption, lasted):
-        assert rule["action"] == "FailJob", "so its reason is PodFailurePolicy"
-    assert policy["maxRestarts"] + 1 == FRUITLESS_STARTS == 20
+    for rules, action in ((job, "FailJob"), (served, "Ignore")):
+        codes, disruption = rules["podFailurePolicy"]["rules"]
+        assert codes["action"] == "FailJob"
+        assert codes["onExitCodes"]["values"] == [2, 3]
+        assert disruption["action"] == action
+        assert disruption["onPodConditions"][0]["type"] == "DisruptionTarget"
+    assert (policy["maxRestarts"], served["backoffLimit"]) == (6, 6)
     # What Kubernetes says of a job that the first rule failed, or the last one.
     message = (
-        "Container diloco for pod default/two-v6e-b-hosts-0-0 failed with exit code %d "
-        "matching FailJob rule at index %d"
+        "Container diloco for pod default/two-v5p-hosts-0-0 failed with exit code 3 "
+        "matching FailJob rule at index 0"
     )
     (pattern,) = hopeless["onJobFailureMessagePatterns"]
     assert hopeless["action"] == "FailJobSet"
-    assert re.fullmatch(pattern, message % (3, 0))
-    assert not re.fullmatch(pattern, message % (LASTED_CODE, 2))
+    assert re.fullmatch(pattern, message)
     assert not re.fullmatch(pattern, "Pod x has condition DisruptionTarget matching")
-    assert uncounted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert set(uncounted["onJobFailureReasons"]) == {"PodFailurePolicy"}
+    assert preempted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert set(preempted["onJobFailureReasons"]) == {"PodFailurePolicy"}
 
 
-def test_crashes_without_lasting_progress_are_counted_on_every_pod(config):
-    placement = dataclasses.replace(config.placement, workers=2, fruitless_starts=7)
-    made = rendered(
-        dataclasses.replace(config, placement=placement), workers_apart=True
-    )
-    jobset = made["JobSet", "two-v5p"]["spec"]
-    assert jobset["failurePolicy"]["maxRestarts"] == 6
-    for name in ("coordinator", "worker-0", "worker-1"):
-        job = made["Job", f"two-{name}"]["spec"]
-        assert job["backoffLimit"] == 6
-        hopeless, *uncounted = job["podFailurePolicy"]["rules"]
-        assert hopeless["action"] == "FailJob"
-        assert [rule["action"] for rule in uncounted] == ["Ignore", "Ignore"]
-        assert uncounted[1]["onExitCodes"]["values"] == [LASTED_CODE]
-        script = container_script(job["template"]["spec"])
-        assert "after 7" in script
-
-
-def test_the_notice_is_no_longer_than_the_machine_lives(config):
-    for name, lives_s in (("two-v6e-b", 15), ("two-v5p", 60)):
-        pod = job_and_pod(jobset(config, name))[2]
-        assert pod["terminationGracePeriodSeconds"] == lives_s
-        (container,) = pod["containers"]
-        notice_s = float(re.search(r"--notice-s (\S+)", container["command"][-1])[1])
-        assert 0 < notice_s <= lives_s - 5
-
-
-def test_text_is_copied_before_a_process_starts(config):
-    made = rendered(config, data="gs://bucket/text")
-    for key in (("JobSet", "two-v5p"), ("Job", "two-coordinator")):
-        pod = made[key]["spec"]
-        pod = (
-            pod["template"]["spec"] if "template" in pod else job_and_pod(made[key])[2]
-        )
-        copy, manifests = pod["initContainers"]
-        read = f"diloco manifest --missing {copy['command'][-1]} || true"
-        assert manifests["command"] == ["/bin/bash", "-c", read]
-        assert manifests["image"] == pod["containers"][0]["image"]
-        assert manifests["volumeMounts"] == copy["volumeMounts"]
-        assert copy["command"][-2] == "gs://bucket/text"
-        (mount,) = copy["volumeMounts"]
-        assert mount in pod["containers"][0]["volumeMounts"]
-        assert copy["command"][-1] == mount["mountPath"]
+@settings
+def test_a_policy_lets_in_the_pods_that_it_names(config, settings):
+    """Labels of pods, of selectors and of policies are the same everywhere."""
+    made = rendered(config, **settings)
+    parts = {}
+    for (kind, name), value in made.items():
+        if kind in ("Job", "JobSet") and not name.endswith("-begin"):
+            job, pod = job_and_pod(value)
+            parts[name] = job["template"]["metadata"]["labels"]
+            assert pod["serviceAccountName"] == name
+            assert pod["automountServiceAccountToken"] is False
+            secrets = [v["secret"] for v in pod["volumes"] if "secret" in v]
+            assert [s["secretName"] for s in secrets] == [f"{name}-certificates"]
+    for name, labels in parts.items():
+        policy = made["NetworkPolicy", name]["spec"]
+        assert policy["podSelector"]["matchLabels"] == labels
+        if ("Service", name) in made:
+            assert made["Service", name]["spec"]["selector"] == labels
+        else:
+            own = policy["ingress"][0]["from"]
+            assert own == [{"podSelector": {"matchLabels": labels}}]
+    (own,) = made["NetworkPolicy", "two-coordinator"]["spec"]["ingress"]
+    assert own["from"][0] == {"podSelector": {"matchLabels": {"diloco-run": "two"}}}
 
 
 def test_no_key_is_in_any_file(config):
@@ -127,36 +189,52 @@ def test_no_key_is_in_any_file(config):
         assert base64.b64encode(b"PRIVATE KEY").decode()[:12] not in text
 
 
-# ---- what pods run ---------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"coordinator_address": ""}, "coordinator_address is empty, and v6e.b run in"),
+        ({"clusters": {"v6e.b": "far"}}, "write 'LOCATION/CLUSTER' or"),
+        ({"clusters": {"v6e": "a/b"}}, "the islands are v5p, v6e.b"),
+        (
+            {"clusters": {"v6e.b": "europe-west4/far"}},
+            "'us-central1-b' is outside launch.clusters.v6e.b = 'europe-west4/far'",
+        ),
+    ],
+)
+def test_wrong_clusters_are_refused(config, change, said):
+    if "v6e" in change.get("clusters", {}):
+        change = {**change, "zones": config.launch.zones}
+    with pytest.raises(ConfigError) as refused:
+        rendered(config, **{**ELSEWHERE, **change})
+    assert said in str(refused.value)
+
+
+# ---- what pods run -------------------------------------------------------------------
+
+
+def scripts(config, now=NOW, **settings):
+    """The coordinator's, and an island's."""
+    made = rendered(config, now=now, **settings)
+    return [
+        container_script(made[key])
+        for key in (("Job", "two-coordinator"), ("JobSet", "two-v6e-b"))
+    ]
 
 
 def test_an_island_counts_its_attempts_from_the_launch(config, shell):
-    script = container_script(job_and_pod(jobset(config))[2])
-    island = shell(script, 'echo "$@"; exit 3')
+    island = shell(scripts(config)[1], 'echo "$@"; exit 3')
     said, _ = island.communicate(timeout=WAIT_S)
-    assert "island" in said
-    assert "--name v6e.b" in said
+    assert said.startswith("island ")
     assert said.rstrip().endswith(f"--incarnation {NOW + 3}")
     assert island.returncode == 3
 
 
 def test_sigterm_reaches_the_island_itself(config, shell):
-    script = container_script(job_and_pod(jobset(config))[2])
-    island = shell(script, UNTIL_TERM % ("goodbye", 1))
+    island = shell(scripts(config)[1], UNTIL_TERM % ("goodbye", 1))
     assert island.stdout.readline() == "up\n"
     island.send_signal(signal.SIGTERM)
     assert island.communicate(timeout=WAIT_S)[0] == "goodbye\n"
     assert island.returncode == 1
-
-
-def coordinator_script(config, now=NOW, source="", max_hours=0.0, job="coordinator"):
-    config = dataclasses.replace(
-        config, launch=dataclasses.replace(config.launch, max_hours=max_hours)
-    )
-    order = make_order(config, "two.py", "gke", source)
-    text = deployment(order, "certificates", "folder", now).files[f"{job}.yaml"]
-    made = {m["kind"]: m for m in yaml.safe_load_all(text)}
-    return container_script(made["Job"]["spec"]["template"]["spec"])
 
 
 def test_a_run_begins_once_on_the_disk_that_it_was_launched_with(
@@ -164,8 +242,9 @@ def test_a_run_begins_once_on_the_disk_that_it_was_launched_with(
 ):
     source, run = "hf:gs://bucket/a b", tmp_path / "run"
     run.mkdir()
-    permit = coordinator_script(config, job="begin")
-    script = coordinator_script(config, source=source)
+    made = rendered(config, source=source)
+    permit = container_script(made["Job", "two-coordinator-begin"])
+    script = container_script(made["Job", "two-coordinator"])
 
     def begins():
         said, _ = shell(script, 'echo "$@"; exit 1').communicate(timeout=WAIT_S)
@@ -181,76 +260,33 @@ def test_a_run_begins_once_on_the_disk_that_it_was_launched_with(
     assert not begins()
     (run / "log").rmdir()
     assert not begins(), "what is left of a run"
-    # As of a run that an earlier version launched.
-    (run / "log").mkdir()
-    shell(permit, "").communicate(timeout=WAIT_S)
-    (run / "log").rmdir()
-    assert not begins()
 
 
-@pytest.mark.parametrize(
-    ("workers", "ports"),
-    [
-        (1, {"control": 7077, "bulk": 7078}),
-        (2, {"control": 7077, "bulk": 7078, "worker-0": 7079, "worker-1": 7080}),
-    ],
-)
-def test_islands_reach_every_port_of_a_coordinator(config, workers, ports):
-    placement = dataclasses.replace(config.placement, workers=workers)
-    order = make_order(
-        dataclasses.replace(config, placement=placement), "two.py", "gke"
-    )
-    _, service, policy, _, pods = manifests.coordinator(order, order.nodes[0], NOW)
-    (rule,) = policy["spec"]["ingress"]
-    assert [p["port"] for p in rule["ports"]] == list(ports.values())
-    assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == ports
-    (container,) = pods["spec"]["template"]["spec"]["containers"]
-    assert [p["containerPort"] for p in container["ports"]] == list(ports.values())
-    (rule,) = [
-        resource.create
-        for resource in tpu_vm.deployment(order, "", "", NOW).resources
-        if resource.what == "firewall rule two-coordinator-open"
-    ]
-    allowed = ",".join(f"tcp:{port}" for port in ports.values())
-    assert f"--allow={allowed}" in rule.arguments
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 137])
+def test_a_pod_ends_as_its_process(config, shell, code):
+    for script in scripts(config):
+        process = shell(script, f"exit {code}")
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == code
 
 
-def test_a_coordinator_that_fails_is_started_again(config, shell):
-    process = shell(coordinator_script(config), "exit 7")
-    process.communicate(timeout=WAIT_S)
-    assert process.returncode == 7
-
-
+@pytest.mark.parametrize("part", ["coordinator", "worker-1"])
 @pytest.mark.parametrize(("own", "code"), [(0, 1), (1, 1), (3, 3)])
-def test_sigterm_reaches_the_coordinator_and_does_not_complete_its_job(
-    config, shell, own, code
+def test_sigterm_reaches_what_serves_and_does_not_complete_its_job(
+    config, shell, part, own, code
 ):
     """A node that is drained is not the end of the run."""
-    process = shell(coordinator_script(config), UNTIL_TERM % ("summary", own))
+    made = rendered(config, workers=2, workers_apart=True)
+    script = container_script(made["Job", f"two-{part}"])
+    process = shell(script, UNTIL_TERM % ("summary", own))
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=WAIT_S)[0] == "summary\n"
     assert process.returncode == code
 
 
-@pytest.mark.parametrize("code", [0, 2, 3])
-def test_what_ends_for_good_ends_the_pod(config, shell, code):
-    process = shell(coordinator_script(config), f"exit {code}")
-    process.communicate(timeout=WAIT_S)
-    assert process.returncode == code
-
-
-def scripts(config, now, max_hours):
-    """The coordinator's, and an island's."""
-    made = jobset(config, now=now, max_hours=max_hours)
-    return (
-        coordinator_script(config, now, max_hours=max_hours),
-        container_script(job_and_pod(made)[2]),
-    )
-
-
 def test_after_the_last_hour_nothing_starts(config, shell):
-    for script in scripts(config, int(time.time()) - 7201, 2.0):
+    for script in scripts(config, int(time.time()) - 7201, max_hours=2.0):
         process = shell(script, "echo started; exit 1")
         said, _ = process.communicate(timeout=WAIT_S)
         assert said == "launch.max_hours are over\n"
@@ -261,9 +297,8 @@ def test_the_last_hour_ends_what_runs(config, shell, tmp_path):
     tool = tmp_path / "timeout"
     tool.write_text('#!/bin/bash\necho "$@"; exit 124\n')
     tool.chmod(0o755)
-    for script, grace in zip(
-        scripts(config, int(time.time()), 2.0), (60, 15), strict=True
-    ):
+    made = scripts(config, int(time.time()), max_hours=2.0)
+    for script, grace in zip(made, (60, 15), strict=True):
         process = shell(script, "exit 9")
         said, _ = process.communicate(timeout=WAIT_S)
         foreground, kill, left, program, *_ = said.split()
@@ -275,7 +310,7 @@ def test_the_last_hour_ends_what_runs(config, shell, tmp_path):
 
 
 def test_signals_and_codes_pass_through_a_limit(config, shell):
-    for script in scripts(config, int(time.time()), 2.0):
+    for script in scripts(config, int(time.time()), max_hours=2.0):
         process = shell(script, KNOWN + UNTIL_TERM % ("goodbye", 1))
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
@@ -286,6 +321,8 @@ def test_signals_and_codes_pass_through_a_limit(config, shell):
         assert process.returncode == 3
 
 
-def test_an_island_without_tpus_does_not_train_on_the_cpu(config):
-    (container,) = job_and_pod(jobset(config))[2]["containers"]
-    assert {"name": "JAX_PLATFORMS", "value": "tpu,cpu"} in container["env"]
+def test_a_host_name_of_a_coordinator_is_no_address_of_its_balancer(config):
+    named = rendered(config, **{**ELSEWHERE, "coordinator_address": "here.example"})
+    service = named["Service", "two-coordinator"]["spec"]
+    assert service["type"] == "LoadBalancer"
+    assert "loadBalancerIP" not in service

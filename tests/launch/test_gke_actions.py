@@ -1,31 +1,26 @@
-"""JobSets made, stopped, deleted and asked for logs, against fake commands."""
+"""Pools, JobSets and what is around them: made, changed, stopped, deleted and looked
+at, against fake commands."""
 
 import dataclasses
+import json
 import time
 
-from gke_support import container_script, job_and_pod
+import pytest
+from gke_support import container_script
 
-OWNERS = {
-    "coordinator": "coordinator",
-    "v5p": "island.v5p",
-    "v6e-b": "island.v6e.b",
-}
+from diloco_jax.config import ConfigError
+from diloco_jax.wire.certificates import add, coordinator_names, revoke
+from diloco_jax.wire.principal import island
+
+OWNERS = {"coordinator": "coordinator", "v5p": "island.v5p", "v6e-b": "island.v6e.b"}
 """Stems of the certificates' files by the name of the machine that gets them."""
+APART = {"workers": 2, "workers_apart": True}
 
 
 def test_create_makes_everything_once(cloud, launch):
     assert launch("gke", namespace="train") == 0
     pools = cloud.things["node pool"]
     assert sorted(pools) == ["two-coordinator", "two-v5p", "two-v6e-b"]
-    v6e = pools["two-v6e-b"]
-    assert v6e["--machine-type"] == "ct6e-standard-4t"
-    assert (v6e["--tpu-topology"], v6e["--max-nodes"]) == ("4x4", "4")
-    # Bought when the pods ask for it, and given back after them.
-    for pool in pools.values():
-        assert (pool["--num-nodes"], pool["--min-nodes"]) == ("0", "0")
-    taint = pools["two-coordinator"]["--node-taints"]
-    assert taint == "diloco-part=coordinator:NoSchedule"
-    assert ("--spot" in v6e, "--spot" in pools["two-v5p"]) == (True, False)
     assert sorted(cloud.objects) == [
         "configmap/two-config",
         "job/two-coordinator",
@@ -33,18 +28,12 @@ def test_create_makes_everything_once(cloud, launch):
         "jobset/two-v5p",
         "jobset/two-v6e-b",
         "namespace/train",
-        "networkpolicy/two-coordinator",
-        "networkpolicy/two-v5p",
-        "networkpolicy/two-v6e-b",
+        *(f"networkpolicy/two-{owner}" for owner in OWNERS),
         "persistentvolumeclaim/two-coordinator",
         "poddisruptionbudget/two-coordinator",
-        "secret/two-coordinator-certificates",
-        "secret/two-v5p-certificates",
-        "secret/two-v6e-b-certificates",
+        *(f"secret/two-{owner}-certificates" for owner in OWNERS),
         "service/two-coordinator",
-        "serviceaccount/two-coordinator",
-        "serviceaccount/two-v5p",
-        "serviceaccount/two-v6e-b",
+        *(f"serviceaccount/two-{owner}" for owner in OWNERS),
     ]
     for owner, stem in OWNERS.items():
         files = cloud.objects[f"secret/two-{owner}-certificates"]["data"]
@@ -58,18 +47,44 @@ def test_create_makes_everything_once(cloud, launch):
 
 
 def test_workers_apart_are_made_and_deleted_with_keys_of_their_own(cloud, launch):
-    assert launch("gke", workers=2, workers_apart=True) == 0
+    assert launch("gke", **APART) == 0
     assert cloud.things["node pool"]["two-coordinator"]["--max-nodes"] == "3"
     for number in range(2):
-        name = f"two-worker-{number}"
+        name, stem = f"two-worker-{number}", f"worker.{number}"
         for kind in ("job", "service", "networkpolicy", "persistentvolumeclaim"):
             assert f"{kind}/{name}" in cloud.objects
         files = cloud.objects[f"secret/{name}-certificates"]["data"]
-        stem = f"worker.{number}"
         assert sorted(files) == sorted(["ca.pem", f"{stem}.pem", f"{stem}.key"])
-    assert launch("gke", "delete", workers=2, workers_apart=True) == 0
+    assert launch("gke", "delete", **APART) == 0
     left = [name for name in cloud.objects if "worker" in name]
     assert left == [f"persistentvolumeclaim/two-worker-{n}" for n in range(2)]
+
+
+def test_each_cluster_gets_what_its_islands_need(cloud, launch, tmp_path):
+    elsewhere = {
+        "zones": {"v5p": "us-east5-a", "v6e.b": "us-central1-b"},
+        "clusters": {"v6e.b": "us-central1/far"},
+        "coordinator_address": "10.20.0.9",
+    }
+    assert launch("gke", namespace="train", **elsewhere) == 0
+    contexts = {}
+    for call in cloud.changes():
+        if call[0] != "kubectl" or call[1] in ("wait", "label"):
+            continue
+        (context,) = [a for a in call if a.startswith("--context=")]
+        what = call[4] if call[3] == "generic" else call[3]
+        contexts.setdefault(context.rpartition("_")[2], []).append(
+            what.rpartition("/")[2]
+        )
+    assert contexts == {
+        "tpus": [
+            *("train", "two-coordinator-certificates", "two-v5p-certificates"),
+            *("config.yaml", "disk.yaml", "begin.yaml"),
+            *("coordinator.yaml", "two-v5p.yaml"),
+        ],
+        "far": ["train", "two-v6e-b-certificates", "config.yaml", "two-v6e-b.yaml"],
+    }
+    assert "10.20.0.9" in coordinator_names(tmp_path / "run/certificates")
 
 
 def test_no_coordinator_comes_before_its_disk_has_the_permit_to_begin(cloud, launch):
@@ -78,25 +93,12 @@ def test_no_coordinator_comes_before_its_disk_has_the_permit_to_begin(cloud, lau
         assert launch("gke") == 1
         assert "job/two-coordinator-begin" in cloud.objects
         assert "job/two-coordinator" not in cloud.objects
-    cloud.fail("", 0, "")
+    cloud.fail()
     cloud.changes()
     assert launch("gke") == 0
     verbs = [call[1:3] for call in cloud.changes() if call[0] == "kubectl"]
     assert verbs[0] == ["wait", "job/two-coordinator-begin"]
     assert "job/two-coordinator" in cloud.objects
-    assert launch("gke") == 0
-    assert cloud.changes() == []
-
-
-def test_a_reserved_slice_of_one_host(cloud, launch, config):
-    config.islands["v5p"] = dataclasses.replace(
-        config.islands["v5p"], topology="v5p:2x2x1", mesh_fsdp=4
-    )
-    launch("gke", purchase={"v5p": "reserved:mine"})
-    pool = cloud.things["node pool"]["two-v5p"]
-    assert pool["--reservation"] == "mine"
-    assert pool["--reservation-affinity"] == "specific"
-    assert "--tpu-topology" not in pool
 
 
 def test_stop_ends_the_islands_first_and_run_starts_them_above_all_before(
@@ -116,7 +118,7 @@ def test_stop_ends_the_islands_first_and_run_starts_them_above_all_before(
     monkeypatch.setattr("diloco_jax.launch.command.time.time", lambda: later)
     assert launch("gke", "run") == 0
     assert "job/two-coordinator" in cloud.objects
-    script = container_script(job_and_pod(cloud.objects["jobset/two-v5p"])[2])
+    script = container_script(cloud.objects["jobset/two-v5p"])
     assert f"--incarnation $(({later} + RESTART_ATTEMPT))" in script
 
 
@@ -133,7 +135,7 @@ def test_a_jobset_that_was_given_up_is_made_anew(cloud, launch):
     assert "status" not in cloud.objects["jobset/two-v5p"]
 
 
-def test_delete_leaves_the_disk_unless_told_otherwise(cloud, launch):
+def test_delete_leaves_the_disk_unless_told_otherwise(cloud, launch, tmp_path):
     launch("gke", namespace="train")
     assert launch("gke", "delete", namespace="train") == 0
     # The namespace is not ours alone.
@@ -144,8 +146,90 @@ def test_delete_leaves_the_disk_unless_told_otherwise(cloud, launch):
         "persistentvolumeclaim/two-coordinator",
     ]
     assert cloud.things == {}
+    with pytest.raises(ConfigError, match="launched on gke, not on tpu_vm"):
+        launch("tpu_vm")
     assert launch("gke", "delete", namespace="train", disk=True) == 0
     assert sorted(cloud.objects) == ["namespace/train"]
+    assert launch("tpu_vm") == 0, "nothing is left of the other launch"
+
+
+def test_a_pool_without_capacity_names_zones_and_location(cloud, launch, capsys):
+    cloud.fail("container node-pools create", 1, "Insufficient quota to satisfy")
+    assert launch("gke", only=("v5p",)) == 1
+    said = capsys.readouterr().err
+    assert "us-central1-a, us-east5-a, europe-west4-b" in said
+    assert "launch.location = 'us-east5'" in said
+
+
+def test_a_cluster_without_jobset_gets_told_so(cloud, launch, capsys):
+    said = 'the server doesn\'t have a resource type "jobset"'
+    cloud.fail("kubectl get jobset", 1, said)
+    assert launch("gke") == 1
+    assert "install JobSet" in capsys.readouterr().err
+
+
+# ---- changes -------------------------------------------------------------------------
+
+
+def test_pods_get_the_config_as_it_is_now(cloud, launch, config):
+    launch("gke")
+    cloud.changes()
+    config.islands["new"] = dataclasses.replace(config.islands["v5p"], batch_size=8)
+    zones = {**config.launch.zones, "new": "us-east5-a"}
+    cloud.fail("kubectl apply", 1, "connection refused")
+    assert launch("gke", only=("new",), zones=zones) == 1
+    cloud.fail()
+    assert launch("gke", only=("new",), zones=zones) == 0
+    applied = [call[3] for call in cloud.changes() if call[1] == "apply"][-2:]
+    assert [file.rpartition("/")[2] for file in applied] == [
+        "config.yaml",
+        "two-new.yaml",
+    ]
+    held = json.loads(cloud.objects["configmap/two-config"]["data"]["config.json"])
+    assert held["islands"]["new"]["batch_size"] == 8
+    assert launch("gke", zones=zones) == 0
+    assert cloud.changes() == []
+
+
+def test_renewed_certificates_reach_the_cluster(cloud, launch, tmp_path):
+    launch("gke")
+    cloud.changes()
+    add(tmp_path / "run/certificates", ["another.name"], 365)
+    cloud.fail("kubectl label secret two-coordinator-certificates", 1, "broken off")
+    assert launch("gke") == 1
+    cloud.fail()
+    assert launch("gke") == 0
+    changed = [call[1:5] for call in cloud.changes()]
+    name = "two-coordinator-certificates"
+    again = [
+        ["delete", "secret", name, "--ignore-not-found"],
+        ["create", "secret", "generic", name],
+    ]
+    assert [c for c in changed if c[0] != "label"] == 2 * again
+    assert launch("gke") == 0
+    assert cloud.changes() == []
+
+
+def test_a_revocation_reaches_the_coordinators_pod(cloud, launch, tmp_path):
+    launch("gke", **APART)
+    cloud.changes()
+    folder = tmp_path / "run/certificates"
+    stolen = (folder / "island.v5p.pem").read_bytes()
+    revoke(folder, island("v5p"))
+    assert launch("gke", only=("coordinator",), **APART) == 0
+    changed = [call for call in cloud.changes() if call[1] == "create"]
+    names = ("coordinator", "v5p", "worker-0", "worker-1")
+    assert sorted(c[4] for c in changed) == [f"two-{n}-certificates" for n in names]
+    for name in (*names, "v6e-b"):
+        files = cloud.objects[f"secret/two-{name}-certificates"]["data"]
+        serves = name.startswith(("coordinator", "worker"))
+        assert ("revoked.txt" in files) == serves, "islands ask the coordinator"
+    assert (folder / "island.v5p.pem").read_bytes() != stolen, "it has another key"
+    assert launch("gke", **APART) == 0
+    assert cloud.changes() == []
+
+
+# ---- looks ---------------------------------------------------------------------------
 
 
 def test_logs_are_of_all_hosts(cloud, launch, capsys):
@@ -155,19 +239,32 @@ def test_logs_are_of_all_hosts(cloud, launch, capsys):
     assert "logs of ['job/two-coordinator']" in said
     assert "jobset.sigs.k8s.io/jobset-name=two-v6e-b" in said
     assert "--max-log-requests=4" in said
+    assert launch("gke", "logs", only=("v5p",)) == 0
+    assert "coordinator" not in capsys.readouterr().err.split("note")[0]
 
 
-def test_a_cluster_without_jobset_gets_told_so(cloud, launch, capsys):
-    cloud.fail(
-        "kubectl get jobset", 1, 'the server doesn\'t have a resource type "jobset"'
-    )
-    assert launch("gke") == 1
-    assert "install JobSet" in capsys.readouterr().err
+def test_results_are_copied_from_beside_the_disk(cloud, launch, tmp_path):
+    launch("gke")
+    cloud.changes()
+    assert launch("gke", "results") == 0
+    apply, wait, copy, delete = cloud.changes()
+    assert apply[3].endswith("/reader.yaml")
+    assert wait[2:4] == ["pod/two-reader", "--for=condition=Ready"]
+    assert copy[2:4] == ["two-reader:/var/lib/diloco/run", f"{tmp_path}/run/results"]
+    assert delete[2:4] == ["pod", "two-reader"]
 
 
-def test_a_pool_without_capacity_names_zones_and_location(cloud, launch, capsys):
-    cloud.fail("container node-pools create", 1, "Insufficient quota to satisfy")
-    assert launch("gke", only=("v5p",)) == 1
-    said = capsys.readouterr().err
-    assert "us-central1-a, us-east5-a, europe-west4-b" in said
-    assert "launch.location = 'us-east5'" in said
+def test_status_is_asked_beside_the_coordinator(cloud, launch, monkeypatch, capsys):
+    launch("gke")
+    cloud.changes()
+    shown = []
+    monkeypatch.setattr("diloco_jax.launch.command._render", shown.append)
+    assert launch("gke", "status") == 0
+    assert shown == [{"phase": "running"}]
+    (call,) = cloud.changes()
+    assert call[:3] == ["kubectl", "exec", "job/two-coordinator"]
+    asked = call[call.index("--") + 1 :]
+    assert asked[:3] == ["diloco", "status", "two-coordinator.default.svc:7077"]
+    launch("gke", "stop")
+    assert launch("gke", "status") == 1
+    assert '"job/two-coordinator" not found' in capsys.readouterr().err

@@ -1,19 +1,23 @@
-"""The script that every machine boots with, run with tools that tell what they do."""
+"""The script of every machine without Kubernetes: what one start of it does, with tools
+that tell what they do."""
 
-import dataclasses
 import io
 import os
 import re
 import shutil
 import subprocess
 import tarfile
+import time
 
 import pytest
+from gke_support import changed
 
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.launch.order import make_order
 from diloco_jax.launch.tpu_vm import deployment
 
+HUB, GOOGLE = "docker.io/me/diloco", "us-docker.pkg.dev/my-project/diloco/diloco"
+DIGEST = f"sha256:{'0' * 64}"
 NOW = 1_800_000_000
 WAIT_S = 120.0
 
@@ -35,6 +39,10 @@ case "$*" in
       mv "$TOOLS/next.tar" "$TOOLS/secret.tar"
       timeout 60 "$TOOLS/await" "$AWAITED" || exit 9
     fi
+    if [ -e "$TOOLS/codes" ]; then
+      echo >>"$TOOLS/started"
+      exit "$(sed -n "$(wc -l <"$TOOLS/started")p" "$TOOLS/codes")"
+    fi
     exit "${EXIT:-0}" ;;
 esac
 [ ! -e "$TOOLS/broken" ] || [[ $* != *"$(cat "$TOOLS/broken")"* ]] || exit 2
@@ -46,7 +54,7 @@ TOOL = '#!/usr/bin/env bash\necho "${0##*/} $*" >>"$TOOLS/calls"\n'
 class Machine:
     """A folder in the place of a machine's `/`."""
 
-    def __init__(self, root, config, name):
+    def __init__(self, root, config, name, **settings):
         self.root = root
         self.tools = root / "tools"
         self.tools.mkdir(parents=True)
@@ -61,10 +69,11 @@ class Machine:
         for tool in self.tools.iterdir():
             tool.chmod(0o755)
         self.pack("secret.tar", "island.v6e.b.key", "a key")
-        self.render(config, name)
+        self.render(config, name, **settings)
 
-    def render(self, config, name, now=NOW, source=""):
+    def render(self, config, name, now=NOW, source="", **settings):
         """Puts the rendered script there, with this folder as `/`."""
+        config = changed(config, **settings)
         order = make_order(config, "two.py", "tpu_vm", source)
         self.put(deployment(order, "certificates", "folder", now).files[name])
 
@@ -110,18 +119,22 @@ class Machine:
         return [line.replace(str(self.root), "") for line in found]
 
 
+def prepared(root, config, name, **settings):
+    """A machine after the first lines of its service."""
+    made = Machine(root, config, name, **settings)
+    assert made.start("prepare") == 0, made.errors
+    made.calls  # noqa: B018  Forgets them.
+    return made
+
+
 @pytest.fixture
 def island(tmp_path, config):
-    machine = Machine(tmp_path / "island", config, "two-v6e-b.sh")
-    assert machine.start("boot") == 0, machine.errors
-    return machine
+    return prepared(tmp_path / "island", config, "two-v6e-b.sh")
 
 
 @pytest.fixture
 def coordinator(tmp_path, config):
-    machine = Machine(tmp_path / "coordinator", config, "coordinator.sh")
-    assert machine.start("boot") == 0, machine.errors
-    return machine
+    return prepared(tmp_path / "coordinator", config, "coordinator.sh")
 
 
 def diloco(machine):
@@ -134,35 +147,37 @@ def seen(call):
     return {v.partition(":")[2] for v in re.findall(r"--volume (\S+)", call)}
 
 
-def test_a_boot_installs_the_service_and_starts_it(island, config, tmp_path):
-    calls = island.calls
-    assert calls[-2:] == [
+def test_a_boot_installs_the_service_and_starts_it(tmp_path, config):
+    machine = Machine(tmp_path / "host", config, "two-v6e-b.sh")
+    assert machine.start("boot") == 0, machine.errors
+    assert machine.calls == [
         "systemctl daemon-reload",
         "systemctl start --no-block diloco",
     ]
-    assert not any(call.startswith("iptables") for call in calls)
-    pages = island.root / "sys/kernel/mm/transparent_hugepage/enabled"
-    assert pages.read_text() == "always\n"
-    unit = island.unit
-    started = re.search(r"^ExecStart=/bin/bash (\S+) run$", unit, re.MULTILINE)[1]
-    assert f"ExecStop=/bin/bash {started} stopping\n" in unit
-    assert f"ExecStopPost=/bin/bash {started} over\n" in unit
-    assert started == f"{island.root}/var/lib/diloco/host.sh"
-    assert "Restart=on-failure\n" in unit
-    assert "RestartPreventExitStatus=2 3\n" in unit
-    read = read_config_json(island.root / "var/lib/diloco/config/config.json")
-    assert read.run == config.run
-    assert read.islands["v6e.b"].hosts == 4
-    assert island.start("boot") == 0  # Boots come again.
+    started = re.search(r"^ExecStart=/bin/bash (\S+) serve$", machine.unit, re.M)[1]
+    assert started == f"{machine.root}/var/lib/diloco/host.sh"
+    assert (machine.root / "var/lib/diloco/host.sh").read_text() == (
+        machine.script.read_text()
+    )
+    assert machine.start("boot") == 0  # Boots come again.
 
 
-def test_a_coordinators_machine_lets_islands_in(coordinator):
-    rules = [call for call in coordinator.calls if call.startswith("iptables")]
-    for rule, port in zip(rules, (7077, 7078), strict=True):
-        assert f"--dport {port} --jump ACCEPT" in rule
+def test_a_machine_is_prepared_for_what_it_runs(tmp_path, config):
+    for name, ports in (("two-v6e-b.sh", []), ("coordinator.sh", [7077, 7078])):
+        machine = Machine(tmp_path / name, config, name)
+        assert machine.start("prepare") == 0, machine.errors
+        rules = [call for call in machine.calls if call.startswith("iptables")]
+        for rule, port in zip(rules, ports, strict=True):
+            assert f"--dport {port} --jump ACCEPT" in rule
+        pages = machine.root / "sys/kernel/mm/transparent_hugepage/enabled"
+        assert pages.exists() == (not ports)
+        read = read_config_json(machine.root / "var/lib/diloco/config/config.json")
+        assert read.run == config.run
+        assert read.islands["v6e.b"].hosts == 4
 
 
 def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
+    before = int(time.time())
     assert island.start("run") == 0, island.errors
     calls = island.calls
     key = island.root / "var/lib/diloco/certificates/island.v6e.b.key"
@@ -178,10 +193,9 @@ def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
         "island /var/lib/diloco/config/config.json --name v6e.b --coordinator "
         "two-coordinator.us-east5-a.c.my-project.internal:7077 --workdir "
         "/var/lib/diloco/run --certificates /var/lib/diloco/certificates "
-        f"--notice-s 25 --incarnation {NOW}"
+        f"--notice-s 25 --incarnation {calls[-1].split()[-1]}"
     )
-    island.start("run", EXIT="1")
-    assert diloco(island).endswith(f"--incarnation {NOW + 1}")
+    assert before <= int(calls[-1].split()[-1]) <= time.time()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +203,7 @@ def test_an_island_runs_with_certificates_and_a_new_incarnation(island):
     [("coordinator.sh", "revoked.txt"), ("two-v6e-b.sh", "island.v6e.b.pem")],
 )
 def test_changed_certificates_reach_a_process_that_runs(tmp_path, config, name, file):
-    machine = Machine(tmp_path / "host", config, name)
-    assert machine.start("boot") == 0, machine.errors
+    machine = prepared(tmp_path / "host", config, name)
     every = "FOLLOW_S=60" if name == "coordinator.sh" else "FOLLOW_S=600"
     script = machine.script.read_text()
     assert every in script
@@ -212,10 +225,8 @@ def test_the_exit_code_is_dilocos_own(island, code):
 
 @pytest.mark.parametrize("broken", ["login", "pull", "secrets", "rsync"])
 def test_what_fails_before_is_tried_again(tmp_path, config, broken):
-    launch = dataclasses.replace(config.launch, data="gs://bucket/text")
-    config = dataclasses.replace(config, launch=launch)
-    machine = Machine(tmp_path / "host", config, "two-v5p.sh")
-    machine.start("boot")
+    text = {"data": "gs://bucket/text"}
+    machine = prepared(tmp_path / "host", config, "two-v5p.sh", **text)
     (machine.tools / "broken").write_text(broken)
     # The tool exits 2, which from `diloco` would mean that no attempt will help.
     assert machine.start("run") == 1
@@ -226,11 +237,8 @@ def test_what_fails_before_is_tried_again(tmp_path, config, broken):
 
 
 def test_manifests_are_made_before_a_process_starts(tmp_path, config):
-    launch = dataclasses.replace(config.launch, data="gs://bucket/text")
-    config = dataclasses.replace(config, launch=launch)
     for name in ("two-v5p.sh", "coordinator.sh"):
-        machine = Machine(tmp_path / name, config, name)
-        machine.start("boot")
+        machine = prepared(tmp_path / name, config, name, data="gs://bucket/text")
         # A bad file is `diloco`'s own to tell, with the exit code that means it.
         assert machine.start("run", EXIT="2") == 2
         made, ran = machine.calls[-2:]
@@ -241,15 +249,12 @@ def test_manifests_are_made_before_a_process_starts(tmp_path, config):
 
 
 def test_variables_reach_the_process_and_secrets_no_argument(tmp_path, config):
-    launch = dataclasses.replace(
-        config.launch,
-        environment={"HF_HOME": "/a b", "v5p:XLA_FLAGS": "--a=1 --b=2"},
-        secrets={"HF_TOKEN": "hub-token"},
-    )
-    config = dataclasses.replace(config, launch=launch)
+    given = {
+        "environment": {"HF_HOME": "/a b", "v5p:XLA_FLAGS": "--a=1 --b=2"},
+        "secrets": {"HF_TOKEN": "hub-token"},
+    }
     for name, flags in (("two-v5p.sh", True), ("coordinator.sh", False)):
-        machine = Machine(tmp_path / name, config, name)
-        machine.start("boot")
+        machine = prepared(tmp_path / name, config, name, **given)
         assert machine.start("run") == 0, machine.errors
         calls = machine.calls
         assert "--env=HF_HOME=/a b " in calls[-1]
@@ -352,3 +357,73 @@ def test_signals_reach_diloco(island):
         assert process.stdout.readline() == "up\n"
         os.kill(process.pid, 15)
         assert process.wait(WAIT_S) == 41
+
+
+# ---- containers ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("image", "is_there", "logs_in", "pulls"),
+    [
+        (f"{GOOGLE}:1", True, True, True),
+        (f"{GOOGLE}@{DIGEST}", False, True, True),
+        (f"{GOOGLE}@{DIGEST}", True, False, False),
+        ("gcr.io/my-project/diloco:1", True, True, True),
+        ("eu.gcr.io/my-project/diloco:1", True, True, True),
+        (f"{HUB}:1", True, False, True),
+        ("localhost.example:5000/diloco:1", True, False, True),
+        (f"{HUB}@{DIGEST}", True, False, False),
+    ],
+)
+def test_an_image_is_pulled_where_it_may_be_another_one(
+    tmp_path, config, image, is_there, logs_in, pulls
+):
+    machine = prepared(tmp_path / "host", config, "two-v5p.sh", image=image)
+    if not is_there:
+        (machine.tools / "broken").write_text("image inspect")
+    assert machine.start("run") == 0, machine.errors
+    calls = machine.calls
+    told = [call for call in calls if call.startswith("docker login")]
+    host = image.split("/")[0]
+    assert [call.split()[-1] for call in told] == [f"https://{host}"] * logs_in
+    assert (machine.tools / "password").exists() == logs_in
+    assert (f"docker pull --quiet {image}" in calls) == pulls
+    assert f" {image} island " in calls[-1]
+
+
+def test_each_container_sees_what_it_needs(tmp_path, config):
+    given = {"data": "gs://bucket/text", "secrets": {"HF_TOKEN": "hub-token"}}
+    root = "/var/lib/diloco"
+    own = {f"{root}/config:ro", f"{root}/certificates:ro", f"{root}/data"}
+    for name in ("two-v5p.sh", "coordinator.sh"):
+        machine = prepared(tmp_path / name, config, name, **given)
+        assert machine.start("run") == 0, machine.errors
+        *before, last = machine.calls
+        assert seen(last) == own | {f"{root}/run"}
+        for call in before:
+            needs = set()
+            if "--out-file" in call:
+                needs = {f"{root}/certificates.new"}
+            elif " rsync " in call or " manifest --missing " in call:
+                needs = {f"{root}/data"}
+            assert seen(call) == needs, call
+        assert machine.start("serve", EXIT="2") == 2
+        assert seen(machine.calls[-1]) == set(), "it gives itself back"
+
+
+@pytest.mark.parametrize("may_log", [True, False])
+def test_logs_outlive_the_machine_if_it_may_write_them(tmp_path, config, may_log):
+    made = prepared(tmp_path / "host", config, "two-v5p.sh")
+    if not may_log:
+        (made.tools / "broken").write_text("--entrypoint true")
+    assert made.start("run") == 0, made.errors
+    ran = made.calls[-1]
+    assert ("--log-driver gcplogs --label diloco-run=two" in ran) == may_log
+    assert ("--log-driver none" in ran) != may_log
+
+
+def test_only_islands_are_privileged(tmp_path, config):
+    for name, privileged in (("two-v5p.sh", True), ("coordinator.sh", False)):
+        made = prepared(tmp_path / name, config, name)
+        assert made.start("run") == 0, made.errors
+        assert (" --privileged " in made.calls[-1]) == privileged

@@ -1,4 +1,5 @@
-"""The end on a machine without Kubernetes: it gives itself back, or tries again."""
+"""What a machine without Kubernetes does after its process: it tries again, or gives
+itself back."""
 
 import dataclasses
 import fcntl
@@ -6,142 +7,94 @@ import os
 import time
 
 import pytest
-from test_host import Machine, diloco
+from gke_support import changed
+from test_host import Machine, prepared
 
 from diloco_jax import run_files
 from diloco_jax.island import loop
+from diloco_jax.launch.host import LASTED_S, coordinator_script, island_script
 from diloco_jax.launch.order import FRUITLESS_STARTS as MOST
-from diloco_jax.launch.order import LASTED_S
+from diloco_jax.launch.order import make_order
 
-NOW = 1_800_000_000
-
-
-def machine(tmp_path, config, name, now=NOW, **settings):
-    launch = dataclasses.replace(config.launch, **settings)
-    made = Machine(tmp_path / "host", config, name)
-    made.render(dataclasses.replace(config, launch=launch), name, now)
-    assert made.start("boot") == 0, made.errors
-    assert "ExecStopPost=" in made.unit
-    made.calls  # noqa: B018  Forgets them.
-    return made
+BOTH = ("two-v5p.sh", "coordinator.sh")
+GIVES_BACK = {
+    "two-v5p.sh": "compute tpus queued-resources delete two-v5p --zone=us-east5-a "
+    "--force --async --project=my-project",
+    "coordinator.sh": "compute instances delete two-coordinator --zone=us-east5-a "
+    "--project=my-project",
+}
 
 
-def released(made):
-    """Commands by which the machine gives itself back."""
-    return [call for call in made.calls if " delete " in call]
+def few(config, starts):
+    """The config by which so many starts are too many."""
+    placement = dataclasses.replace(config.placement, fruitless_starts=starts)
+    return dataclasses.replace(config, placement=placement)
 
 
-def last_words(made):
-    """Words that the machine told its disk before it gave itself back."""
-    told = made.root / "tools/calls"
-    lines = told.read_text().splitlines() if told.exists() else []
-    word = "compute disks add-labels two-coordinator --zone=us-east5-a"
-    before = [line for line in lines if " delete " in line or word in line]
-    if before:
-        assert word in before[0], "it is told before the machine is gone"
-    return [line.rpartition("=")[2] for line in before if word in line]
+def serve(machine, *codes, **environment):
+    """Lets the process end so, start by start; returns the exit code, how often it
+    started, and how the machine gave itself back."""
+    (machine.tools / "started").unlink(missing_ok=True)
+    (machine.tools / "codes").write_text("".join(f"{code}\n" for code in codes))
+    code = machine.start("serve", **environment)
+    calls = machine.calls
+    machine.pauses = [int(c.split()[1]) for c in calls if c.startswith("sleep ")]
+    machine.told = [c for c in calls if "--entrypoint echo" in c]
+    started = [c for c in calls if "--name diloco" in c]
+    gone = [c.partition("gcloud --quiet ")[2] for c in calls if " delete " in c]
+    return code, len(started), gone
 
 
+def summarize(machine, phase):
+    run = machine.root / "mnt/disks/diloco/run"
+    run.mkdir(parents=True, exist_ok=True)
+    (run / run_files.SUMMARY).write_text(f'{{\n  "phase": "{phase}"\n}}')
+
+
+@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(
-    ("status", "gives_back"),
-    [("0", True), ("2", True), ("3", True), ("1", False), ("137", False), ("", False)],
+    ("codes", "ends"), [((0,), 0), ((2,), 2), ((3,), 3), ((1, 137, 0), 0), ((1, 3), 3)]
 )
-def test_an_island_that_ended_for_good_gives_its_slice_back(
-    tmp_path, config, status, gives_back
-):
-    made = machine(tmp_path, config, "two-v6e-b.sh")
-    assert made.start("over", EXIT_STATUS=status) == 0, made.errors
-    calls = released(made)
-    assert bool(calls) == gives_back
-    if gives_back:
-        assert calls[0].endswith(
-            "gcloud --quiet compute tpus queued-resources delete two-v6e-b "
-            "--zone=us-east5-b --force --async --project=my-project"
-        )
+def test_crashes_are_repeated_and_nothing_else(tmp_path, config, name, codes, ends):
+    machine = prepared(tmp_path, config, name)
+    summarize(machine, "done")
+    given_back = [GIVES_BACK[name]]
+    assert serve(machine, *codes) == (ends, len(codes), given_back)
+    # Without the right to it, or if another host has done it already.
+    (machine.tools / "broken").write_text(" delete ")
+    assert serve(machine, *codes) == (ends, len(codes), given_back)
 
 
 def test_a_machine_may_be_kept(tmp_path, config):
-    made = machine(tmp_path, config, "two-v6e-b.sh", when_done="keep")
-    assert made.start("over", EXIT_STATUS="0") == 0
-    assert released(made) == []
+    machine = prepared(tmp_path, config, "two-v5p.sh", when_done="keep")
+    assert serve(machine, 0) == (0, 1, [])
 
 
-@pytest.mark.parametrize(
-    ("phase", "gives_back"), [("done", True), ("stopped", False), ("", False)]
-)
-def test_a_coordinator_stays_until_the_run_is_done(tmp_path, config, phase, gives_back):
-    made = machine(tmp_path, config, "coordinator.sh")
-    if phase:
-        run = made.root / "mnt/disks/diloco/run"
-        run.mkdir(parents=True)
-        (run / "summary.json").write_text(f'{{\n  "phase": "{phase}"\n}}')
-    # It is 0 too where it was asked to end, as before a reboot.
-    assert made.start("over", EXIT_STATUS="0") == 0, made.errors
-    assert last_words(made) == (["done"] if gives_back else [])
-    calls = released(made)
-    assert bool(calls) == gives_back
-    if gives_back:
-        assert "compute instances delete two-coordinator --zone=us-east5-a" in calls[0]
+def test_a_coordinator_stays_until_the_run_is_done(tmp_path, config):
+    """It ends with 0 too where it was asked to end, as before a reboot."""
+    machine = prepared(tmp_path, config, "coordinator.sh")
+    assert serve(machine, 0, 0, 3) == (3, 3, [GIVES_BACK["coordinator.sh"]])
+    summarize(machine, "stopped")
+    assert serve(machine, 0, 2)[:2] == (2, 2)
 
 
-def test_a_run_that_goes_on_takes_its_last_word_back(tmp_path, config):
-    made = machine(tmp_path, config, "coordinator.sh")
-    assert made.start("run") == 0, made.errors
-    *before, last = made.calls
-    assert "--name diloco" in last
-    (word,) = [call for call in before if "add-labels" in call]
-    assert word.rpartition("diloco-ended=")[2].split()[0] == "goes-on"
-    # Without the right to say it, it serves all the same.
-    (made.tools / "broken").write_text("add-labels")
-    assert made.start("run") == 0, made.errors
-    assert "--name diloco" in made.calls[-1]
+@pytest.mark.parametrize("name", BOTH)
+def test_the_last_hour_ends_it(tmp_path, config, name):
+    made = Machine(tmp_path, config, name)
+    made.render(config, name, int(time.time()) - 7201, max_hours=2.0)
+    assert serve(made, 1) == (0, 0, [GIVES_BACK[name]])
+    assert "launch.max_hours are over" in made.said
 
 
-@pytest.mark.parametrize("status", ["2", "3"])
-def test_a_coordinator_that_failed_says_so_to_whoever_watches(tmp_path, config, status):
-    made = machine(tmp_path, config, "coordinator.sh")
-    run = made.root / "mnt/disks/diloco/run"
-    run.mkdir(parents=True)
-    (run / "summary.json").write_text('{"phase": "done"}')
-    # Without the right to say it, the machine is given back all the same.
-    (made.tools / "broken").write_text("add-labels")
-    assert made.start("over", EXIT_STATUS=status) == 0, made.errors
-    assert last_words(made) == ["failed"]
-    assert len(released(made)) == 1
-
-
-def test_the_last_hour_ends_both(tmp_path, config):
-    now = int(time.time()) - 7201
-    for name in ("coordinator.sh", "two-v5p.sh"):
-        made = machine(tmp_path / name, config, name, now, max_hours=2.0)
-        assert made.start("run", EXIT="1") == 0, made.errors
-        assert made.calls == []
-        assert made.start("over", EXIT_STATUS="0") == 0
-        if name == "coordinator.sh":
-            assert last_words(made) == ["hours"]
-        assert len(released(made)) == 1
-
-
-def test_a_process_ends_at_the_last_hour(tmp_path, config):
-    made = machine(tmp_path, config, "two-v5p.sh", int(time.time()), max_hours=2.0)
-    tool = made.tools / "timeout"
-    tool.write_text(
-        '#!/bin/bash\n[ "$2" != tail ] || exit 0\n'
-        'echo "timeout $*" >>"$TOOLS/calls"; exit 124\n'
-    )
-    tool.chmod(0o755)
-    assert made.start("run") == 124
-    words = made.calls[-1].split()
-    assert words[:3] == ["timeout", "--foreground", "--kill-after=60"]
-    assert 7100 < int(words[3]) <= 7200
-    assert words[4:6] == ["docker", "run"]
-
-
-def test_the_last_hour_is_the_same_however_long_text_was_copied(tmp_path, config):
+def test_a_process_ends_at_the_last_hour_however_long_text_was_copied(tmp_path, config):
     now = int(time.time())
-    made = machine(tmp_path, config, "two-v5p.sh", now, max_hours=2.0)
+    made = prepared(tmp_path, config, "two-v5p.sh")
+    made.render(config, "two-v5p.sh", now, max_hours=2.0)
     for name, text in (
-        ("timeout", '[ "$2" = tail ] || echo "timeout $*" >>"$TOOLS/calls"'),
+        (
+            "timeout",
+            '[ "$2" = tail ] || { echo "timeout $*" >>"$TOOLS/calls"; exit 124; }',
+        ),
         # Each look at the clock comes 1000 s after the one before.
         (
             "date",
@@ -150,40 +103,11 @@ def test_the_last_hour_is_the_same_however_long_text_was_copied(tmp_path, config
     ):
         (made.tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (made.tools / name).chmod(0o755)
-    assert made.start("run") == 0, made.errors
-    assert made.calls[-1].split()[3] == "5200"
-
-
-def older(path, seconds):
-    """Makes the file as old as if its last change were that much earlier."""
-    before = path.stat().st_mtime - seconds
-    os.utime(path, (before, before))
-
-
-@pytest.mark.parametrize("name", ["two-v5p.sh", "coordinator.sh"])
-def test_a_crash_loop_ends_however_long_each_start_takes(tmp_path, config, name):
-    made = machine(tmp_path, config, name)
-    count = made.root / "var/lib/diloco/crashes"
-    (made.tools / "broken").write_text("pull")
-    for attempt in range(3):
-        assert made.start("run") == 1
-        assert count.read_text().split() == [f"{attempt + 1}"]
-        # It has copied text for two hours.
-        older(count, 7200)
-    count.write_text(f"{MOST}\n")
-    older(count, 7200)
-    made.calls  # noqa: B018
-    assert made.start("run") == 2
-    (told,) = made.calls
-    assert "--entrypoint echo" in told
-
-
-def fruitless(made, **environment):
-    """Starts it until it gives up; returns how often, and what it said then."""
-    for starts in range(100):
-        if made.start("run", **environment) == 2:
-            return starts, made.said
-    raise AssertionError("it never gives up")
+    assert made.start("run") == 124, made.errors
+    words = made.calls[-1].split()
+    assert words[:3] == ["timeout", "--foreground", "--kill-after=60"]
+    # The looks before: at the start, for the incarnation, and after the copy.
+    assert words[3:6] == ["4200", "docker", "run"]
 
 
 @pytest.mark.parametrize(
@@ -197,173 +121,90 @@ def fruitless(made, **environment):
         ("coordinator.sh", "versions describe", "the secret two-coordinator-begin"),
     ],
 )
-def test_starts_that_fail_before_a_hello_end_after_twenty_and_say_where(
+def test_starts_that_come_to_nothing_end_and_say_where(
     tmp_path, config, name, broken, why
 ):
     settings = {"data": "gs://bucket/text", "secrets": {"HF_TOKEN": "hub-token"}}
-    made = machine(tmp_path, config, name, **settings)
+    made = prepared(tmp_path, few(config, 3), name, **settings)
     if broken:
         (made.tools / "broken").write_text(broken)
-    starts, said = fruitless(made, EXIT="1")
-    assert starts == MOST == 20
-    assert f"{MOST} starts in a row" in said
-    assert said.rstrip().endswith(why)
-    *calls, told = made.calls
+    code, _, gone = serve(made, *(9 * [1]))
+    # Nobody repeats 2.
+    assert (code, gone) == (2, [GIVES_BACK[name]])
+    assert "3 starts in a row" in made.said
+    assert made.said.rstrip().endswith(why)
     # It outlives the machine, and is found where the run's other lines are.
+    (told,) = made.told
     assert "--log-driver gcplogs --label diloco-run=two --label diloco-part=" in told
-    assert told.endswith(said.rstrip())
-    pauses = [int(call.split()[1]) for call in calls if call.startswith("sleep ")]
-    assert pauses == sorted(pauses)
-    assert 1500 < sum(pauses) < 3600, "a registry that is away for half an hour"
-    # 2 gives the machine back; whoever kept it may try as often again.
-    assert made.start("over", EXIT_STATUS="2") == 0
-    assert len(released(made)) == 1
-    assert made.start("run", EXIT="1") == 1
+    assert told.endswith(made.said.rstrip())
 
 
-def test_the_config_says_how_many_starts_are_too_many(tmp_path, config):
-    placement = dataclasses.replace(config.placement, fruitless_starts=3)
-    few = dataclasses.replace(config, placement=placement)
-    made = machine(tmp_path, few, "two-v5p.sh")
+def test_a_registry_may_be_away_for_half_an_hour(tmp_path, config):
+    made = prepared(tmp_path, config, "two-v5p.sh")
     (made.tools / "broken").write_text("pull")
-    assert fruitless(made)[0] == 3
-
-
-def test_an_end_that_was_asked_for_is_no_crash(tmp_path, config):
-    made = machine(tmp_path, config, "two-v5p.sh")
-    count = made.root / "var/lib/diloco/crashes"
-    assert made.start("run", EXIT="1") == 1
-    assert made.start("run", EXIT="1") == 1
-    assert made.start("stopping") == 0, made.errors
-    assert count.read_text().split() == ["2"], "it ended by itself"
-    assert made.start("stopping", MAINPID="17") == 0, made.errors
-    assert made.start("run", EXIT="1") == 1
-    assert count.read_text().split() == ["1"]
-
-
-def test_a_full_disk_hides_no_crash(tmp_path, config):
-    """Files are written in place: they take neither more room nor less."""
-    made = machine(tmp_path, config, "two-v5p.sh", data="gs://bucket/text")
-    (made.tools / "broken").write_text("rsync")
-    assert made.start("run") == 1
-    held = []
-    for name in ("crashes", "begun"):
-        path = made.root / "var/lib/diloco" / name
-        held.append(os.memfd_create(name, os.MFD_ALLOW_SEALING))
-        os.write(held[-1], path.read_bytes())
-        sealed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        fcntl.fcntl(held[-1], fcntl.F_ADD_SEALS, sealed)
-        path.unlink()
-        path.symlink_to(f"/proc/{os.getpid()}/fd/{held[-1]}")
-    try:
-        starts, said = fruitless(made)
-    finally:
-        for file in held:
-            os.close(file)
-    assert starts == MOST - 1
-    assert said.rstrip().endswith("copy of gs://bucket/text")
-
-
-def test_both_mean_the_same_ten_minutes(tmp_path, config):
-    assert loop.LASTS_S == LASTED_S == 600
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "left"),
-    [
-        ("1764000000 3\n", 1, ["4"]),
-        (f"1764000000 {MOST}\n", 2, []),
-        ("", 1, ["1"]),
-        ("\0\0\n", 1, ["1"]),
-    ],
-    ids=["of an earlier version", "and too many", "empty", "damaged"],
-)
-def test_a_count_of_crashes_that_is_no_number_fails_no_start(
-    tmp_path, config, text, code, left
-):
-    made = machine(tmp_path, config, "two-v5p.sh")
-    count = made.root / "var/lib/diloco/crashes"
-    count.write_text(text)
-    made.calls  # noqa: B018
-    assert made.start("run", EXIT="1") == code, made.errors
-    assert (count.read_text().split() if count.exists() else []) == left
-    assert any("--name diloco" in call for call in made.calls) == (code == 1)
+    assert serve(made)[0] == 2
+    assert len(made.pauses) == MOST - 1 == 19
+    assert made.pauses == sorted(made.pauses)
+    assert 1500 < sum(made.pauses) < 3600
 
 
 def test_lasting_progress_ends_a_row_of_crashes(tmp_path, config):
-    island = machine(tmp_path / "island", config, "two-v5p.sh")
-    count = island.root / "var/lib/diloco/crashes"
-    mark = island.root / "var/lib/diloco/run" / run_files.LASTED
-    mark.touch()
-    older(mark, 100)
-    for before, expected in ((MOST, 2), (MOST - 1, 1)):
-        count.write_text(f"{before}\n")
-        assert island.start("run", EXIT="1") == expected
-    assert count.read_text().split() == [f"{MOST}"]
-    mark.touch()
-    assert island.start("run", EXIT="1") == 1
-    assert count.read_text().split() == ["1"]
+    """Ten minutes of steps, or in which a coordinator merged: here none."""
+    assert loop.LASTS_S == LASTED_S == 600
+    mark = "var/lib/diloco/run/lasted"
+    publish = "mnt/disks/diloco/run/publishes"
+    for name, made_progress in ((BOTH[0], mark), (BOTH[1], publish)):
+        made = prepared(tmp_path / name, few(config, 4), name)
+        script = made.script.read_text()
+        assert "LASTED_S=600" in script
+        made.script.write_text(script.replace("LASTED_S=600", "LASTED_S=0"))
+        path = made.root / made_progress
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+        docker = made.tools / "docker"
+        text = docker.read_text()
+        assert serve(made, *(9 * [1]))[:2] == (2, 4), "what was there before"
+        # Every third start gets so far.
+        touches = (
+            f'(( $(wc -l <"$TOOLS/started") % 3 )) || touch -d "2 seconds" "{path}"'
+        )
+        docker.write_text(text.replace("      exit", f"      {touches}\n      exit", 1))
+        assert serve(made, *(8 * [1]), 3)[:2] == (3, 9)
 
 
-def test_a_coordinator_that_merged_for_ten_minutes_is_in_no_crash_loop(
-    tmp_path, config
-):
-    made = machine(tmp_path, config, "coordinator.sh")
-    count = made.root / "var/lib/diloco/crashes"
-    publish = made.root / "mnt/disks/diloco/run" / run_files.PUBLISHES / "0"
-    publish.parent.mkdir(parents=True)
-    for lived_s, left in ((300, MOST), (700, 1)):
-        count.write_text(f"{MOST - 1}\n")
-        older(count, lived_s)
-        publish.touch()
-        assert made.start("run", EXIT="1") == 1
-        assert count.read_text().split() == [f"{left}"]
+def test_a_full_disk_hides_no_reason(tmp_path, config):
+    """The file is written in place: it takes neither more room nor less."""
+    made = prepared(tmp_path, few(config, 3), "two-v5p.sh", data="gs://bucket/text")
+    (made.tools / "broken").write_text("rsync")
+    assert made.start("run") == 1
+    path = made.root / "var/lib/diloco/begun"
+    held = os.memfd_create("begun", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(held, path.read_bytes())
+        fcntl.fcntl(held, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        path.unlink()
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{held}")
+        assert serve(made)[0] == 2
+    finally:
+        os.close(held)
+    assert made.said.rstrip().endswith("copy of gs://bucket/text")
 
 
-@pytest.mark.parametrize("may_log", [True, False])
-def test_logs_outlive_the_machine_if_it_may_write_them(tmp_path, config, may_log):
-    made = machine(tmp_path, config, "two-v5p.sh")
-    if not may_log:
-        (made.tools / "broken").write_text("--entrypoint true")
-    assert made.start("run") == 0, made.errors
-    ran = made.calls[-1]
-    assert ("--log-driver gcplogs --label diloco-run=two" in ran) == may_log
-    assert ("--log-driver none" in ran) != may_log
-
-
-def test_only_islands_are_privileged(tmp_path, config):
-    for name, privileged in (("two-v5p.sh", True), ("coordinator.sh", False)):
-        made = machine(tmp_path / name, config, name)
-        assert made.start("run") == 0, made.errors
-        assert (" --privileged " in made.calls[-1]) == privileged
-
-
-def test_a_machine_of_sky_counts_by_its_clock_and_registers_its_address(
-    tmp_path, config
-):
-    from diloco_jax.launch.host import coordinator_script, island_script
-    from diloco_jax.launch.order import make_order
-
+def test_a_coordinator_of_sky_registers_its_address(tmp_path, config):
     place = {"coordinator_address": "c.diloco.internal", "dns_zone": "diloco"}
-    launch = dataclasses.replace(config.launch, **place)
-    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
-    island = machine(tmp_path / "island", config, "two-v5p.sh")
-    island.put(
-        island_script(order, order.islands[0], "c.diloco.internal:7077", NOW, ())
-    )
-    before = int(time.time())
-    assert island.start("prepare") == 0, island.errors
-    assert island.start("run") == 0, island.errors
-    assert int(diloco(island).rpartition(" ")[2]) >= before
-    assert island.start("over", EXIT_STATUS="0") == 0
-    assert released(island) == []
-    made = machine(tmp_path / "coordinator", config, "coordinator.sh")
-    made.put(coordinator_script(order, "c.diloco.internal:7077", NOW, ()))
+    order = make_order(changed(config, **place), "two.py", "sky")
+    island = prepared(tmp_path / "island", config, "two-v5p.sh")
+    address, now = "c.diloco.internal:7077", int(time.time())
+    island.put(island_script(order, order.islands[0], address, now, ()))
+    assert serve(island, 1, 0) == (0, 2, []), "SkyPilot gives it back"
+    made = prepared(tmp_path / "coordinator", config, "coordinator.sh")
+    made.put(coordinator_script(order, address, now, ()))
     tool = made.tools / "hostname"
     tool.write_text("#!/bin/bash\necho 10.1.2.3 172.17.0.1\n")
     tool.chmod(0o755)
     assert made.start("run") == 0, made.errors
-    (update,) = [call for call in made.calls if "record-sets update" in call]
+    calls = made.calls
+    (update,) = [call for call in calls if "record-sets update" in call]
     assert update.endswith(
         "dns record-sets update c.diloco.internal. --zone diloco --type A "
         "--project my-project --ttl 5 --rrdatas 10.1.2.3"

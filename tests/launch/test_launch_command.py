@@ -1,18 +1,22 @@
 """`diloco launch` as people meet it: dry runs, questions, refusals."""
 
 import dataclasses
+import datetime
 import io
-import json
+import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+from cryptography import x509
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.launch.command import LaunchOptions, run
+from diloco_jax.wire.certificates import add, coordinator_names, make_certificates
+from diloco_jax.wire.errors import SecurityError
 
 BACKENDS = ("tpu_vm", "gke")
 
@@ -35,11 +39,16 @@ def test_a_dry_run_writes_files_and_prints_lines_that_the_tools_take(
     files = sorted(file.name for file in (tmp_path / "run/launch").iterdir())
     assert len(files) == {"tpu_vm": 4, "gke": 7}[on]
     assert all(f"written: {tmp_path}/run/launch/{name}" in shown.err for name in files)
-    # No key is made, and nothing counts as made.
+    # No key is made, and nothing counts as launched.
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["launch"]
     assert cli.main(["launch", path, "--on", on, "--yes"]) == 0
-    dry = [shlex.split(line) for line in shown.out.splitlines()]
-    assert [line for line in dry if "get-credentials" not in line] == cloud.changes()
+    dry = [line for line in shown.out.splitlines() if "get-credentials" not in line]
+    done = [shlex.join(call) for call in cloud.changes()]
+    # Nothing is packed yet, so nobody knows its digest.
+    digest = r"diloco-content=\w{32}"
+    assert [re.sub(digest, "", line) for line in dry] == [
+        re.sub(digest, "", line) for line in done
+    ]
 
 
 @pytest.mark.parametrize("on", BACKENDS)
@@ -61,7 +70,8 @@ def test_the_source_of_the_weights_reaches_the_coordinator_alone(
 def test_a_dry_run_of_the_other_actions(on, cloud, path, capsys, launch):
     launch(on)
     cloud.changes()
-    for action in ("stop", "run", "logs", "delete"):
+    actions = ("stop", "run", "logs", "delete") if on == "gke" else ("delete",)
+    for action in actions:
         assert (
             cli.main(["launch", path, "--on", on, "--action", action, "--dry-run"]) == 0
         )
@@ -80,7 +90,7 @@ def test_people_are_asked(cloud, config, monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         assert run(config, "two.py", options) == 0
         assert bool(cloud.things) == made
-    assert "run these 12 commands? [y/N]" in capsys.readouterr().err
+    assert "run these 16 commands? [y/N]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_nobody_is_asked(cloud, config, monkeypatch):
@@ -97,7 +107,7 @@ def test_settings_can_be_given_on_the_command_line(cloud, path, tmp_path, capsys
     )
     assert cli.main(line.split()) == 0
     out = capsys.readouterr().out
-    assert out.count("--project=other-project") == 12
+    assert out.count("--project=other-project") == 16
     assert "--reserved" in out
     assert (tmp_path / "there/launch/coordinator.sh").is_file()
 
@@ -151,7 +161,7 @@ def test_a_command_that_does_not_end_is_given_up(config, monkeypatch, capsys):
     def endless(arguments, **options):
         raise subprocess.TimeoutExpired(arguments, options["timeout"])
 
-    monkeypatch.setattr("diloco_jax.launch.calls.subprocess.run", endless)
+    monkeypatch.setattr("diloco_jax.launch.submit.subprocess.run", endless)
     assert run(config, "two.py", LaunchOptions(on="tpu_vm", yes=True)) == 1
     said = capsys.readouterr().err
     assert "did not end within 120 s" in said
@@ -168,33 +178,51 @@ def test_a_run_is_launched_on_one_backend(cloud, launch, tmp_path):
         launch("tpu_vm")
 
 
-def test_what_was_made_is_on_record_before_it_is_made(cloud, launch, tmp_path):
-    cloud.fail("compute disks create", 1, "no")
-    assert launch("tpu_vm") == 1
-    record = json.loads((tmp_path / "run" / "launch.json").read_text())
-    made = [entry["what"] for entry in record["made"]]
-    assert made[-1] == "disk two-coordinator in us-east5-a"
-    cloud.fail("", 0, "")
-    assert launch("tpu_vm", "delete", disk=True) == 0
-    assert cloud.things == {}
+def test_the_price_is_told_before_anything_is_asked(cloud, launch, capsys):
+    prices = "v5p=4,v6e=2,coordinator=1"
+    assert launch("gke", price=prices, max_hours=10.0) == 0
+    said = capsys.readouterr().err
+    # 8 and 16 chips.
+    assert "price per hour: 65.00" in said
+    assert "launch.max_hours: 10 hours; at the end of the run: delete" in said
+    with pytest.raises(ConfigError, match="lacks coordinator, v6e"):
+        launch("gke", price="v5p=4")
+    launch("gke", "run")
+    assert "price per hour: unknown, give --price" in capsys.readouterr().err
 
 
-def test_what_another_config_made_is_named(cloud, launch, capsys):
-    launch("tpu_vm")
-    zones = {"v5p": "us-central1-a", "v6e.b": "us-east5-b"}
-    capsys.readouterr()
-    launch("tpu_vm", zones=zones)
-    said = [s for s in capsys.readouterr().err.splitlines() if "# left over" in s]
-    assert len(said) == 1
-    assert "slice two-v5p (v5p:2x2x2) in us-east5-a" in said[0]
-    assert "delete two-v5p --zone=us-east5-a --force" in said[0]
+@pytest.mark.parametrize(
+    ("max_hours", "lasting", "kept", "renewed"),
+    # Those of 36 hours and a day's linger, rounded up to days, with a margin.
+    [(36.0, 17, 11, 10), (0.0, 365, 183, 182)],
+)
+def test_certificates_last_as_long_as_the_run_may_and_a_margin(
+    cloud, launch, tmp_path, max_hours, lasting, kept, renewed
+):
+    folder = tmp_path / "run/certificates"
+
+    def days():
+        pem = (folder / "island.v5p.pem").read_bytes()
+        ends = x509.load_pem_x509_certificate(pem).not_valid_after_utc
+        left = ends - datetime.datetime.now(datetime.UTC)
+        return round(left / datetime.timedelta(days=1))
+
+    assert launch("gke", max_hours=max_hours) == 0
+    assert days() == lasting
+    for before, after in ((kept, kept), (renewed, lasting)):
+        add(folder, [], before)
+        assert launch("gke", "run", max_hours=max_hours) == 0
+        assert days() == after
+
+
+def test_a_damaged_certificate_is_refused(cloud, launch, tmp_path):
+    assert launch("gke") == 0
+    (tmp_path / "run/certificates/coordinator.pem").write_text("damaged")
+    with pytest.raises(SecurityError, match=r"coordinator.pem cannot be read .* anoth"):
+        launch("gke")
 
 
 def test_certificates_of_ones_own_get_the_coordinators_name(cloud, config, tmp_path):
-    from cryptography import x509
-
-    from diloco_jax.wire.certificates import make_certificates
-
     folder = tmp_path / "own"
     make_certificates(folder, ["somewhere.else"], days=60)
     authority = (folder / "ca.pem").read_bytes()
@@ -203,10 +231,7 @@ def test_certificates_of_ones_own_get_the_coordinators_name(cloud, config, tmp_p
     options = LaunchOptions(on="tpu_vm", yes=True)
     assert run(config, "two.py", options) == 0
     pem = (folder / "coordinator.pem").read_bytes()
-    names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(
-        x509.SubjectAlternativeName
-    )
-    known = names.value.get_values_for_type(x509.DNSName)
+    known = coordinator_names(folder)
     assert "somewhere.else" in known
     assert "two-coordinator.us-east5-a.c.my-project.internal" in known
     assert (folder / "ca.pem").read_bytes() == authority

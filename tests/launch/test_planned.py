@@ -11,8 +11,7 @@ import pytest
 from config_support import load_config
 
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.launch.planned import require_planned
+from diloco_jax.launch.command import LaunchOptions, require_planned, run
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.changes import changed
 

@@ -1,8 +1,6 @@
 """Managed jobs of SkyPilot: their fields, and how they are submitted."""
 
 import dataclasses
-import subprocess
-import textwrap
 
 import pytest
 import yaml
@@ -12,7 +10,6 @@ from diloco_jax.launch.order import make_order
 from diloco_jax.launch.sky import deployment
 
 NOW = 1_800_000_000
-WAIT_S = 60.0
 PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
 
 
@@ -21,45 +18,6 @@ def tasks(config, **settings):
     order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
     files = deployment(order, "certificates", "folder", NOW).files
     return {name: yaml.safe_load(text) for name, text in files.items()}
-
-
-def test_an_island_is_one_job_of_one_slice(config):
-    task = tasks(config)["two-v6e-b.yaml"]
-    assert task["name"] == "two-v6e-b"
-    # One slice: more nodes would be more slices.
-    assert "num_nodes" not in task
-    resources = task["resources"]
-    assert resources["infra"] == "gcp/us-east5/us-east5-b"
-    assert resources["accelerators"] == {"tpu-v6e-16": 1}
-    # In no queue: tests/launch/test_sky_limits.py says why.
-    assert resources["accelerator_args"] == {"runtime_version": "v2-alpha-tpuv6e"}
-    assert resources["use_spot"] is True
-    assert resources["labels"] == {"diloco-run": "two", "diloco-part": "v6e-b"}
-    assert tasks(config)["two-v5p.yaml"]["resources"]["use_spot"] is False
-
-
-def test_zones_are_tried_in_order(config):
-    zones = {"v5p": "us-east5-a,us-central1-a", "v6e.b": "us-east5-b"}
-    resources = tasks(config, zones=zones)["two-v5p.yaml"]["resources"]
-    assert resources["ordered"] == [
-        {"infra": "gcp/us-east5/us-east5-a"},
-        {"infra": "gcp/us-central1/us-central1-a"},
-    ]
-    assert "infra" not in resources
-
-
-def test_all_machines_are_in_the_launchs_network(cloud, launch, config):
-    place = {"network": "own", "subnetwork": "inner"}
-    for name, task in tasks(config, **place).items():
-        if name.endswith(".yaml"):
-            assert task["config"] == {
-                "gcp": {"vpc_name": "own", "subnet_names": "inner"}
-            }
-    assert launch("sky", internal_ips=True, **PLACE) == 0
-    calls = [call for call in cloud.changes() if call[:3] == ["sky", "jobs", "launch"]]
-    assert len(calls) == 3
-    for call in calls:
-        assert call[call.index("--config") + 1] == "gcp.use_internal_ips=true"
 
 
 def test_the_account_that_skypilot_has_reads_the_secrets(cloud, launch, capsys):
@@ -147,34 +105,3 @@ def test_logs_and_results(cloud, launch, capsys):
     assert "logs of two-v5p" in capsys.readouterr().err
     assert launch("sky", "results", **PLACE) == 1
     assert "on the coordinator's disk" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("codes", "ends", "starts"), [((1, 137, 0), 0, 3), ((1, 3), 3, 2), ((2,), 2, 1)]
-)
-def test_a_job_repeats_crashes_and_nothing_else(config, tmp_path, codes, ends, starts):
-    """The job's own lines, with a `sudo` that ends as it is told."""
-    run = tasks(config)["two-v5p.yaml"]["run"].replace("/tmp/", f"{tmp_path}/")
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name, text in {
-        "sleep": "exit 0",
-        "sudo": f"""\
-            [ "${{!#}}" = run ] || exit 0
-            cd {tmp_path}; echo >>started
-            exit $(sed -n "$(wc -l <started)p" codes)""",
-    }.items():
-        (tools / name).write_text(f"#!/bin/bash\n{textwrap.dedent(text)}\n")
-        (tools / name).chmod(0o755)
-    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
-    done = subprocess.run(
-        ["/bin/bash", "-c", run],
-        env={"PATH": f"{tools}:/usr/bin:/bin"},
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == ends
-    assert len((tmp_path / "started").read_text()) == starts
-    script = tmp_path / "diloco-host.sh"
-    assert subprocess.run(["/bin/bash", "-n", script], check=False).returncode == 0
-    assert "FIRST_INCARNATION=''" in script.read_text()

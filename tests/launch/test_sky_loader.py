@@ -48,7 +48,7 @@ def test_sky_reads_every_command_line(config, tmp_path, inside):
     made = deployment(order, "certificates", str(tmp_path), NOW)
     place({name: None for name in made.files if name.endswith(".yaml")}, tmp_path)
     jobs = [resource for resource in made.resources if resource.job]
-    launches = [job.create.arguments for job in jobs]
+    launches = [job.create[0].arguments for job in jobs]
     others = [job.delete.arguments for job in jobs]
     others += [log.command.arguments for log in made.logs]
     lines = [*launches, *others, jobs[0].find.arguments]

@@ -1,5 +1,5 @@
-"""docs/tpu.md, gke.md and sky.md: the config launches, and the command lines are ones
-that exist."""
+"""docs/tpu.md, gke.md and the page of TPU VMs: the config launches, and the command
+lines are ones that exist."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from diloco_jax.config.loading import read_config
 from diloco_jax.launch import sky
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("tpu.md", "gke.md", "sky.md")
-PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in NAMES)
+NAMES = ("docs/tpu.md", "docs/gke.md", "launch/tpu_vm/README.md")
+PAGE = "\n".join((ROOT / name).read_text() for name in NAMES)
 
 
 def blocks(language):
@@ -69,10 +69,13 @@ def of(tool):
 
 CREATED = ["iam", "service-accounts", "create"]
 LAUNCHES = [line for line in of("diloco") if line[1] == "launch"]
+(ON_TPU_VM,) = [line for line in LAUNCHES if "tpu_vm" in line and "delete" not in line]
 
 
 def test_the_page_uses_tools_that_are_checked_here():
-    assert {line[0] for line in LINES} == {"gcloud", "kubectl", "docker", "diloco"}
+    assert {line[0] for line in LINES} == {
+        *("gcloud", "kubectl", "docker", "diloco", "tar")
+    }
 
 
 @pytest.mark.parametrize("line", of("gcloud"), ids=" ".join)
@@ -139,8 +142,6 @@ def test_no_account_of_the_page_deletes_what_is_not_its_own():
             **reads,
             "compute.zoneOperations.get": "None",
             "compute.instances.delete": own,
-            "compute.disks.get": own,
-            "compute.disks.setLabels": own,
         },
         # Whatever SkyPilot gives it besides.
         sky.ACCOUNT: {
@@ -153,7 +154,7 @@ def test_no_account_of_the_page_deletes_what_is_not_its_own():
 
 def test_the_pages_accounts_are_those_of_its_config(cloud, configs):
     made = {line[4] for line in of("gcloud") if line[1:4] == CREATED}
-    assert cli.main([*LAUNCHES[1][1:], "--yes"]) == 0
+    assert cli.main([*ON_TPU_VM[1:], "--yes"]) == 0
     slice_ = cloud.things["queued resource"]["two-slices-v5p"]["--service-account"]
     machine = cloud.things["instance"]["two-slices-coordinator"]["--service-account"]
     used = {slice_.partition("@")[0], machine.partition("@")[0]}
@@ -197,14 +198,21 @@ def test_the_text_gets_its_manifests_as_the_page_says(tmp_path, monkeypatch, cap
 
 def test_the_results_are_evaluated_as_the_page_says(configs, capsys):
     (line,) = [line for line in of("diloco") if line[1] == "eval"]
+    (unpack,) = of("tar")
+    packed = [line for line in of("gcloud") if line[-1] == f">{unpack[-1]}"]
+    assert len(packed) == 2
+    assert all(call[-2].endswith(f" -c {line[2]}") for call in packed)
     assert cli.main(line[1:]) == 2
-    assert "there is no results/config.json" in capsys.readouterr().err
+    assert "there is no run/config.json" in capsys.readouterr().err
 
 
 def test_what_the_page_asks_by_hand_is_what_was_made(cloud, configs):
-    assert cli.main([*LAUNCHES[1][1:], "--yes"]) == 0
-    (ssh,) = [line for line in of("gcloud") if "ssh" in line]
-    assert ssh[5] in cloud.things["queued resource"]
-    (script,) = Path("runs/two-slices/launch").glob("two-slices-v5p.sh")
-    address = re.search(r"two-slices-coordinator\S+:7077", ssh[-1])[0]
+    assert cli.main([*ON_TPU_VM[1:], "--yes"]) == 0
+    logs, ask = [
+        line for line in of("gcloud") if line[3:5] == ["queued-resources", "ssh"]
+    ]
+    for ssh in (logs, ask):
+        assert ssh[5] in cloud.things["queued resource"]
+    (script,) = Path("runs/two-slices-tpu-vm/launch").glob("two-slices-v5p.sh")
+    address = re.search(r"two-slices-coordinator\S+:7077", ask[-1])[0]
     assert address in script.read_text()

@@ -15,7 +15,10 @@ from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 CONFIGS = Path(__file__).parents[2] / "configs"
 CLOUD = ("--launch.project", "some-project", "--launch.image", "r.example/image:1")
 OPTIONS = {
-    "tpu_vm": ("--launch.coordinator-zone", "us-east5-b"),
+    "sky": (
+        *("--launch.coordinator-zone", "us-east5-b"),
+        *("--launch.coordinator-address", "c.example", "--launch.dns-zone", "z"),
+    ),
     "gke": (
         *("--launch.coordinator-zone", "us-east5-b"),
         *("--launch.cluster", "c", "--launch.location", "us-east5"),
@@ -31,7 +34,7 @@ def launch(name, on, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "on"),
-    [("mixed_toy", "tpu_vm"), ("mixed_toy", "gke"), ("mixed_12b", "tpu_vm")],
+    [("mixed_toy", "sky"), ("mixed_toy", "gke"), ("mixed_12b", "sky")],
 )
 def test_a_planned_config_is_launchable(name, on, tmp_path, capsys):
     assert launch(name, on, tmp_path) == 0

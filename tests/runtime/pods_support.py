@@ -18,7 +18,7 @@ from diloco_jax.cluster.commands import free_port
 from diloco_jax.config import Config
 from diloco_jax.launch import gke
 from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.order import PERMIT, ROOT, make_order
+from diloco_jax.launch.order import COORDINATOR, PERMIT, ROOT, make_order
 from diloco_jax.wire import principal
 
 TOOL = """\
@@ -36,12 +36,12 @@ class Pods:
     def __init__(self, config: Config, text: Path, root: Path) -> None:
         self.root, self.text = root, text
         order = make_order(config, "pods.py", "gke")
-        self.addresses = {n.stem: f"127.0.0.1:{free_port()}" for n in order.nodes}
-        self._hosts = {n.stem: n.host for n in order.nodes}
+        self.addresses = {COORDINATOR: f"127.0.0.1:{free_port()}"}
+        self._host = order.inside
         self.config_json = order.config_json
         self.certificates = root / "certificates"
         hosts = (*gke.hosts(order), "127.0.0.1")
-        prepare_certificates(self.certificates, hosts, tuple(config.islands))
+        prepare_certificates(self.certificates, hosts, order)
         self.running: list[subprocess.Popen[bytes]] = []
         files = gke.deployment(order, "", "", int(time.time())).files
         self.pods = {}
@@ -119,8 +119,7 @@ class Pods:
 
     def _here(self, text: str, folder: Path, name: str) -> str:
         text = text.replace(ROOT, str(folder))
-        for stem, host in self._hosts.items():
-            text = text.replace(f"{host}:7077", self.addresses[stem])
+        text = text.replace(f"{self._host}:7077", self.addresses[COORDINATOR])
         return text.replace("0.0.0.0:7077", self.addresses.get(name, "0.0.0.0:7077"))
 
     def log(self, name: str) -> Path:
