@@ -16,6 +16,7 @@ from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
     ISLAND_NAME,
     LEAD,
+    MOST_POSITION,
     Count,
     Outstanding,
     Phase,
@@ -111,7 +112,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     own_tokens: Count = 0
     """Tokens of this incarnation's steps that `tokens` includes. Steps during an outage
     are not among them."""
-    next_position: Count = 0
+    next_position: Annotated[int, Meta(ge=0, le=MOST_POSITION)] = 0
     """Position below which data was granted to any island, as the island last heard."""
     lead: Annotated[int, Meta(ge=0, le=LEAD)] = 0
     """Boundaries from a request to its take, for the island's hosts to agree on it: see
