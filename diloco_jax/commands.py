@@ -140,8 +140,6 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         from diloco_jax.coordinator.main import run
         from diloco_jax.observability.logs import setup_logging
 
-    if options.spare and not _is_told():
-        return 0
     setup_logging()
     options.check_run()
     if options.run_id:
@@ -198,8 +196,6 @@ def island_command(arguments: Sequence[str]) -> int:
         from diloco_jax.island.of_run import with_model_of_run
         from diloco_jax.observability.logs import setup_logging
 
-    if options.spare and not _is_told():
-        return 0
     incarnation = options.incarnation
     if not incarnation:
         from diloco_jax.cluster.attempts import next_attempt
@@ -218,11 +214,6 @@ def island_command(arguments: Sequence[str]) -> int:
         WorldAddress(address=options.world, index=options.host_index),
     )
     return code
-
-
-def _is_told() -> bool:
-    """Wait, as a spare process, until it is to join the run; False: it never is."""
-    return bool(sys.stdin.buffer.readline())
 
 
 def emulate_command(arguments: Sequence[str]) -> int:

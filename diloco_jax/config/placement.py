@@ -279,14 +279,6 @@ class Placement:
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."
     )
-    spares: bool = setting(
-        False,
-        group=PROCESSES,
-        help="Whether diloco run keeps one more process for each island of one host, "
-        "and for the coordinator, which has imported everything and waits: the start "
-        "after a crash is shorter by the imports. It has 0.1 GB of memory of its own, "
-        "and touches no device before.",
-    )
     faults: tuple[str, ...] = setting(
         (),
         group=PROCESSES,
