@@ -92,8 +92,7 @@ TAPE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     ),
     (
         "Noted lines",
-        "The protocol writes them for replay, calibration and people. Nothing "
-        "recovers from them.",
+        "The protocol writes them for replay and people. Nothing recovers from them.",
         records.Noted,
     ),
     (

@@ -90,10 +90,6 @@ SHOWN = {
 }
 """Each command with work that takes long, in a short form."""
 OF_RUN = {
-    "simulate calibrate": command(
-        *("simulate", "calibrate", "{run}", "--seeds", "2"),
-        *("--islands.a.step-seconds", "0.5", "--islands.b.step-seconds", "0.5"),
-    ),
     "eval": command("eval", "{run}"),
     "export": command("export", "{run}", "{out}"),
     "generate": command("generate", "{run}", "--prompt", "a", "--json"),
