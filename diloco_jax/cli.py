@@ -259,7 +259,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "chaos": (
         commands.chaos_command,
-        "CONFIG, WORKDIR or HOST:PORT [--strikes WHO@TIMEs:KIND...] [options]",
+        "CONFIG or WORKDIR [--strikes WHO@TIMEs:KIND...] [options]",
         "a run, begun or going on, whose processes and links are struck; what it cost",
     ),
     "emulate": (

@@ -70,8 +70,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def chaos_command(arguments: Sequence[str]) -> int:
-    """Run `diloco chaos CONFIG, WORKDIR or HOST:PORT`: a local run whose processes and
-    links are struck; that of a workdir goes on already, as does one elsewhere."""
+    """Run `diloco chaos CONFIG or WORKDIR`: a local run whose processes and links are
+    struck; that of a workdir goes on already."""
     from rich.console import Console
 
     from diloco_jax.chaos.options import ChaosOptions
@@ -87,16 +87,6 @@ def chaos_command(arguments: Sequence[str]) -> int:
             [ChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
         )
         code, findings = strike_running(workdir, console, options)
-    elif arguments and _is_address(arguments[0]):
-        from diloco_jax.chaos.options import RemoteChaosOptions
-        from diloco_jax.chaos.remote import strike_remote
-        from diloco_jax.options import parse
-
-        about = "Strike a run that goes on and whose placement.chaos is on."
-        (remote,) = parse(
-            [RemoteChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
-        )
-        options, (code, findings) = remote, strike_remote(arguments[0], console, remote)
     else:
         path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
         from diloco_jax.chaos.command import run
@@ -105,12 +95,6 @@ def chaos_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(findings))
     return code
-
-
-def _is_address(text: str) -> bool:
-    """Tell HOST:PORT from the path of a config."""
-    _, colon, port = text.rpartition(":")
-    return bool(colon) and port.isdecimal()
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:

@@ -32,7 +32,6 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "Config": ("nothing", "the run's config as JSON", "any certificate"),
     "Steer": ("Steer", "what changed, as JSON", "an operator"),
     "Profile": ("ProfileOrder", "how the trace is, as JSON", "an operator"),
-    "Strike": ("StrikeOrder", "who was struck, as JSON", "an operator"),
     "Keep": ("CycleRequest", "the cycle that is kept, as JSON", "an operator"),
 }
 """Methods of the gRPC service: what is asked, the answer, and who may ask."""
@@ -69,7 +68,7 @@ WIRE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     (
         "From an operator",
         "The requests of the methods Steer and Profile.",
-        messages.Steer | messages.ProfileOrder | messages.StrikeOrder,
+        messages.Steer | messages.ProfileOrder,
     ),
     (
         "Requests for bulk",

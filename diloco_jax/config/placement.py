@@ -287,13 +287,6 @@ class Placement:
         "coordinator@12:kill or worker-1@12:kill (a step is a merge).",
     )
 
-    chaos: bool = setting(
-        False,
-        group=PROCESSES,
-        help="Let operators strike the coordinator and islands of this run with diloco "
-        "chaos HOST:PORT, wherever they run: kill and stop. Off, both refuse it.",
-    )
-
     @property
     def ports(self) -> int:
         """Ports in a row of the coordinator: control, bulk, and one of each worker on

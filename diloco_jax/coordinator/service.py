@@ -22,7 +22,6 @@ from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
 from diloco_jax.coordinator.workers.holder import WorkersHolder
-from diloco_jax.faults import strike_soon
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
@@ -30,7 +29,6 @@ from diloco_jax.protocol.coordinator import (
     admission,
     cycles,
     steering,
-    striking,
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
@@ -226,19 +224,6 @@ class Service:
             "admitted": list(lead.state.admitted),
             "quarantined": [island.name for island in islands if island.quarantined],
         }
-
-    def strike(self, order: messages.StrikeOrder) -> dict[str, Any]:
-        """Strike an island's process, or this one; see `Client.strike`."""
-        lead = self._lead
-        if wrong := striking.refusal(lead.config, lead.state, order):
-            raise Refused(wrong.code, wrong.message)
-        logger.warning("an operator: %s %s", order.kind, order.who or "this process")
-        if order.who is None:
-            strike_soon(order.kind, order.seconds)
-        else:
-            request = messages.StrikeRequest(kind=order.kind, seconds=order.seconds)
-            self._sessions.tell(lead.state.islands[order.who].session, request)
-        return {"who": order.who}
 
     def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
         """Have an island trace some steps; see `Client.profile`."""

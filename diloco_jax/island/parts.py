@@ -12,7 +12,7 @@ import jax
 from diloco_jax import restart_time
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.faults import Faults, strike_soon
+from diloco_jax.faults import Faults
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions, Mailbox
@@ -23,8 +23,7 @@ from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.stepping import Stepping
-from diloco_jax.protocol.island.conversation import Order
-from diloco_jax.protocol.messages import ProfileRequest, StrikeRequest
+from diloco_jax.protocol.messages import ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
@@ -173,16 +172,9 @@ class Parts(abc.ABC, Generic[L]):
             self.deadlines,
         )
 
-    def order(self, order: Order) -> None:
+    def order(self, order: ProfileRequest) -> None:
         """Carry out what an operator wants; return at once."""
-        match order:
-            case ProfileRequest():
-                self._profiler.ask(order)
-            case StrikeRequest() if not self.config.placement.chaos:
-                # The coordinator's config is not believed where this one differs.
-                logger.error("placement.chaos is off here: no %s", order.kind)
-            case StrikeRequest():
-                strike_soon(order.kind, order.seconds)
+        self._profiler.ask(order)
 
     def _anchors(self, versions: list[Version]) -> dict[int, tuple[jax.Array, ...]]:
         """Return the anchors of these versions, which have arrived in full."""

@@ -34,8 +34,6 @@ MAX_TEXT = 1000
 """Most characters of a text for people."""
 MOST_STEPS = 100
 """Most steps that an operator may have traced at once."""
-MOST_STOPPED_S = 600.0
-"""Longest time for which an operator may have a process stopped, in seconds."""
 MAX_SOURCES = 1000
 """Most sources of a mixture."""
 MAX_SECONDS = 1e9
@@ -201,16 +199,6 @@ class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
     """Number of an earlier order; 0: this is a new one."""
 
 
-class StrikeOrder(Message, frozen=True, kw_only=True, tag=True):
-    """Strike a process of the run: SIGKILL, or SIGSTOP for some seconds."""
-
-    who: Name | None
-    """The island; None: the coordinator itself."""
-    kind: Literal["kill", "stop"]
-    seconds: Annotated[float, Meta(ge=0, le=MOST_STOPPED_S)] = 0.0
-    """Time for which it is stopped; 0 for a kill."""
-
-
 # ---- from the coordinator -------------------------------------------------------
 
 
@@ -336,14 +324,6 @@ class ProfileRequest(Message, frozen=True, kw_only=True, tag=True):
     """Most bytes of the trace."""
 
 
-class StrikeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """An operator wants host 0 to be struck; see `StrikeOrder`."""
-
-    kind: Literal["kill", "stop"]
-    seconds: float
-    """Time for which it is stopped; 0 for a kill."""
-
-
 class Stop(Message, frozen=True, kw_only=True, tag=True):
     """The run has its tokens: make no more steps, but answer take requests."""
 
@@ -369,7 +349,6 @@ FromCoordinator = (
     | AnchorRequest
     | Watch
     | ProfileRequest
-    | StrikeRequest
     | Stop
     | MayLeave
     | Finished

@@ -133,14 +133,6 @@ class Client:
         """
         return self._ask("Steer", timeout_s, encode(order))
 
-    def strike(self, order: messages.StrikeOrder, timeout_s: float) -> dict[str, Any]:
-        """Have a process of the run killed or stopped, soon.
-
-        Returns the name that was struck (`who`). Raises Refused if it cannot be done,
-        or placement.chaos is off.
-        """
-        return self._ask("Strike", timeout_s, encode(order))
-
     def profile(self, order: messages.ProfileOrder, timeout_s: float) -> dict[str, Any]:
         """Have an island trace some steps, or ask how an earlier order is.
 

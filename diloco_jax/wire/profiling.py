@@ -1,11 +1,10 @@
-"""The part of a server's handlers by which an operator reaches processes of the run:
-traces of their steps, and strikes."""
+"""The part of a server's handlers by which an operator has an island's steps traced."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn, Protocol
 
-from diloco_jax.protocol.messages import ProfileOrder, StrikeOrder
+from diloco_jax.protocol.messages import ProfileOrder
 from diloco_jax.wire.bulk import ProfilePart
 from diloco_jax.wire.errors import Refused
 
@@ -15,9 +14,6 @@ ENDING = ".xplane.pb"
 
 class ProfileHandlers(Protocol):
     """Answer an operator's orders, and take what the island sends."""
-
-    def strike(self, order: StrikeOrder) -> dict[str, Any]:
-        """Strike a process; see `Client.strike`. May raise Refused."""
 
     def profile(self, order: ProfileOrder) -> dict[str, Any]:
         """Have steps traced; see `Client.profile`. May raise Refused or Busy."""
@@ -34,10 +30,6 @@ class ProfileHandlers(Protocol):
 
 class NoProfiles:
     """The handlers of who has no run that trains."""
-
-    def strike(self, order: StrikeOrder) -> dict[str, Any]:
-        """Raise Refused."""
-        self._no_run()
 
     def profile(self, order: ProfileOrder) -> dict[str, Any]:
         """Raise Refused."""

@@ -179,7 +179,6 @@ class Server:
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Status": self._call(self._status),
             "Steer": self._call(self._steer),
-            "Strike": self._call(self._strike),
             "Profile": self._call(self._profile),
             "Keep": self._call(self._keep),
             "Config": self._call(lambda request, caller, peer: self._config),
@@ -229,11 +228,6 @@ class Server:
         require_operator(caller)
         order = decoded(encoding.steer, request, peer)
         return json.dumps(self._handlers.steer(order)).encode()
-
-    def _strike(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
-        require_operator(caller)
-        order = decoded(encoding.strike_order, request, peer)
-        return json.dumps(self._handlers.strike(order)).encode()
 
     def _profile(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
         require_operator(caller)

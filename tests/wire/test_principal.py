@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from wire_support import ISLAND, WAIT_S, fetch_request, hello, report, upload_start
 
-from diloco_jax.protocol.messages import ProfileOrder, Steer, StrikeOrder
+from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import peers
 from diloco_jax.wire.bulk import ProfilePart
@@ -158,22 +158,6 @@ def test_only_the_operator_has_steps_traced(
     assert orders == [order]
     with pytest.raises(ProtocolError, match="cannot be understood"):
         operator.profile(ProfileOrder(island="a", steps=10**6), WAIT_S)
-    assert orders == [order]
-
-
-def test_only_the_operator_strikes(serve, connect, handlers, certificates, tls):
-    orders = []
-    handlers.strike = lambda order: orders.append(order) or {"who": order.who}
-    _, address = serve(tls=tls["coordinator"])
-    order = StrikeOrder(who="a", kind="stop", seconds=2.0)
-    for who in (island("a"), READER, COORDINATOR):
-        client = connect(address, tls=TlsFiles.load(certificates, who))
-        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
-            client.strike(order, WAIT_S)
-    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
-    assert operator.strike(order, WAIT_S) == {"who": "a"}
-    with pytest.raises(ProtocolError, match="cannot be understood"):
-        operator.strike(StrikeOrder(who="a", kind="stop", seconds=1e9), WAIT_S)
     assert orders == [order]
 
 
