@@ -278,8 +278,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "lets an island into a run that goes on, though its config does not name it",
     ),
     "profile": (
-        _of("diloco_jax.cluster.profile_command", "profile_command"),
-        "NAME --coordinator HOST:PORT [--steps N] [--target DIR]",
+        _of("diloco_jax.cluster.steer_commands", "profile_command"),
+        "NAME --coordinator HOST:PORT [--steps N]",
         "traces the next steps of an island that trains, with jax.profiler",
     ),
     "release": (

@@ -102,10 +102,11 @@ ELSEWHERE = {
     "island": "it is a service; its start is in its log",
     "worker": "as island",
     "manifest": "tests/data/test_text.py",
-    "profile": "the same bar; a trace of an idle machine takes less than two seconds",
     "dashboard": "the page says how much is read",
     "simulate bandwidth": "formulas",
-    **dict.fromkeys(("status", "admit", "release"), "one call with a deadline"),
+    **dict.fromkeys(
+        ("status", "admit", "release", "profile"), "one call with a deadline"
+    ),
     **dict.fromkeys(("init", "completion", "certs"), "writes small files"),
 }
 """Commands without a bar of their own, or with another test, and why."""

@@ -30,7 +30,6 @@ from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.last_writes import LastWrites
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.making_state import StateMaker
-from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.serving import serve
@@ -338,7 +337,7 @@ class Coordinator:
         self._announcer.begin(self.lead)
 
     def _make_service(self) -> Service:
-        config, tell = self.config, self._sessions.tell
+        config = self.config
         return Service(
             Likeness(config.run, self._plan),
             lead=self.lead,
@@ -347,8 +346,8 @@ class Coordinator:
             roster=self._roster,
             metrics=self._metrics,
             kept=self._kept,
-            profiles=Profiles.of_run(config.placement, self._workdir, tell),
             status=self._announcer.shown,
+            time_budget_s=config.placement.time_budget_s,
             sources=config.run.data.sources,
         )
 

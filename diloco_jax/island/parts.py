@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 import jax
 
-from diloco_jax import restart_time
+from diloco_jax import restart_time, run_files
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.faults import Faults
@@ -47,6 +48,8 @@ class Parts(abc.ABC, Generic[L]):
     """True if it is to have the run's result, as for `Conversation`."""
     own_data = False
     """True if its steps use other data than the rows that are leased to it."""
+    traces = Path(run_files.PROFILES)
+    """Folder of the traces that an operator asks for."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
@@ -165,16 +168,10 @@ class Parts(abc.ABC, Generic[L]):
             self.deadlines,
             self.lanes.dealt,
         )
-        self._profiler = Profiler(
-            self.mailbox,
-            identity,
-            self.lanes.coordinator.transfers.send_block,
-            self.deadlines,
-        )
 
-    def order(self, order: ProfileRequest) -> None:
-        """Carry out what an operator wants; return at once."""
-        self._profiler.ask(order)
+    def profile(self, request: ProfileRequest) -> None:
+        """Trace the next steps; return at once."""
+        Profiler(self.mailbox, self.name, self.traces).ask(request)
 
     def _anchors(self, versions: list[Version]) -> dict[int, tuple[jax.Array, ...]]:
         """Return the anchors of these versions, which have arrived in full."""

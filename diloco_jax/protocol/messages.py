@@ -189,14 +189,11 @@ class Steer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
-    """Have an island trace its next steps with jax.profiler; or, with the number of an
-    earlier order, ask how that is."""
+    """Have an island trace its next steps with jax.profiler."""
 
     island: Name
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
     """Whole steps to trace."""
-    number: Count = 0
-    """Number of an earlier order; 0: this is a new one."""
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -312,16 +309,12 @@ class Watch(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProfileRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Trace the next steps of host 0 with jax.profiler, and send the trace as bulk."""
+    """Trace the next steps of host 0 with jax.profiler."""
 
-    number: int
-    """Number of the trace."""
     steps: int
     """Whole steps to trace."""
     within_s: float
     """Longest time for them, in seconds."""
-    max_bytes: int
-    """Most bytes of the trace."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.messages import Steer
+from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
@@ -59,6 +59,9 @@ class Handlers(ControlHandlers, BulkHandlers, Protocol):
 
     def steer(self, order: Steer) -> dict[str, Any]:
         """Change who takes part; see `Client.steer`. May raise Refused or Busy."""
+
+    def profile(self, order: ProfileOrder) -> dict[str, Any]:
+        """Have steps traced; see `Client.profile`. May raise Refused or Busy."""
 
 
 class Server:

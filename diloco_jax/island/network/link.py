@@ -75,7 +75,7 @@ class Targets:
 
     want: Callable[[int, Version, bytes], None]
     resend: Callable[[ResendRequest], None]
-    order: Callable[[ProfileRequest], None]
+    profile: Callable[[ProfileRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +298,7 @@ class Link:
                 case ResendRequest():
                     self._targets.resend(errand)
                 case ProfileRequest():
-                    self._targets.order(errand)
+                    self._targets.profile(errand)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))
