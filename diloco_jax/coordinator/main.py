@@ -19,7 +19,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, own_address, term, too_late
+from diloco_jax.coordinator import going_on, origin, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
@@ -160,8 +160,6 @@ class Coordinator:
         serves()
         self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
-        dialled = own_address.dialled(config.placement, run_id, self._tls, self._bound)
-        self._open.enter_context(dialled)
 
     def run(self, touch: Callable[[], None] = lambda: None) -> int:
         """Decide until the run is over or the process is asked to end. touch: see
