@@ -50,12 +50,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import support
 import tape_checks
 from machine import cpu_seconds, number_of, peak_memory
 from pinned import PinnedRun, cores, pinned_run
 from synthetic import Deltas, SyntheticIsland, train
 
+from diloco_jax import sealed
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -70,7 +72,6 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
-from diloco_jax.planning.measuring import disk_rates
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.workdir import read_config
 
@@ -78,6 +79,7 @@ FRAGMENTS, SEQUENCE, PROCESSES = 48, 16, 2
 SIDE, MATRICES = 4608, 48
 QUICK_SIDE = 512
 BUFFER_BYTES = 3 << 30
+DISK_BYTES, DISK_FILES = 128 << 20, 4
 START_S = 600.0
 PARTICIPATION_MIN = 0.95
 CPU_OVER_PLAN_MAX = 1.25
@@ -181,9 +183,19 @@ def planned_for(
     )
 
 
+def bytes_per_s_written(folder: Path) -> float:
+    """Write sealed files, as snapshots and publishes are; return the disk's rate."""
+    block = np.random.default_rng(0).integers(0, 255, DISK_BYTES, np.uint8)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        began = time.perf_counter()
+        for number in range(DISK_FILES):
+            sealed.write(Path(scratch) / f"{number}", {}, [block])
+        return DISK_FILES * DISK_BYTES / (time.perf_counter() - began)
+
+
 def measured(options: Any, folder: Path) -> dict[str, Any]:
     """Run coordinator, workers and islands to their end."""
-    disk = disk_rates(folder)[0].write_bytes_per_s
+    disk = bytes_per_s_written(folder)
     second = planned_for(config_of(options, 1.0), 1.0, disk)
     # The islands' end of the wire costs as much as the coordinator's.
     busy_s = 2 * second.wire_cores + second.merge_cores

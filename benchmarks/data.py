@@ -42,7 +42,6 @@ from diloco_jax.data.prepare.writing import Recipe
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.tokenizers.tokenizer import Placed
-from diloco_jax.hardware.rates import constants_of
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.arithmetic import plan_by_arithmetic
 from diloco_jax.planning.options import PlanOptions
@@ -152,9 +151,8 @@ def planned_step_s() -> float:
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     run = RunConfig(model=preset("gemma3_1b"), sequence_length=LENGTH)
     config = Config(run=run, islands={"host": HOST}).validate()
-    rates = constants_of(config.placement.merge_route)
     plan = plan_by_arithmetic(
-        "", config, fragments_of(config), PlanOptions().link_gbit_per_s, {}, rates
+        "", config, fragments_of(config), PlanOptions().link_gbit_per_s, {}
     )
     return plan.step_seconds["host"]
 

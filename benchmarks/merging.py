@@ -52,13 +52,7 @@ from typing import Any
 import jax
 import support
 from machine import free_bytes, resident
-
-from diloco_jax.cluster.commands import coordinator_environment
-from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
-from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.machine import give_memory_back
-from diloco_jax.merge_route import Route, passes_of
-from diloco_jax.planning.merge_rate import (
+from merge_rate import (
     ELEMENTS,
     SIDE,
     contributions,
@@ -66,6 +60,12 @@ from diloco_jax.planning.merge_rate import (
     store_of,
     time_merges,
 )
+
+from diloco_jax.cluster.commands import coordinator_environment
+from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
+from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.machine import give_memory_back
+from diloco_jax.merge_route import Route, passes_of
 from diloco_jax.protocol.values import Version
 
 RUN = RunConfig(

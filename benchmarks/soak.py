@@ -16,10 +16,9 @@ its threads and its memory only from its second checkpoint on. Memory is a proce
 own, without mapped files. The disk is what a restart reads; the records of a run (tape,
 metrics) grow with its length, and their rate is in the table.
 
-Islands and the coordinator have spare processes (`placement.spares`). Without those of
-islands an hour gave a goodput of 0.949 on two cores of an AMD EPYC, and 0.943 on slower
-ones of an Intel Xeon, where two thirds of what was lost were starts of 5.7 s, half of
-each until a process was up.
+An hour gave a goodput of 0.949 on two cores of an AMD EPYC, and 0.943 on slower ones of
+an Intel Xeon, where two thirds of what was lost were starts of 5.7 s, half of each
+until a process was up.
 
 Prediction: goodput within 2 % of the bound, and nothing grows.
 
@@ -70,14 +69,9 @@ OFTEN = """The same with a fault every {:g} s
 Question and method are the same. Only what is left over the bound has a bound of its
 own, since starts and pauses alone take more than the twentieth that may be lost.
 
-The same 117 faults gave 0.945 of the bound, a goodput of 0.845, before the coordinator
-had a spare process too (no raw file): it was back 4.0 s after a kill, and merged again
-after 6.0 s.
-
-With one, and with the deltas of killed islands that had arrived, a quieter hour of the
-same machine gave 0.954, a goodput of 0.869; the disk had 8.3 % more in the last third
-than in the first, in which one island had its first checkpoint only: each keeps two
-(1.9 MB each here). No raw file.
+The same 117 faults gave 0.945 of the bound, a goodput of 0.845, where the
+coordinator was started as it is now (no raw file): it was back 4.0 s after a kill, and
+merged again after 6.0 s.
 
 An island kept three connections that only its start had needed until the coordinator's
 next start: it had 9 to 12 descriptors, and their growth was 0.333 a run before.
@@ -184,9 +178,7 @@ def soak_config(seconds: float) -> Config:
     return Config(
         run=run,
         islands=dict.fromkeys(ISLANDS, island),
-        placement=Placement(
-            restart_delay_s=0.2, checkpoint_every_s=CHECKPOINT_S, spares=True
-        ),
+        placement=Placement(restart_delay_s=0.2, checkpoint_every_s=CHECKPOINT_S),
     ).validate()
 
 

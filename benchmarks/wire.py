@@ -49,22 +49,28 @@ import select
 import socket
 import ssl
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import support
 
 from diloco_jax.cluster.commands import ALLOCATOR
-from diloco_jax.planning import wire_rate
+from diloco_jax.coordinator.too_late import TooLate
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses
+from diloco_jax.wire.bulk import FetchRequest, UploadStart
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
+from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.principal import COORDINATOR, island
+from diloco_jax.wire.server import Server
 from diloco_jax.wire.tls import TlsFiles
 
 CORE_SECONDS_PER_GB = 0.85
@@ -80,6 +86,15 @@ PIECE_BYTES = 64 << 10
 IN_FLIGHT = 32
 """Pieces of one connection that the relay holds at most."""
 WAIT_S = 60.0
+STATUS_S = 10.0
+"""Seconds that the server has to say how much of its core it has used."""
+STOP_S = 30.0
+BULK_CHANNELS, DEADLINES = 4, Deadlines(30.0)
+VERSION, ISLAND = Version(1, 1), "a"
+ME: dict[str, Any] = {
+    **{"run_id": "measuring", "island": ISLAND, "incarnation": 1},
+    **{"session": "s", "fragment": 0},
+}
 Ways = dict[str, Callable[[], Any]]
 Samples = dict[str, list[dict[str, float]]]
 
@@ -108,7 +123,7 @@ def main() -> int:
     raw: dict[str, Samples] = {}
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        make_certificates(Path(folder), [], 1, islands=[wire_rate.ISLAND])
+        make_certificates(Path(folder), [], 1, islands=[ISLAND])
         for tls in (False, True):
             kind = "tls" if tls else "plain"
             raw[kind] = measure(Path(folder), size, repeats, tls=tls)
@@ -178,23 +193,23 @@ def measure(
     payload = bytes(size)
     with contextlib.ExitStack() as stack:
         address, port = stack.enter_context(_server(certificates, size, tls=tls))
-        files = TlsFiles.load(certificates, island(wire_rate.ISLAND)) if tls else None
-        direct = wire_rate.client_of(address, files)
+        files = TlsFiles.load(certificates, island(ISLAND)) if tls else None
+        direct = _client_of(address, files)
         stack.callback(direct.close)
         client = direct
         if slowly:
             address, port = stack.enter_context(_relayed(address, port))
-            client = wire_rate.client_of(address, files)
+            client = _client_of(address, files)
             stack.callback(client.close)
         context = files.client_context() if files is not None else None
         ways: Ways = {} if slowly else {"bare": lambda: _send(port, payload, None)}
         if context is not None:
             ways["raw TLS"] = lambda: _send(port, payload, context)
         ways["upload"] = lambda: client.transfers.upload(
-            wire_rate.upload_of(size), payload
+            UploadStart(**ME, tick=1, offset=0, length=size, total=size), payload
         )
         ways["fetch"] = lambda: client.transfers.fetch(
-            wire_rate.fetch_request(), max_bytes=size
+            FetchRequest(**ME, want=VERSION, have=None), max_bytes=size
         )
         for repeat in range(repeats + 1):
             for way, go in ways.items():
@@ -213,7 +228,7 @@ def measure(
 def _used(client: Client) -> dict[str, float]:
     """CPU seconds so far of either end, and page faults of this one."""
     faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    ends = client.status(wire_rate.STATUS_S)
+    ends = client.status(STATUS_S)
     return {"island": time.process_time(), "faults": faults, **ends}
 
 
@@ -236,7 +251,70 @@ def _send(port: int, payload: bytes, context: ssl.SSLContext | None) -> float:
         return time.perf_counter() - began
 
 
+def _client_of(address: str, tls: TlsFiles | None) -> Client:
+    """Return an island's client."""
+    return Client(address, tls=tls, deadlines=DEADLINES, bulk_channels=BULK_CHANNELS)
+
+
 # ---- the other process -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _served(command: Sequence[str]) -> Iterator[list[str]]:
+    """Start a server's process; yield the words that it prints first, its addresses.
+    Afterwards end its standard input, and wait for it."""
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()
+        finally:
+            try:
+                process.communicate(timeout=STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+def _serve(certificates: Path, size: int, *, tls: bool) -> tuple[Server, str]:
+    """Start a server of payloads; return it and its address."""
+    files = TlsFiles.load(certificates, COORDINATOR) if tls else None
+    server = Server(
+        "127.0.0.1:0",
+        _Places(size),
+        tls=files,
+        deadlines=DEADLINES,
+        max_islands=1,
+        max_hosts=1,
+        bulk_channels=BULK_CHANNELS,
+    )
+    return server, server.start()
+
+
+class _Places(TooLate):
+    """Handlers with one buffer, for uploads and for fetches; all else is refused."""
+
+    def __init__(self, size: int) -> None:
+        self._buffer = bytearray(size)
+
+    def upload_begin(self, start: UploadStart) -> memoryview:
+        return memoryview(self._buffer)[start.offset : start.offset + start.length]
+
+    def upload_end(self, start: UploadStart, place: memoryview) -> bool:
+        return start.offset + start.length == start.total
+
+    def fetch(self, request: FetchRequest) -> FetchSource:
+        return FetchSource(
+            version=VERSION,
+            full=True,
+            count=0,
+            buffers=[self._buffer],
+            total=len(self._buffer),
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {"coordinator": time.process_time()}
 
 
 @contextlib.contextmanager
@@ -244,7 +322,7 @@ def _server(certificates: Path, size: int, *, tls: bool) -> Iterator[tuple[str, 
     """Start the server; yield its gRPC address and the port of its bare socket."""
     command = [sys.executable, __file__, "--serve", str(certificates)]
     command += ["--mib", str(size >> 20), *(["--tls"] if tls else [])]
-    with wire_rate.served(command) as (address, port):
+    with _served(command) as (address, port):
         yield address, int(port)
 
 
@@ -253,13 +331,13 @@ def _relayed(address: str, port: int) -> Iterator[tuple[str, int]]:
     """Start the relay; yield its addresses in the place of those."""
     control = addresses.parse_address(address)[1]
     command = [sys.executable, __file__, "--relay", str(control), str(port)]
-    with wire_rate.served(command) as (there, other):
+    with _served(command) as (there, other):
         yield there, int(other)
 
 
 def serve(certificates: Path, size: int, *, tls: bool) -> None:
     """Print the addresses; serve raw connections until standard input ends."""
-    server, address = wire_rate.serve(certificates, size, tls=tls)
+    server, address = _serve(certificates, size, tls=tls)
     files = TlsFiles.load(certificates, COORDINATOR)
     context = files.server_contexts()()
     listener = socket.create_server(("127.0.0.1", 0))

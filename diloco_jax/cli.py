@@ -259,7 +259,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "chaos": (
         commands.chaos_command,
-        "CONFIG, WORKDIR or HOST:PORT [--strikes WHO@TIMEs:KIND...] [options]",
+        "CONFIG or WORKDIR [--strikes WHO@TIMEs:KIND...] [options]",
         "a run, begun or going on, whose processes and links are struck; what it cost",
     ),
     "emulate": (
@@ -278,8 +278,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "lets an island into a run that goes on, though its config does not name it",
     ),
     "profile": (
-        _of("diloco_jax.cluster.profile_command", "profile_command"),
-        "NAME --coordinator HOST:PORT [--steps N] [--target DIR]",
+        _of("diloco_jax.cluster.steer_commands", "profile_command"),
+        "NAME --coordinator HOST:PORT [--steps N]",
         "traces the next steps of an island that trains, with jax.profiler",
     ),
     "release": (
@@ -309,7 +309,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
     ),
     "simulate": (
         _of("diloco_jax.simulation.commands", "simulate_command"),
-        "goodput|mix|scavenge|bandwidth|faults|calibrate [options] [--json]",
+        "goodput|mix|scavenge|bandwidth|faults [options] [--json]",
         "virtual time: what fleets would do",
     ),
     "replay": (

@@ -70,8 +70,8 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def chaos_command(arguments: Sequence[str]) -> int:
-    """Run `diloco chaos CONFIG, WORKDIR or HOST:PORT`: a local run whose processes and
-    links are struck; that of a workdir goes on already, as does one elsewhere."""
+    """Run `diloco chaos CONFIG or WORKDIR`: a local run whose processes and links are
+    struck; that of a workdir goes on already."""
     from rich.console import Console
 
     from diloco_jax.chaos.options import ChaosOptions
@@ -87,16 +87,6 @@ def chaos_command(arguments: Sequence[str]) -> int:
             [ChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
         )
         code, findings = strike_running(workdir, console, options)
-    elif arguments and _is_address(arguments[0]):
-        from diloco_jax.chaos.options import RemoteChaosOptions
-        from diloco_jax.chaos.remote import strike_remote
-        from diloco_jax.options import parse
-
-        about = "Strike a run that goes on and whose placement.chaos is on."
-        (remote,) = parse(
-            [RemoteChaosOptions], arguments[1:], f"diloco chaos {arguments[0]}", about
-        )
-        options, (code, findings) = remote, strike_remote(arguments[0], console, remote)
     else:
         path, config, options = _config_and_options("chaos", arguments, ChaosOptions())
         from diloco_jax.chaos.command import run
@@ -105,12 +95,6 @@ def chaos_command(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(findings))
     return code
-
-
-def _is_address(text: str) -> bool:
-    """Tell HOST:PORT from the path of a config."""
-    _, colon, port = text.rpartition(":")
-    return bool(colon) and port.isdecimal()
 
 
 def coordinator_command(arguments: Sequence[str]) -> int:
@@ -140,8 +124,6 @@ def coordinator_command(arguments: Sequence[str]) -> int:
         from diloco_jax.coordinator.main import run
         from diloco_jax.observability.logs import setup_logging
 
-    if options.spare and not _is_told():
-        return 0
     setup_logging()
     options.check_run()
     if options.run_id:
@@ -198,8 +180,6 @@ def island_command(arguments: Sequence[str]) -> int:
         from diloco_jax.island.of_run import with_model_of_run
         from diloco_jax.observability.logs import setup_logging
 
-    if options.spare and not _is_told():
-        return 0
     incarnation = options.incarnation
     if not incarnation:
         from diloco_jax.cluster.attempts import next_attempt
@@ -218,11 +198,6 @@ def island_command(arguments: Sequence[str]) -> int:
         WorldAddress(address=options.world, index=options.host_index),
     )
     return code
-
-
-def _is_told() -> bool:
-    """Wait, as a spare process, until it is to join the run; False: it never is."""
-    return bool(sys.stdin.buffer.readline())
 
 
 def emulate_command(arguments: Sequence[str]) -> int:

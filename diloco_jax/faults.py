@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 COORDINATOR = "coordinator"
 _WORKER = "worker-"
 
-ANSWERED_S = 0.2
-"""Seconds in which an answer is sent, before an ordered strike."""
-
 _FORMS = (
     "'NAME@STEP:kill', 'NAME@STEP:pauseSECONDS', 'NAME@STEP:hang', "
     "'NAME@STEP:nan', 'NAME@STEP:scaleFACTOR', 'NAME#INCARNATION@STEP:...', "
@@ -88,17 +85,6 @@ class Fault:
             start_new_session=True,
         )
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def strike_soon(kind: str, seconds: float) -> None:
-    """Kill this process, or stop it for some seconds, once whoever ordered it has been
-    answered."""
-    logger.warning("an operator strikes: %s %g s", kind, seconds)
-    pause_s = None if kind == "kill" else seconds
-    fault = Fault(who="", incarnation=1, step=0, pause_s=pause_s)
-    timer = threading.Timer(ANSWERED_S, fault.strike)
-    timer.daemon = True
-    timer.start()
 
 
 @dataclasses.dataclass(frozen=True)

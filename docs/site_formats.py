@@ -31,8 +31,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "Status": ("nothing", "the status as JSON", "any certificate"),
     "Config": ("nothing", "the run's config as JSON", "any certificate"),
     "Steer": ("Steer", "what changed, as JSON", "an operator"),
-    "Profile": ("ProfileOrder", "how the trace is, as JSON", "an operator"),
-    "Strike": ("StrikeOrder", "who was struck, as JSON", "an operator"),
+    "Profile": ("ProfileOrder", "where the trace will be, as JSON", "an operator"),
     "Keep": ("CycleRequest", "the cycle that is kept, as JSON", "an operator"),
 }
 """Methods of the gRPC service: what is asked, the answer, and who may ask."""
@@ -69,7 +68,7 @@ WIRE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     (
         "From an operator",
         "The requests of the methods Steer and Profile.",
-        messages.Steer | messages.ProfileOrder | messages.StrikeOrder,
+        messages.Steer | messages.ProfileOrder,
     ),
     (
         "Requests for bulk",
@@ -92,8 +91,7 @@ TAPE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     ),
     (
         "Noted lines",
-        "The protocol writes them for replay, calibration and people. Nothing "
-        "recovers from them.",
+        "The protocol writes them for replay and people. Nothing recovers from them.",
         records.Noted,
     ),
     (
@@ -147,9 +145,6 @@ def wire() -> str:
         {rows("frame", "magic", "header", "holds", of=_frames())}
 
         - **Upload**: UploadStart, chunks; answered by UploadDone or Failure.
-        - **Trace**: ProfilePart for each block of one, chunks; answered by UploadDone
-          or Failure. An operator fetches it: TraceRequest, answered by KeptStart and
-          chunks.
         - **Fetch**: FetchRequest; answered by FetchStart and chunks, or Failure.
         - **Kept file**: CycleRequest; answered by KeptStart and chunks, or Failure.
         - An end that sends anything in the middle of a transfer ends it.

@@ -9,14 +9,12 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tyro
 
 from diloco_jax import cli, options
 from diloco_jax.config.loading import read_config, write_config_json
-from diloco_jax.simulation.calibration import command as calibrate_command
 from diloco_jax.workdir import RunFacts
 
 ROOT = Path(__file__).parents[1]
@@ -120,13 +118,6 @@ def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
 
     for where, name, function in REAL:
         monkeypatch.setattr(where, name, parsed(function))
-    # It reads a run before it parses what is to change in it.
-    monkeypatch.setattr(
-        calibrate_command,
-        "calibrate",
-        lambda path, report: SimpleNamespace(config=None, summary=None),
-    )
-    monkeypatch.setattr(calibrate_command, "predict", parsed(lambda *_: None))
     return cli.main(arguments)
 
 
@@ -147,7 +138,6 @@ def test_the_line_is_one_that_exists(page, line, wrong):
         (f"diloco run {CONFIG} --total-token 7", "--total-token"),
         ("diloco eval runs/a --jason", "--jason"),
         ("diloco simulate goodput --sweep DIR", "DIR"),
-        ("diloco simulate calibrate runs/a --islands.v5.step-seconds 2", "v5"),
         ("diloco island CONFIG --nam v6e", "--nam"),
         ("diloco certify DIR", "certify"),
     ],
@@ -158,6 +148,6 @@ def test_a_line_that_is_none_is_found(line, shown, wrong):
 
 def test_lines_are_found():
     pages = {page for page, _ in LINES}
-    assert {"docs/start.md", "docs/calibrate.md", "docs/planning.md"} <= pages
+    assert {"docs/start.md", "docs/replay.md", "docs/planning.md"} <= pages
     for page in ("docs/running.md", "docs/laptop.md"):
         assert len([line for named, line in LINES if named == page]) >= 10

@@ -23,7 +23,7 @@ PAGES = [
     *sorted((ROOT / "launch").rglob("*.md")),
 ]
 BY_BENCHMARKS = re.compile(
-    r"results/(calibration|checkpoints|codecs|data|decisions|faults|finetune|large_run"
+    r"results/(checkpoints|codecs|data|decisions|faults|finetune|large_run"
     r"|liars|many_islands|mixed_meshes|mutation|overhead|peers|quality_appendix"
     r"|unequal_islands|wan|wire)\.md"
 )

@@ -90,10 +90,6 @@ SHOWN = {
 }
 """Each command with work that takes long, in a short form."""
 OF_RUN = {
-    "simulate calibrate": command(
-        *("simulate", "calibrate", "{run}", "--seeds", "2"),
-        *("--islands.a.step-seconds", "0.5", "--islands.b.step-seconds", "0.5"),
-    ),
     "eval": command("eval", "{run}"),
     "export": command("export", "{run}", "{out}"),
     "generate": command("generate", "{run}", "--prompt", "a", "--json"),
@@ -106,10 +102,11 @@ ELSEWHERE = {
     "island": "it is a service; its start is in its log",
     "worker": "as island",
     "manifest": "tests/data/test_text.py",
-    "profile": "the same bar; a trace of an idle machine takes less than two seconds",
     "dashboard": "the page says how much is read",
     "simulate bandwidth": "formulas",
-    **dict.fromkeys(("status", "admit", "release"), "one call with a deadline"),
+    **dict.fromkeys(
+        ("status", "admit", "release", "profile"), "one call with a deadline"
+    ),
     **dict.fromkeys(("init", "completion", "certs"), "writes small files"),
 }
 """Commands without a bar of their own, or with another test, and why."""

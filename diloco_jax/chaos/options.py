@@ -56,15 +56,3 @@ class ChaosOptions:
     json: bool = setting(
         False, help="Print the report to standard output as one JSON object."
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class RemoteChaosOptions(ChaosOptions):
-    """Those of `diloco chaos HOST:PORT`."""
-
-    certificates: str = setting(
-        "", help="Folder made by diloco certs, with the operator's files."
-    )
-    insecure: bool = setting(
-        False, help="Ask an address that is not loopback without TLS."
-    )

@@ -36,7 +36,6 @@ def start_child(
     stdout: BinaryIO | int,
     stderr: BinaryIO | int,
     *,
-    stdin: int = subprocess.DEVNULL,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a command that dies with this process, in a group of its own.
@@ -45,7 +44,7 @@ def start_child(
     """
     guard = [sys.executable, "-IS", str(GUARD), str(os.getpid())]
     settings = {
-        "stdin": stdin,
+        "stdin": subprocess.DEVNULL,
         "stdout": stdout,
         "stderr": stderr,
         "env": {**os.environ, **importable(), **environment},

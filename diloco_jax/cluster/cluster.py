@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from diloco_jax.cluster.processes import (
     log_tail,
     wait_all,
 )
-from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.errors import EXIT_CONFIG
 from diloco_jax.files import write_json
 from diloco_jax.process import Interrupt
@@ -88,7 +87,6 @@ class Cluster:
             "coordinator",
             self._coordinator_command,
             environment,
-            spares=self._coordinator_may_have_spare,
         )
         self.islands: dict[str, ManagedProcess] = {}
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
@@ -143,10 +141,7 @@ class Cluster:
                 )
 
             self.islands[name] = self._managed(
-                name,
-                command,
-                commands.island_environment(),
-                spares=functools.partial(self._may_have_spare, island),
+                name, command, commands.island_environment()
             )
             self.islands[name].start()
 
@@ -243,15 +238,6 @@ class Cluster:
         how = (self._first,) if first else ()
         return [commands.coordinator_command(self.workdir, bind, *how)]
 
-    def _coordinator_may_have_spare(self) -> bool:
-        """Tell whether the coordinator may have a spare process now: its next start is
-        to have the command of one now."""
-        settled = bool(self.address) and has_begun(self.workdir)
-        return self.config.placement.spares and settled
-
-    def _may_have_spare(self, island: IslandConfig) -> bool:
-        return self.config.placement.spares and island.hosts == 1
-
     def _read_address(self) -> str:
         try:
             return (self.workdir / run_files.ADDRESS).read_text().strip()
@@ -263,8 +249,6 @@ class Cluster:
         name: str,
         command: Callable[[int], list[list[str]]],
         environment: Mapping[str, str],
-        *,
-        spares: Callable[[], bool] = lambda: False,
     ) -> ManagedProcess:
         return ManagedProcess(
             name,
@@ -274,7 +258,6 @@ class Cluster:
             restarts=self.config.placement.restarts,
             restart_delay_s=self.config.placement.restart_delay_s,
             stop_s=self._deadlines.stop_s,
-            spares=spares,
         )
 
 

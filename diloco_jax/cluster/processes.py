@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 from diloco_jax.cluster.children import kill_group, start_child
-from diloco_jax.cluster.spare import Spare
 from diloco_jax.errors import EXIT_CONFIG, EXIT_REFUSED
 from diloco_jax.process import crashes_in_a_row
 
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 
 POLL_S = 0.05
-SPARE_AFTER_S = 10.0
-"""Seconds after a start before its spare is started, which would slow it."""
 TAIL_BYTES = 8192
 ERROR = "error: "
 """Beginning of the message with which `cli.main` ends a command."""
@@ -43,8 +40,6 @@ class ManagedProcess:
 
     commands: returns the children's command lines for their n-th attempt (from 1,
     within this launcher); called just before each start.
-    spares: tells if one more process may be made ready for the next attempt, by its
-    command as it is then; for one command, which takes `--spare`.
     log: log of the first child; the n-th other child writes to NAME.n.log beside it.
     """
 
@@ -58,7 +53,6 @@ class ManagedProcess:
         restarts: int,
         restart_delay_s: float,
         stop_s: float,
-        spares: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.name = name
@@ -75,9 +69,6 @@ class ManagedProcess:
         self._restarts = restarts
         self._restart_delay_s = restart_delay_s
         self._stop_s = stop_s
-        self._spares = spares
-        self._spare: Spare | None = None
-        self._spare_at = float("inf")
         self._clock = clock
         self._processes: list[subprocess.Popen[bytes]] = []
         self._crashes, self._started_at = 0, 0.0
@@ -93,17 +84,6 @@ class ManagedProcess:
     def start(self) -> None:
         """Start the children."""
         self.starts, self._started_at = self.starts + 1, self._clock()
-        ready = self._spare.tell() if self._spare is not None else None
-        if ready is not None:
-            self._processes, self._spare = [ready], None
-        else:
-            self._start_anew()
-        self.state, self.reason = "running", ""
-        self._spare_at = self._started_at + SPARE_AFTER_S
-        logger.info("%s started as process %s", self.name, self.pids)
-
-    def _start_anew(self) -> None:
-        self._end_spare()
         commands = self._commands(self.starts)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for number, command in enumerate(commands):
@@ -111,20 +91,8 @@ class ManagedProcess:
             with self.log.with_suffix(suffix).open("ab") as log:
                 child = start_child(command, self._environment, log, log)
             self._processes.append(child)
-
-    def _start_spare(self) -> None:
-        self._spare_at = float("inf")
-        (command,) = self._commands(self.starts + 1)
-        try:
-            self._spare = Spare(command, self._environment, self.log)
-        except OSError as error:
-            logger.warning("%s has no spare process: %s", self.name, error)
-
-    def _end_spare(self) -> None:
-        self._spare_at = float("inf")
-        if self._spare is not None:
-            self._spare.end(self._stop_s)
-            self._spare = None
+        self.state, self.reason = "running", ""
+        logger.info("%s started as process %s", self.name, self.pids)
 
     def poll(self) -> State:
         """Reap, restart or kill the children where that is due; return the state."""
@@ -139,8 +107,6 @@ class ManagedProcess:
                     "%s did not end within %g s; killed", self.name, self._patience_s
                 )
                 self._kill_groups()
-            elif self._clock() >= self._spare_at and self._spares():
-                self._start_spare()
         return self.state
 
     def _restart(self) -> None:
@@ -165,7 +131,6 @@ class ManagedProcess:
 
     def _is_to_end(self, more_s: float) -> bool:
         """Start no child any more; tell whether some run that nobody asked to end."""
-        self._end_spare()
         if self._processes and (code := self._exit_code()) is not None:
             self._ended(code)
         if not self._processes and self.state == "restarting":
@@ -215,8 +180,6 @@ class ManagedProcess:
             self.state, self.reason = "stopped", ended
         else:
             self._crashed(ended)
-        if self.state != "restarting":
-            self._end_spare()
         logger.info("%s %s (%s)", self.name, self.state, self.reason or ended)
 
     def _crashed(self, ended: str) -> None:

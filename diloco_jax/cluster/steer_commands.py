@@ -1,4 +1,5 @@
-"""`diloco admit NAME --coordinator HOST:PORT [--remove]` and `diloco release NAME`."""
+"""What an operator asks of one island: `diloco admit NAME --coordinator HOST:PORT
+[--remove]`, `diloco release NAME` and `diloco profile NAME [--steps N]`."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from diloco_jax.config import ConfigError, Placement
-from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.validation import check_name
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.options import parse
-from diloco_jax.protocol.messages import Steer
+from diloco_jax.protocol.messages import MOST_STEPS, ProfileOrder, Steer
 
 if TYPE_CHECKING:
     from diloco_jax.wire.client import Client
@@ -43,6 +44,13 @@ class AdmitOptions(OneIslandOptions):
     """The options of `diloco admit`."""
 
     remove: bool = setting(False, help="Put the island out, and let it in no longer.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileOptions(OneIslandOptions):
+    """The options of `diloco profile`."""
+
+    steps: int = setting(5, Bound(1, MOST_STEPS), help="Whole steps in the trace.")
 
 
 def admit_command(arguments: Sequence[str]) -> int:
@@ -77,6 +85,27 @@ def release_command(arguments: Sequence[str]) -> int:
     print(
         f"island {options.name} is in no quarantine; still in it: "
         f"{', '.join(apart) or 'none'}",
+        file=sys.stderr,
+    )
+    return EXIT_DONE
+
+
+def profile_command(arguments: Sequence[str]) -> int:
+    """Have an island trace its next steps; return once it is asked."""
+    (options,) = parse(
+        [ProfileOptions],
+        arguments,
+        "diloco profile",
+        "Have an island that trains trace its next steps with jax.profiler. Its host 0 "
+        "writes the trace into its own workdir, in profiles/NAME-STEP.",
+    )
+    with operator_of(options) as (client, patience_s):
+        order = ProfileOrder(island=options.name, steps=options.steps)
+        told = client.profile(order, patience_s)
+    print(
+        f"island {options.name} traces its next {options.steps} steps into "
+        f"{told['folder']} of its workdir, on the machine of its host 0; its log says "
+        f"when the trace is there, or why there is none",
         file=sys.stderr,
     )
     return EXIT_DONE

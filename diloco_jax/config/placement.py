@@ -279,27 +279,12 @@ class Placement:
     restart_delay_s: float = setting(
         1.0, SECONDS, group=PROCESSES, help="Seconds before such a restart."
     )
-    spares: bool = setting(
-        False,
-        group=PROCESSES,
-        help="Whether diloco run keeps one more process for each island of one host, "
-        "and for the coordinator, which has imported everything and waits: the start "
-        "after a crash is shorter by the imports. It has 0.1 GB of memory of its own, "
-        "and touches no device before.",
-    )
     faults: tuple[str, ...] = setting(
         (),
         group=PROCESSES,
         help="Faults to inject, WHO@STEP:ACTION: v5p-a@40:kill, v5p-a@40:pause15, "
         "v5p-a@40:hang, v5p-a@40:nan and v5p-a@40:scale100 (its parameters), "
         "coordinator@12:kill or worker-1@12:kill (a step is a merge).",
-    )
-
-    chaos: bool = setting(
-        False,
-        group=PROCESSES,
-        help="Let operators strike the coordinator and islands of this run with diloco "
-        "chaos HOST:PORT, wherever they run: kill and stop. Off, both refuse it.",
     )
 
     @property

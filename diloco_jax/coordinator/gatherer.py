@@ -44,7 +44,6 @@ from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Busy, Refused
 from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.few_lines import FewLines
-from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class Gathered(NamedTuple):
     """Anchors as a nested dict."""
 
 
-class Gatherer(NoProfiles):
+class Gatherer:
     """`Handlers` of the wire's server until `gather` returns."""
 
     def __init__(
@@ -183,6 +182,10 @@ class Gatherer(NoProfiles):
 
     def steer(self, order: messages.Steer) -> dict[str, Any]:
         """Answer Busy: there is no state to change yet."""
+        raise Busy(f"{self._waits}; come again")
+
+    def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
+        """Answer Busy: nobody trains yet."""
         raise Busy(f"{self._waits}; come again")
 
     def kept(self, cycle: int, name: str) -> memoryview:

@@ -19,7 +19,7 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, own_address, term, too_late
+from diloco_jax.coordinator import going_on, origin, term, too_late
 from diloco_jax.coordinator import log as durable
 from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.disk_wait import DiskWait
@@ -30,7 +30,6 @@ from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.last_writes import LastWrites
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.making_state import StateMaker
-from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.serving import serve
@@ -161,8 +160,6 @@ class Coordinator:
         serves()
         self._tell_address()
         logger.info("run %s is served at %s", self._facts.run_id, self.address)
-        dialled = own_address.dialled(config.placement, run_id, self._tls, self._bound)
-        self._open.enter_context(dialled)
 
     def run(self, touch: Callable[[], None] = lambda: None) -> int:
         """Decide until the run is over or the process is asked to end. touch: see
@@ -338,7 +335,7 @@ class Coordinator:
         self._announcer.begin(self.lead)
 
     def _make_service(self) -> Service:
-        config, tell = self.config, self._sessions.tell
+        config = self.config
         return Service(
             Likeness(config.run, self._plan),
             lead=self.lead,
@@ -347,8 +344,8 @@ class Coordinator:
             roster=self._roster,
             metrics=self._metrics,
             kept=self._kept,
-            profiles=Profiles.of_run(config.placement, self._workdir, tell),
             status=self._announcer.shown,
+            time_budget_s=config.placement.time_budget_s,
             sources=config.run.data.sources,
         )
 

@@ -33,11 +33,6 @@ class CoordinatorOptions:
         "name the run of each island.",
     )
     trust_code: bool = setting(False, help=TRUST_CODE)
-    spare: bool = setting(
-        False,
-        help="Import everything, then wait for a line on standard input before going "
-        "on with the run; end with 0 at its end.",
-    )
 
     def check_run(self) -> None:
         """Raise ConfigError for a --run-id beside what says which run it is."""

@@ -13,24 +13,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diloco_jax import run_files
 from diloco_jax.coordinator import door, notes
 from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
 from diloco_jax.coordinator.workers.holder import WorkersHolder
-from diloco_jax.faults import strike_soon
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import (
     admission,
     cycles,
+    profiling,
     steering,
-    striking,
     takes,
 )
 from diloco_jax.protocol.coordinator.events import (
@@ -64,15 +63,16 @@ class Service:
         roster: Roster,
         metrics: Metrics,
         kept: KeptCycles,
-        profiles: Profiles,
         status: Callable[[], dict[str, Any]],
+        time_budget_s: float,
         sources: Sequence[str] = (),
     ) -> None:
         """sources: names of a mixture's sources."""
         self._likeness = likeness
         self._lead, self._holder = lead, holder
         self._sessions, self._roster, self._metrics = sessions, roster, metrics
-        self._status, self._kept, self._profiles = status, kept, profiles
+        self._status, self._kept = status, kept
+        self._time_budget_s = time_budget_s
         self._sources = sources
         self._written: dict[str, float] = {}
         """Time of the last line of metrics, by admitted island."""
@@ -227,35 +227,18 @@ class Service:
             "quarantined": [island.name for island in islands if island.quarantined],
         }
 
-    def strike(self, order: messages.StrikeOrder) -> dict[str, Any]:
-        """Strike an island's process, or this one; see `Client.strike`."""
-        lead = self._lead
-        if wrong := striking.refusal(lead.config, lead.state, order):
-            raise Refused(wrong.code, wrong.message)
-        logger.warning("an operator: %s %s", order.kind, order.who or "this process")
-        if order.who is None:
-            strike_soon(order.kind, order.seconds)
-        else:
-            request = messages.StrikeRequest(kind=order.kind, seconds=order.seconds)
-            self._sessions.tell(lead.state.islands[order.who].session, request)
-        return {"who": order.who}
-
     def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
         """Have an island trace some steps; see `Client.profile`."""
-        return self._profiles.order(order, self._lead.state)
-
-    def profile_begin(self, part: bulk.ProfilePart) -> memoryview:
-        """Return the memory for a block of a trace that was asked for."""
-        self._require_current(part)
-        return self._profiles.begin(part)
-
-    def profile_end(self, part: bulk.ProfilePart, place: memoryview) -> bool:
-        """Accept a block; the last one stores the trace."""
-        return self._profiles.end(part, place)
-
-    def trace(self, number: int) -> memoryview:
-        """Return the bytes of a trace that is stored."""
-        return self._profiles.stored(number)
+        state = self._lead.state
+        if wrong := profiling.refusal(state, order):
+            raise Refused("profile", wrong)
+        logger.info("an operator: trace %d steps of %s", order.steps, order.island)
+        request = messages.ProfileRequest(
+            steps=order.steps,
+            within_s=profiling.within_s(state, order, self._time_budget_s),
+        )
+        self._sessions.tell(state.islands[order.island].session, request)
+        return {"folder": f"{run_files.PROFILES}/{order.island}-STEP"}
 
     def _decide(self, event: KeepAsked | messages.Steer) -> None:
         """Have an event decided, and its effects carried out."""
@@ -293,9 +276,7 @@ class Service:
             )
         self._require_current(call)
 
-    def _require_current(
-        self, call: bulk.UploadStart | bulk.FetchRequest | bulk.ProfilePart
-    ) -> None:
+    def _require_current(self, call: bulk.UploadStart | bulk.FetchRequest) -> None:
         """Raise Refused unless the island's current process calls."""
         state = self._lead.state
         island, term = state.islands.get(call.island), state.term

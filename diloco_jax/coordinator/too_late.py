@@ -18,7 +18,6 @@ from diloco_jax.protocol.coordinator import admission
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import Refused
 from diloco_jax.wire.fetch_source import FetchSource
-from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 
 
-class TooLate(NoProfiles):
+class TooLate:
     """`Handlers` of the wire's server once the run is over."""
 
     def __init__(self, lead: Lead, status: dict[str, Any]) -> None:
@@ -69,6 +68,10 @@ class TooLate(NoProfiles):
         self._refuse()
 
     def steer(self, order: messages.Steer) -> dict[str, Any]:
+        """Raise Refused."""
+        self._refuse()
+
+    def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
         """Raise Refused."""
         self._refuse()
 

@@ -1,33 +1,15 @@
-"""Rates of the coordinator's machine: constants of this package, or measured.
-
-`diloco plan CONFIG --measure --machine FILE` measures them with the product's own code
-and writes the file. `--machine FILE` alone reads it: a coordinator's machine is
-measured once, and planned with elsewhere.
-"""
+"""Rates of the coordinator's machine, as the package's benchmarks measured them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
-from diloco_jax import files
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.errors import ConfigError
 from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
 
 
-class DiskRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes per second of sealed files, written to disk and read from it."""
-
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-
-
-class MachineRates(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
-    """Work that a core does, and the rates of disk and memory."""
+class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Work that a core does, and the rate of memory."""
 
     merge_core_seconds: dict[str, float]
     """Core seconds per 1e9 parameters of a merge by a weighted sum, whatever its
@@ -51,8 +33,6 @@ class MachineRates(
     copy_bytes_per_s: float
     """Bytes that one core copies per second. It tells how machines compare: merges are
     bound by memory."""
-    disk: DiskRates | None
-    """None: the published rate of the config's disk."""
     merge: str
     """`sync.merge` of the measured weighted sums."""
     outer: str
@@ -61,8 +41,6 @@ class MachineRates(
     """Command, machine and date of the merges' figures and of the copy."""
     wire_from: str
     """The same of the wire's."""
-    disk_from: str
-    """The same of the disk's, if there are any."""
 
     def merging(self, codec: str) -> float:
         """Return `merge_core_seconds` of a codec; of the slowest if this one was not
@@ -87,7 +65,7 @@ class MachineRates(
         whose rates are told if it has any of its own."""
         merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
         deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
-        lines = [
+        return [
             f"merges, core seconds per 1e9 parameters ({self.merge}, {self.outer}, "
             f"route {self.merge_route}): "
             f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
@@ -95,18 +73,9 @@ class MachineRates(
             *([self.rules[rule].line(rule)] if rule in self.rules else []),
             f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
             f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
+            f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}",
+            "disk: as published for its size and machine (not measured)",
         ]
-        lines.append(
-            f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}"
-        )
-        if self.disk:
-            write, read = self.disk.write_bytes_per_s, self.disk.read_bytes_per_s
-            lines.append(
-                f"disk: {_gb(write)} written, {_gb(read)} read [{self.disk_from}]"
-            )
-        else:
-            lines.append("disk: as published for its size and machine (not measured)")
-        return lines
 
 
 CONSTANTS = MachineRates(
@@ -119,13 +88,11 @@ CONSTANTS = MachineRates(
     fetch_core_seconds=0.44,
     write_core_seconds=0.6,
     copy_bytes_per_s=8.4e9,
-    disk=None,
     merge="rda",
     outer="nesterov",
     merges_from="constant: `python benchmarks/merging.py`, 2 cores, Intel Xeon, "
     "2026-11-26",
     wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
-    disk_from="",
 )
 """Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that
 needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-11-24 and
@@ -133,8 +100,7 @@ needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-1
 `machines.py` have Xeons, a store of 1 B parameters took there what these say
 (docs/results/coordinator_scale.md), and of two measurements the slower one promises
 less. Replay: the most of that page, about. Wire: the coordinator's end in
-docs/results/wire.md. Sealed files: by `planning/measuring.py`, on the Xeon,
-2026-11-26."""
+docs/results/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon, 2026-11-26."""
 
 NATIVE = msgspec.structs.replace(
     CONSTANTS,
@@ -150,22 +116,6 @@ def constants_of(route: MergeRoute) -> MachineRates:
     """Return the constants for a merge route. "auto" counts as "xla": a plan does not
     know whether the coordinator's machine will have a compiler."""
     return NATIVE if route == "native" else CONSTANTS
-
-
-def read_rates(path: str) -> MachineRates:
-    """Read a file that `write_rates` wrote. Raises ConfigError."""
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=MachineRates)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            f"machine = {path!r}: it cannot be read ({error}); write it with `diloco "
-            f"plan CONFIG --measure --machine FILE` on the coordinator's machine"
-        ) from error
-
-
-def write_rates(rates: MachineRates, path: str) -> None:
-    """Write the rates of this machine, readable for people."""
-    files.write_json(msgspec.to_builtins(rates), path)
 
 
 def _or_dearest(rates: dict[str, float], codec: str) -> float:

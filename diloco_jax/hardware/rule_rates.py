@@ -17,23 +17,13 @@ if TYPE_CHECKING:
     from diloco_jax.merge_route import Route
 
 
-class RuleRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RuleRates(msgspec.Struct, frozen=True, kw_only=True):
     """Work of one rule beyond that of a weighted sum."""
 
     beyond_core_seconds: tuple[tuple[int, float], ...]
     """(deltas, core seconds per 1e9 parameters), by deltas: at least two, above 0."""
     rule_from: str
     """Command, machine and date."""
-
-    def __post_init__(self) -> None:
-        deltas = [point[0] for point in self.beyond_core_seconds]
-        rising = all(few < many for few, many in pairwise([0, *deltas]))
-        positive = all(seconds > 0 for _, seconds in self.beyond_core_seconds)
-        if len(deltas) < 2 or not rising or not positive:
-            raise ValueError(
-                f"beyond_core_seconds = {self.beyond_core_seconds}: give two points or "
-                f"more, of rising numbers of deltas, each above 0 core seconds"
-            )
 
     def beyond(self, deltas: int) -> float:
         """Return the core seconds per 1e9 parameters of a merge of so many deltas.

@@ -66,6 +66,7 @@ class Host(Parts[Loop]):
         self.checkpoints = Checkpoints(config, name, folder)
         compilation.use_cache(compilation.of_run(workdir))
         self._lasted = workdir / run_files.LASTED
+        self.traces = workdir / run_files.PROFILES
         data, length = load_data(run), run.sequence_length
         fields, batch_size = model.fields(run.data.arrays), self.island.batch_size
         reader = BatchReader(data.index(run.seed), fields, length)

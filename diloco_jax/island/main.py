@@ -289,7 +289,7 @@ class LeadingHost(Generic[L]):
         for fragment, ticket in enumerate(welcome.tickets):
             receiver.want(fragment, welcome.versions[fragment], ticket)
         mailbox.post(Status(phase="compiling"))
-        targets = Targets(want=receiver.want, resend=self._resend, order=host.order)
+        targets = Targets(want=receiver.want, resend=self._resend, profile=host.profile)
         self._link.start(targets)
         host.compile()
         if host.gives:

@@ -25,11 +25,6 @@ class IslandOptions:
         "slices).",
     )
     host_index: int = setting(0, help="Which host of the island this is, with --world.")
-    spare: bool = setting(
-        False,
-        help="Import everything, then wait for a line on standard input before joining "
-        "the run; end with 0 at its end.",
-    )
 
     def check(self, config: Config) -> None:
         """Raise ConfigError, naming the option, for values that the config rules

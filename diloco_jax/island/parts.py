@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 import jax
 
-from diloco_jax import restart_time
+from diloco_jax import restart_time, run_files
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.faults import Faults, strike_soon
+from diloco_jax.faults import Faults
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions, Mailbox
@@ -23,8 +24,7 @@ from diloco_jax.island.network.receiver import Fetcher
 from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.stepping import Stepping
-from diloco_jax.protocol.island.conversation import Order
-from diloco_jax.protocol.messages import ProfileRequest, StrikeRequest
+from diloco_jax.protocol.messages import ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
@@ -48,6 +48,8 @@ class Parts(abc.ABC, Generic[L]):
     """True if it is to have the run's result, as for `Conversation`."""
     own_data = False
     """True if its steps use other data than the rows that are leased to it."""
+    traces = Path(run_files.PROFILES)
+    """Folder of the traces that an operator asks for."""
 
     def __init__(
         self, config: Config, name: str, coordinator_address: str, plan: FragmentPlan
@@ -166,23 +168,10 @@ class Parts(abc.ABC, Generic[L]):
             self.deadlines,
             self.lanes.dealt,
         )
-        self._profiler = Profiler(
-            self.mailbox,
-            identity,
-            self.lanes.coordinator.transfers.send_block,
-            self.deadlines,
-        )
 
-    def order(self, order: Order) -> None:
-        """Carry out what an operator wants; return at once."""
-        match order:
-            case ProfileRequest():
-                self._profiler.ask(order)
-            case StrikeRequest() if not self.config.placement.chaos:
-                # The coordinator's config is not believed where this one differs.
-                logger.error("placement.chaos is off here: no %s", order.kind)
-            case StrikeRequest():
-                strike_soon(order.kind, order.seconds)
+    def profile(self, request: ProfileRequest) -> None:
+        """Trace the next steps; return at once."""
+        Profiler(self.mailbox, self.name, self.traces).ask(request)
 
     def _anchors(self, versions: list[Version]) -> dict[int, tuple[jax.Array, ...]]:
         """Return the anchors of these versions, which have arrived in full."""

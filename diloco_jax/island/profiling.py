@@ -1,28 +1,21 @@
-"""Trace the next steps of this process with jax.profiler, and send the trace.
+"""Trace the next steps of this process with jax.profiler.
 
 Host 0 alone does it: its devices run the same program as all others, and where it waits
 for another host its trace shows the collective that waits. The train loop takes no part
-in it: a thread of its own begins, counts the steps that the loop posts, ends and sends.
+in it: a thread of its own begins, counts the steps that the loop posts, and ends.
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from msgspec.structs import replace
 
-from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.protocol.messages import MAX_TEXT, ProfileRequest
-from diloco_jax.wire.bulk import PROFILE_BLOCK_BYTES, Identity, ProfilePart
-from diloco_jax.wire.errors import Busy, ConnectionLost, WireError
-from diloco_jax.wire.profiling import ENDING
+from diloco_jax.protocol.messages import ProfileRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,63 +26,54 @@ IN_FLIGHT = 1
 class Profiler:
     """Traces of one incarnation, on threads that no one waits for."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        identity: Identity,
-        send: Callable[[ProfilePart, memoryview], int],
-        deadlines: Deadlines,
-    ) -> None:
-        """send: sends a block, as `Transfers.send_block`."""
-        self._mailbox, self._identity = mailbox, identity
-        self._send, self._deadlines = send, deadlines
+    def __init__(self, mailbox: Mailbox, name: str, folder: Path) -> None:
+        """folder: gets a folder NAME-STEP for each trace."""
+        self._mailbox, self._name, self._folder = mailbox, name, folder
 
     def ask(self, request: ProfileRequest) -> None:
-        """Trace and send; returns at once. A second one at the same time fails, and
-        says so."""
+        """Trace; returns at once. A second one at the same time fails. The log says
+        where the trace is, or why there is none."""
         threading.Thread(
             target=self._run, args=(request,), name="profile", daemon=True
         ).start()
 
     def _run(self, request: ProfileRequest) -> None:
-        part = ProfilePart(number=request.number, **self._identity.fields())
         try:
-            try:
-                step, trace = self._traced(request)
-            except Exception as error:
-                # Whatever it is, it is told; the island trains on.
-                logger.warning("no trace: %s", error)
-                text = f"{type(error).__name__}: {error}"[:MAX_TEXT]
-                self._deliver(replace(part, failed=text), memoryview(b""))
-                return
-            part = replace(part, step=step, total=len(trace))
-            for offset in range(0, len(trace), PROFILE_BLOCK_BYTES):
-                block = trace[offset : offset + PROFILE_BLOCK_BYTES]
-                self._deliver(replace(part, offset=offset, length=len(block)), block)
-        except WireError as error:
-            logger.warning("the trace was not sent: %s", error)
+            folder = self._traced(request)
+        except Exception as error:
+            # Whatever it is, it is told; the island trains on.
+            logger.warning(
+                "no trace of %d steps: %s: %s",
+                request.steps,
+                type(error).__name__,
+                error,
+            )
+        else:
+            logger.info(
+                "the trace of %d steps is in %s; `tensorboard --logdir` of it shows "
+                "them (pip install xprof)",
+                request.steps,
+                folder,
+            )
 
-    def _traced(self, request: ProfileRequest) -> tuple[int, memoryview]:
-        """Return the first whole step that is traced, and the trace."""
+    def _traced(self, request: ProfileRequest) -> Path:
+        """Return the folder of the trace, which is named after the steps made before
+        it."""
         options = jax.profiler.ProfileOptions()
         # Python's own tracer would slow down every thread, the loop's first of all.
         options.python_tracer_level = 0
         until = time.monotonic() + request.within_s
-        with tempfile.TemporaryDirectory(prefix="diloco-profile-") as folder:
-            jax.profiler.start_trace(folder, profiler_options=options)
-            try:
-                first = self._passed(self._mailbox.status().steps + 1, until)
-                self._passed(first + request.steps + IN_FLIGHT, until)
-            finally:
-                jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
-            (file,) = Path(folder).rglob(f"*{ENDING}")
-            nbytes = file.stat().st_size
-            if nbytes > request.max_bytes:
-                raise ValueError(
-                    f"the trace of {request.steps} steps has {nbytes:,} bytes, and at "
-                    f"most {request.max_bytes:,} are sent; ask for fewer --steps"
-                )
-            return first, memoryview(file.read_bytes())
+        begun = self._mailbox.status().steps
+        folder = (self._folder / f"{self._name}-{begun}").absolute()
+        # A trace that cannot be written leaves jax with a profiler that has begun.
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            first = self._passed(begun + 1, until)
+            self._passed(first + request.steps + IN_FLIGHT, until)
+        finally:
+            jax.profiler.stop_trace()  # type: ignore[no-untyped-call]
+        return folder
 
     def _passed(self, step: int, until: float) -> int:
         """Wait until that many steps are made; return how many are."""
@@ -105,19 +89,3 @@ class Profiler:
                 f"and has to come to step {step}"
             )
         return made
-
-    def _deliver(self, part: ProfilePart, block: memoryview) -> None:
-        """Send a block; try again where the coordinator is away for a while."""
-        backoff = Backoff(self._deadlines)
-        until = time.monotonic() + self._deadlines.pin_s
-        while True:
-            try:
-                self._send(part, block)
-                return
-            except (ConnectionLost, Busy):
-                pause_s = backoff.next_s()
-                if time.monotonic() + pause_s > until:
-                    raise
-                if self._mailbox.ending is not None:
-                    raise
-                time.sleep(pause_s)

@@ -14,7 +14,6 @@ from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.files import absolute, is_bucket, write_json
-from diloco_jax.hardware.rates import constants_of
 from diloco_jax.hardware.slices import slice_of
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
@@ -181,8 +180,7 @@ def require_planned(config: Config) -> list[str]:
         )
     if config.run.model.factory:
         return []  # Nobody knows its FLOPs before it is compiled.
-    rates = constants_of(config.placement.merge_route)
-    plan = plan_by_arithmetic("", config, fragments, link, {}, rates)
+    plan = plan_by_arithmetic("", config, fragments, link, {})
     notes = [f"plan at peak rates, REFUSED: {r.text}" for r in plan.refusals]
     if len(notes) > 1 and plan.mending:
         notes.append(f"all of them together: set {shown(plan.mending)}")

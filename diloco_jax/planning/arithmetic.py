@@ -63,7 +63,6 @@ def plan_by_arithmetic(
     fragments: FragmentPlan,
     link_gbit_per_s: float,
     prices: Mapping[str, float],
-    rates: MachineRates,
 ) -> ArithmeticPlan:
     """Plan the run from formulas. Raises ConfigError."""
     steps, hosts = {}, {}
@@ -87,7 +86,6 @@ def plan_by_arithmetic(
             hosts=hosts,
             step_seconds=steps,
             link_gbit_per_s=link_gbit_per_s,
-            rates=rates,
         )
 
     terms = terms_of(config, fragments)
@@ -106,7 +104,7 @@ def plan_by_arithmetic(
         needs=needs_of(terms),
         refusals=found_refusals,
         mending=mending(terms),
-        rates=rates,
+        rates=terms.rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
         advice=list(to_even(config, fragments, is_no_worse)),
     )

@@ -327,7 +327,7 @@ def _disk_bytes(terms: Terms, needs: Needs) -> Check:
 
 def _disk_speed(terms: Terms, needs: Needs) -> Check:
     disk = needs.coordinator.busiest_disk
-    size, rate = terms.config.launch.coordinator_disk_gb, terms.disk.write_bytes_per_s
+    size, rate = terms.config.launch.coordinator_disk_gb, terms.disk_bytes_per_s
     has = MOST_DISK * rate
 
     def changes() -> Iterator[dict[str, Any]]:

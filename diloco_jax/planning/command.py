@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import progress as bars
 from rich.console import Console
 
-from diloco_jax import files
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
 from diloco_jax.hardware.chips import chip_of
 from diloco_jax.hardware.machines import machine_of
-from diloco_jax.hardware.rates import (
-    MachineRates,
-    constants_of,
-    read_rates,
-    write_rates,
-)
 from diloco_jax.hardware.slices import slice_of
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.terminal import progress_lines
@@ -42,8 +33,6 @@ if TYPE_CHECKING:
     from diloco_jax.core.fragments import FragmentPlan
     from diloco_jax.planning.compiling import IslandPlan
     from diloco_jax.planning.report import Plan
-
-MEASURED = "this machine"
 
 
 def run(config: Config, path: str, options: PlanOptions) -> int:
@@ -73,11 +62,10 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     console = Console(stderr=True, markup=False)
     with console.status("cutting the model into fragments"):
         fragments = fragments_of(config)
-    rates = _rates(config, options, console)
     if options.arithmetic:
         with console.status("checking links and coordinator"):
             guess = plan_by_arithmetic(
-                path, config, fragments, options.link_gbit_per_s, prices, rates
+                path, config, fragments, options.link_gbit_per_s, prices
             )
         if options.json:
             print(json.dumps(guess.as_json()))
@@ -86,7 +74,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
             _took(began, console)
         return EXIT_DONE if guess.fits else EXIT_CONFIG
     try:
-        plan = _plan(path, config, options, fragments, prices, rates, console)
+        plan = _plan(path, config, options, fragments, prices, console)
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -103,35 +91,12 @@ def _took(began: float, console: Console) -> None:
     console.print(f"(this plan took {seconds:.0f} s)", highlight=False, style="dim")
 
 
-def _rates(config: Config, options: PlanOptions, console: Console) -> MachineRates:
-    """Measure, read or know the rates of the coordinator's machine."""
-    if not options.measure:
-        if options.machine:
-            return read_rates(options.machine)
-        return constants_of(config.placement.merge_route)
-    from diloco_jax.planning.measuring import measure
-
-    if options.machine:
-        files.require_writable(Path(options.machine).absolute().parent, "--machine")
-    folder = Path(config.placement.workdir or os.curdir).absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    with _bars(console, [MEASURED]) as report:
-        rates = measure(
-            config, str(folder), lambda doing, share: report(MEASURED, doing, share)
-        )
-    if options.machine:
-        write_rates(rates, options.machine)
-    return rates
-
-
 def _plan(
     path: str,
     config: Config,
     options: PlanOptions,
     fragments: FragmentPlan,
     prices: Mapping[str, float],
-    rates: MachineRates,
     console: Console,
 ) -> Plan:
     """Compile, plan, and try what may be better."""
@@ -153,7 +118,6 @@ def _plan(
             options.assumptions,
             versions,
             prices,
-            rates,
         )
 
     with _bars(console, list(config.islands)) as report:

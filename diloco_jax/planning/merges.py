@@ -47,10 +47,7 @@ class MergePlan:
     def line(self) -> str:
         """A line for people."""
         cost = self.cost
-        unknown = (
-            "; nobody measured this rule, and it counts as a weighted sum: `diloco "
-            "plan CONFIG --measure` on the coordinator's machine measures it"
-        )
+        unknown = "; nobody measured this rule, and it counts as a weighted sum"
         return (
             f"merges of {cost.deltas} deltas by {cost.rule}: {cost.core_seconds:.3g} "
             f"core seconds per 1e9 parameters, {self.fragment_core_seconds:.3g} for "

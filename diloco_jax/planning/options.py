@@ -54,17 +54,6 @@ class PlanOptions(Assumptions):
         help="Compile nothing: take steps by formula at the chips' peak rates, and "
         "check links and coordinator alone.",
     )
-    measure: bool = setting(
-        False,
-        help="Measure this machine as the coordinator's, in less than a minute: "
-        "merges, wire, disk (that of --workdir, or of the current folder); use that "
-        "instead of constants.",
-    )
-    machine: str = setting(
-        "",
-        help="File with a coordinator machine's rates: read, or with --measure "
-        "written.",
-    )
     price: str = setting(
         "",
         help="Prices per hour as you know them, v5p=N,v6e=N,coordinator=N: of a chip "

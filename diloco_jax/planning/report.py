@@ -11,7 +11,6 @@ import msgspec
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.hardware.rates import CONSTANTS, MachineRates
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan
 from diloco_jax.planning.checks import mending, refusals
@@ -59,7 +58,6 @@ def plan_run(
     assumptions: Assumptions,
     versions: dict[str, str],
     prices: Mapping[str, float] | None = None,
-    rates: MachineRates = CONSTANTS,
 ) -> Plan:
     """Plan the run from its compiled islands, without advice. Raises ConfigError.
 
@@ -86,7 +84,6 @@ def plan_run(
         hosts={name: machine.hosts for name, machine in machines.items()},
         step_seconds={name: m.step_seconds for name, m in machines.items()},
         link_gbit_per_s=assumptions.link_gbit_per_s,
-        rates=rates,
     )
     needs = needs_of(terms)
     goodput = expected_goodput(
@@ -120,7 +117,7 @@ def plan_run(
         restart_seconds=needs.restart_seconds,
         refusals=refusals(terms),
         mending=mending(terms),
-        rates=rates,
+        rates=terms.rates,
         price_per_hour=price_per_hour(config, prices) if prices else None,
     )
     return Plan(

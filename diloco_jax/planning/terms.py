@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from diloco_jax.config import Config
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
-from diloco_jax.hardware.rates import CONSTANTS, DiskRates, MachineRates, constants_of
+from diloco_jax.hardware.rates import MachineRates, constants_of
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.changes import changed as changed_config
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
@@ -26,21 +26,22 @@ class Terms:
     hosts: Mapping[str, int]
     step_seconds: Mapping[str, float]
     link_gbit_per_s: float
-    rates: MachineRates = CONSTANTS
     steps_known: bool = True
     """False: `step_seconds` are made up, and a disk is judged by the bytes that do not
     depend on them."""
 
     @property
-    def disk(self) -> DiskRates:
-        """Rates of the coordinator's disk: as measured, or as published."""
+    def rates(self) -> MachineRates:
+        """Rates of the coordinator's machine by the config's merge route."""
+        return constants_of(self.config.placement.merge_route)
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Rate of the coordinator's disk, each way: as published."""
         launch = self.config.launch
-        published = min(
+        return min(
             disk_bytes_per_s(launch.coordinator_disk_gb),
             machine_of(launch.coordinator_machine).disk_bytes_per_s,
-        )
-        return self.rates.disk or DiskRates(
-            write_bytes_per_s=published, read_bytes_per_s=published
         )
 
 
@@ -67,7 +68,7 @@ def needs_of(terms: Terms) -> Needs:
         len(terms.hosts),
         cycle_s,
         machine_of(config.launch.coordinator_machine).cores,
-        terms.disk.write_bytes_per_s,
+        terms.disk_bytes_per_s,
         terms.rates,
         cycles=config.merges_per_fragment(),
         apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
@@ -76,7 +77,7 @@ def needs_of(terms: Terms) -> Needs:
         pacing_step_seconds=pace,
         cycle_seconds=cycle_s,
         coordinator=coordinator,
-        restart_seconds=coordinator.restart_seconds(terms.disk.read_bytes_per_s),
+        restart_seconds=coordinator.restart_seconds(terms.disk_bytes_per_s),
         networks={
             name: island_network(
                 sync, terms.fragments, pace, seconds, terms.link_gbit_per_s
@@ -87,9 +88,5 @@ def needs_of(terms: Terms) -> Needs:
 
 
 def changed(terms: Terms, change: Change) -> Terms:
-    """Return the terms with other values of fields of the config. Constants of a merge
-    route follow the config's."""
-    config, rates = changed_config(terms.config, change), terms.rates
-    if rates == constants_of(terms.config.placement.merge_route):
-        rates = constants_of(config.placement.merge_route)
-    return dataclasses.replace(terms, config=config, rates=rates)
+    """Return the terms with other values of fields of the config."""
+    return dataclasses.replace(terms, config=changed_config(terms.config, change))

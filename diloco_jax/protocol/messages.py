@@ -16,6 +16,7 @@ from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
     ISLAND_NAME,
     LEAD,
+    MOST_POSITION,
     Count,
     Outstanding,
     Phase,
@@ -33,8 +34,6 @@ MAX_TEXT = 1000
 """Most characters of a text for people."""
 MOST_STEPS = 100
 """Most steps that an operator may have traced at once."""
-MOST_STOPPED_S = 600.0
-"""Longest time for which an operator may have a process stopped, in seconds."""
 MAX_SOURCES = 1000
 """Most sources of a mixture."""
 MAX_SECONDS = 1e9
@@ -111,7 +110,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     own_tokens: Count = 0
     """Tokens of this incarnation's steps that `tokens` includes. Steps during an outage
     are not among them."""
-    next_position: Count = 0
+    next_position: Annotated[int, Meta(ge=0, le=MOST_POSITION)] = 0
     """Position below which data was granted to any island, as the island last heard."""
     lead: Annotated[int, Meta(ge=0, le=LEAD)] = 0
     """Boundaries from a request to its take, for the island's hosts to agree on it: see
@@ -190,24 +189,11 @@ class Steer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProfileOrder(Message, frozen=True, kw_only=True, tag=True):
-    """Have an island trace its next steps with jax.profiler; or, with the number of an
-    earlier order, ask how that is."""
+    """Have an island trace its next steps with jax.profiler."""
 
     island: Name
     steps: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
     """Whole steps to trace."""
-    number: Count = 0
-    """Number of an earlier order; 0: this is a new one."""
-
-
-class StrikeOrder(Message, frozen=True, kw_only=True, tag=True):
-    """Strike a process of the run: SIGKILL, or SIGSTOP for some seconds."""
-
-    who: Name | None
-    """The island; None: the coordinator itself."""
-    kind: Literal["kill", "stop"]
-    seconds: Annotated[float, Meta(ge=0, le=MOST_STOPPED_S)] = 0.0
-    """Time for which it is stopped; 0 for a kill."""
 
 
 # ---- from the coordinator -------------------------------------------------------
@@ -323,24 +309,12 @@ class Watch(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProfileRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Trace the next steps of host 0 with jax.profiler, and send the trace as bulk."""
+    """Trace the next steps of host 0 with jax.profiler."""
 
-    number: int
-    """Number of the trace."""
     steps: int
     """Whole steps to trace."""
     within_s: float
     """Longest time for them, in seconds."""
-    max_bytes: int
-    """Most bytes of the trace."""
-
-
-class StrikeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """An operator wants host 0 to be struck; see `StrikeOrder`."""
-
-    kind: Literal["kill", "stop"]
-    seconds: float
-    """Time for which it is stopped; 0 for a kill."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag=True):
@@ -368,7 +342,6 @@ FromCoordinator = (
     | AnchorRequest
     | Watch
     | ProfileRequest
-    | StrikeRequest
     | Stop
     | MayLeave
     | Finished

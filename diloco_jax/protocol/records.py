@@ -2,7 +2,7 @@
 
 A line of the log or the tape is one of these structs as a JSON object; `kind` names it.
 Records in `Durable` are on both, and recovery reads them back. Records in `Noted` are
-only on the tape, for replay, calibration and people. The records that a coordinator
+only on the tape, for replay and people. The records that a coordinator
 notes about itself are in `coordinator/notes.py`.
 """
 

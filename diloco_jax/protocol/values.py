@@ -23,6 +23,9 @@ ISLAND_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 # of 64-bit integers.
 MAX_COUNT = 2**48
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+MOST_POSITION = MAX_COUNT // 2
+"""Largest position that an island may say it knows: a term that begins there has room
+for all that it grants."""
 CountOrNone = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """A count, or -1 for none."""
 Rate = Annotated[float, Meta(ge=0, le=1e9)]

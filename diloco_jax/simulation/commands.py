@@ -190,24 +190,12 @@ def faults_command(arguments: Sequence[str]) -> int:
     return 1 if report.violations else 0
 
 
-def calibrate_command(arguments: Sequence[str]) -> int:
-    """Run `diloco simulate calibrate WORKDIR`."""
-    from diloco_jax.before_jax import skip_absent_tpu
-
-    # This must happen before anything imports jax.
-    skip_absent_tpu()
-    from diloco_jax.simulation.calibration import command
-
-    return command.calibrate_command(arguments)
-
-
 KINDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "goodput": (goodput_command, "chip time left by failures; --sweep"),
     "mix": (mix_command, "unequal islands: waiting for all, for one, with grace"),
     "scavenge": (scavenge_command, "extra islands for a part of the token budget"),
     "bandwidth": (bandwidth_command, "rates that links must carry"),
     "faults": (faults_command, "random faults, and invariants that must hold"),
-    "calibrate": (calibrate_command, "predict a run from a recorded one"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from diloco_jax.core.payload import Part
-from diloco_jax.protocol.messages import Identifier, Message, Name, Text
+from diloco_jax.protocol.messages import Identifier, Message, Name
 from diloco_jax.protocol.values import Count, CountOrNone, Version
 from diloco_jax.wire.errors import Failure
 
@@ -61,33 +61,6 @@ class UploadStart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     def what(self) -> str:
         """The name of the payload, for people."""
         return f"fragment {self.fragment}"
-
-
-class ProfilePart(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Announce the next block of a trace; or, with `failed`, that there will be
-    none."""
-
-    run_id: Identifier
-    island: Name
-    incarnation: Count
-    session: Identifier
-    number: Count
-    """That of the request."""
-    step: Count = 0
-    """The first step in the trace."""
-    offset: Count = 0
-    """First byte of this block in the trace."""
-    length: Count = 0
-    """Bytes of this block."""
-    total: Count = 0
-    """Bytes of the whole trace."""
-    failed: Text = ""
-    """Why there is no trace, for people."""
-
-    @property
-    def what(self) -> str:
-        """The name of the payload, for people."""
-        return f"a trace of island {self.island}"
 
 
 class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -163,22 +136,15 @@ class CycleRequest(Message, frozen=True, kw_only=True, tag=True):
     name: Identifier = ""
 
 
-class TraceRequest(Message, frozen=True, kw_only=True, tag=True):
-    """Ask for the bytes of a trace that is done."""
-
-    number: Count
-    """Number of the trace."""
-
-
 class UploadDone(Message, frozen=True, kw_only=True, tag=True):
     """Answer to an upload: the stripe is stored; `complete` if it was the last one of
-    its delta or trace."""
+    its delta."""
 
     complete: bool
 
 
 class KeptStart(Message, frozen=True, kw_only=True, tag=True):
-    """Answer to a request for a file or a trace: its bytes follow."""
+    """Answer to a request for a file: its bytes follow."""
 
     total: int
 
@@ -186,16 +152,7 @@ class KeptStart(Message, frozen=True, kw_only=True, tag=True):
 Question = HoldingsRequest | RevocationRequest
 """Requests that a message answers, without a payload."""
 
-PROFILE_BLOCK_BYTES = 4 << 20
-"""Most bytes of a trace at once: stripes of deltas go between its blocks."""
-
 Request = (
-    UploadStart
-    | FetchRequest
-    | HoldingsRequest
-    | RevocationRequest
-    | CycleRequest
-    | ProfilePart
-    | TraceRequest
+    UploadStart | FetchRequest | HoldingsRequest | RevocationRequest | CycleRequest
 )
 Reply = UploadDone | FetchStart | Holdings | Revocation | KeptStart | Failure

@@ -9,11 +9,9 @@ from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
     KeptStart,
-    ProfilePart,
     Request,
     Revocation,
     RevocationRequest,
-    TraceRequest,
     UploadDone,
     UploadStart,
 )
@@ -23,12 +21,11 @@ from diloco_jax.wire.errors import RemoteProtocolError
 from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.few_lines import FewLines
 from diloco_jax.wire.principal import Principal, require_island, require_operator
-from diloco_jax.wire.profiling import ProfileHandlers
 from diloco_jax.wire.threads import Guard
 from diloco_jax.wire.tls import TlsFiles
 
 
-class BulkHandlers(ProfileHandlers, Protocol):
+class BulkHandlers(Protocol):
     """Answer the requests of the bulk port. Many threads call the methods at once."""
 
     def upload_begin(self, start: UploadStart) -> memoryview:
@@ -89,7 +86,7 @@ class BulkServer(BulkPort):
     ) -> None:
         """Carry out a request of `who`, None without TLS."""
         match request:
-            case UploadStart() | ProfilePart():
+            case UploadStart():
                 require_island(who, request.island)
                 self._upload(connection, request, guard)
             case FetchRequest():
@@ -101,13 +98,9 @@ class BulkServer(BulkPort):
                 peers, serial = self._peers, int(request.serial, 16)
                 revoked = peers is not None and peers.is_revoked(serial)
                 connection.send(Revocation(revoked=revoked))
-            case CycleRequest() | TraceRequest():
+            case CycleRequest():
                 require_operator(who)
-                view = (
-                    self.handlers.kept(request.cycle, request.name)
-                    if isinstance(request, CycleRequest)
-                    else self.handlers.trace(request.number)
-                )
+                view = self.handlers.kept(request.cycle, request.name)
                 connection.send(KeptStart(total=view.nbytes))
                 self.send_payload(connection, [view], 0, view.nbytes, guard)
             case _:
@@ -119,7 +112,7 @@ class BulkServer(BulkPort):
     def _upload(
         self,
         connection: BulkConnection,
-        start: UploadStart | ProfilePart,
+        start: UploadStart,
         guard: Guard,
     ) -> None:
         if not 0 <= start.offset <= start.offset + start.length <= start.total:
@@ -128,26 +121,17 @@ class BulkServer(BulkPort):
                 f"{start.offset + start.length} of a payload of {start.total}"
             )
         handlers = self.handlers
-        begun = (
-            handlers.profile_begin(start)
-            if isinstance(start, ProfilePart)
-            else handlers.upload_begin(start)
-        )
-        with begun as place:
+        with handlers.upload_begin(start) as place:
             with place.cast("B") as view:
                 _receive(connection, view, start, guard)
-            complete = (
-                handlers.profile_end(start, place)
-                if isinstance(start, ProfilePart)
-                else handlers.upload_end(start, place)
-            )
+            complete = handlers.upload_end(start, place)
         connection.send(UploadDone(complete=complete))
 
 
 def _receive(
     connection: BulkConnection,
     view: memoryview,
-    start: UploadStart | ProfilePart,
+    start: UploadStart,
     guard: Guard,
 ) -> None:
     """Receive a stripe into its place, or chunk by chunk into the same shorter one."""

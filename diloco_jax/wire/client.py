@@ -17,7 +17,7 @@ import grpc
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import addresses, encoding, errors
-from diloco_jax.wire.bulk import CycleRequest, TraceRequest
+from diloco_jax.wire.bulk import CycleRequest
 from diloco_jax.wire.control import ControlStream
 from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.encoding import encode
@@ -133,21 +133,11 @@ class Client:
         """
         return self._ask("Steer", timeout_s, encode(order))
 
-    def strike(self, order: messages.StrikeOrder, timeout_s: float) -> dict[str, Any]:
-        """Have a process of the run killed or stopped, soon.
-
-        Returns the name that was struck (`who`). Raises Refused if it cannot be done,
-        or placement.chaos is off.
-        """
-        return self._ask("Strike", timeout_s, encode(order))
-
     def profile(self, order: messages.ProfileOrder, timeout_s: float) -> dict[str, Any]:
-        """Have an island trace some steps, or ask how an earlier order is.
+        """Have an island trace some steps into its own folder.
 
-        Returns its `number` and `phase`: "tracing"; "sending", with the `share` that
-        has come; "done", with `folder` (on the coordinator's machine), `bytes` and the
-        first `step`; or "failed", with `text` for people. Raises Refused if it cannot
-        be done, Busy while another island is traced.
+        Returns the `folder`, relative to that of the island's process. Raises Refused
+        if it cannot be done.
         """
         return self._ask("Profile", timeout_s, encode(order))
 
@@ -156,12 +146,6 @@ class Client:
 
         Raises Refused if it is not kept any more; ConnectionLost."""
         return self.transfers.kept(CycleRequest(cycle=cycle, name=name))
-
-    def trace(self, number: int) -> Iterator[memoryview]:
-        """Yield the checked bytes of the trace of an order that is done.
-
-        Raises Refused if it is not known any more; ConnectionLost."""
-        return self.transfers.kept(TraceRequest(number=number))
 
     def _ask(self, what: str, timeout_s: float, request: bytes = b"") -> dict[str, Any]:
         method = self._control_channel().unary_unary(f"/{SERVICE}/{what}")

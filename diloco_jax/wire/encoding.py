@@ -15,7 +15,6 @@ from diloco_jax.protocol.messages import (
     FromIsland,
     ProfileOrder,
     Steer,
-    StrikeOrder,
 )
 from diloco_jax.wire import bulk
 from diloco_jax.wire.errors import RemoteProtocolError
@@ -36,7 +35,6 @@ encode = msgspec.msgpack.Encoder().encode
 from_island = msgspec.msgpack.Decoder(FromIsland).decode
 from_coordinator = msgspec.msgpack.Decoder(FromCoordinator).decode
 steer = msgspec.msgpack.Decoder(Steer).decode
-strike_order = msgspec.msgpack.Decoder(StrikeOrder).decode
 profile_order = msgspec.msgpack.Decoder(ProfileOrder).decode
 cycle_request = msgspec.msgpack.Decoder(bulk.CycleRequest).decode
 bulk_request = msgspec.msgpack.Decoder(bulk.Request).decode

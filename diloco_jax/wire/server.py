@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.messages import Steer
+from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import addresses, encoding, errors
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
@@ -59,6 +59,9 @@ class Handlers(ControlHandlers, BulkHandlers, Protocol):
 
     def steer(self, order: Steer) -> dict[str, Any]:
         """Change who takes part; see `Client.steer`. May raise Refused or Busy."""
+
+    def profile(self, order: ProfileOrder) -> dict[str, Any]:
+        """Have steps traced; see `Client.profile`. May raise Refused or Busy."""
 
 
 class Server:
@@ -179,7 +182,6 @@ class Server:
             "Control": grpc.stream_stream_rpc_method_handler(self._control),
             "Status": self._call(self._status),
             "Steer": self._call(self._steer),
-            "Strike": self._call(self._strike),
             "Profile": self._call(self._profile),
             "Keep": self._call(self._keep),
             "Config": self._call(lambda request, caller, peer: self._config),
@@ -229,11 +231,6 @@ class Server:
         require_operator(caller)
         order = decoded(encoding.steer, request, peer)
         return json.dumps(self._handlers.steer(order)).encode()
-
-    def _strike(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
-        require_operator(caller)
-        order = decoded(encoding.strike_order, request, peer)
-        return json.dumps(self._handlers.strike(order)).encode()
 
     def _profile(self, request: bytes, caller: Principal | None, peer: str) -> bytes:
         require_operator(caller)

@@ -21,9 +21,7 @@ from diloco_jax.wire.bulk import (
     FetchRequest,
     FetchStart,
     KeptStart,
-    ProfilePart,
     Question,
-    TraceRequest,
     UploadDone,
     UploadStart,
 )
@@ -117,13 +115,6 @@ class Transfers:
             connection.between = True
             return found
 
-    def send_block(self, part: ProfilePart, block: memoryview) -> int:
-        """Send one block of a trace; as `upload`. It takes its turn among the stripes
-        of deltas."""
-        with self._group() as calls:
-            sending = self._submit(self._upload_pool, self._send, calls, part, block)
-            return sum(calls.results([sending]))
-
     def fetch(
         self,
         request: FetchRequest,
@@ -184,10 +175,12 @@ class Transfers:
         for pool in (self._upload_pool, self._fetch_pool):
             pool.close(max(0.0, deadline - time.monotonic()))
 
-    def kept(self, request: CycleRequest | TraceRequest) -> Iterator[memoryview]:
-        """Yield the checked bytes of a file of a kept cycle, or of a trace, in their
-        order; each is valid until the next. Raises Refused, ConnectionLost, or
-        RemoteProtocolError."""
+    def kept(self, request: CycleRequest) -> Iterator[memoryview]:
+        """Yield the checked bytes of a file of a kept cycle, in their order.
+
+        Each is valid until the next. Raises Refused, ConnectionLost, or
+        RemoteProtocolError.
+        """
         place = memoryview(bytearray(frames.CHUNK_BYTES))
         with self._group() as calls, calls.call() as (connection, guard):
             start = asked(connection, request, KeptStart)
@@ -199,9 +192,7 @@ class Transfers:
                 yield place[:length]
             connection.between = True
 
-    def _send(
-        self, calls: CallGroup, start: UploadStart | ProfilePart, view: memoryview
-    ) -> int:
+    def _send(self, calls: CallGroup, start: UploadStart, view: memoryview) -> int:
         """Upload a stripe, and repeat it alone while the peer is too busy for it.
         Return the bytes that all attempts sent."""
         backoff = Backoff(self._deadlines)

@@ -29,7 +29,6 @@ from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.holding.rooms import Rooms
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.profiles import Profiles
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
@@ -173,7 +172,7 @@ class Coordinator:
             roster=self.roster,
             metrics=cast(Metrics, metrics),
             kept=cast(Any, None),
-            profiles=Profiles(folder, self.sessions.tell, budget_s=1.0, patience_s=1.0),
+            time_budget_s=1.0,
             status=dict,
         )
 

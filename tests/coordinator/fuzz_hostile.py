@@ -63,7 +63,6 @@ CHOICES = (
     *("goodbye",) * 2,
     *("second hello",) * 1,
     *("ask",) * 1,
-    *("trace",) * 1,
 )
 HISTORY = 200
 
@@ -114,8 +113,6 @@ class Hostile:
             return [Move("fetch", name, (raw("FetchRequest", self._fetch(name)),))]
         if choice == "upload":
             return [self._upload(name, chance.randrange(2), chance.randrange(40), {})]
-        if choice == "trace":
-            return [self._trace(name)]
         hello = Move("say", name, (raw("Hello", self._hello(name)),), True)
         if choice == "hello":
             return [hello]
@@ -251,14 +248,6 @@ class Hostile:
             fields["version"] = [1, 0]
         start = raw("UploadStart", {**self._identity(name), **fields})
         return Move("upload", name, (start, *chunked(data[begin:stop], begin)))
-
-    def _trace(self, name: str) -> Move:
-        """Nobody has asked for one."""
-        data = self.random.randbytes(self.random.choice((0, 1, 300)))
-        fields = {"number": self.random.randrange(3), "step": 1, "offset": 0}
-        fields |= {"length": len(data), "total": len(data)}
-        part = raw("ProfilePart", {**self._identity(name), **fields})
-        return Move("upload", name, (part, *chunked(data, 0)))
 
     def _fetch(self, name: str) -> dict[str, Any]:
         fragment = self.random.randrange(2)

@@ -14,7 +14,6 @@ SAID = (
     messages.FromIsland,
     messages.Steer,
     messages.ProfileOrder,
-    messages.StrikeOrder,
     bulk.Request,
 )
 """Messages of islands, readers and operators."""

@@ -41,7 +41,7 @@ def serve(posted: list[Any]) -> Service:
         roster=nothing,
         metrics=nothing,
         kept=nothing,
-        profiles=nothing,
+        time_budget_s=1.0,
         status=nothing,
     )
 

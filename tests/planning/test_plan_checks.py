@@ -277,7 +277,7 @@ def test_a_small_machine_slows_its_disk(mixed):
     """Then a larger disk does not help, and a larger machine does."""
     few = {"launch.coordinator_machine": "n2-standard-2", "sync.steps_per_cycle": 64}
     terms = changed(mixed, few)
-    assert terms.disk.write_bytes_per_s == 240 * 2**20
+    assert terms.disk_bytes_per_s == 240 * 2**20
     found = {refusal.check: refusal for refusal in refusals(terms)}
     assert "which takes 252" in found["disk speed"].text
     change = found["disk speed"].change

@@ -14,6 +14,7 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.merge.trimmed_mean import comparators
 from diloco_jax.hardware.rates import CONSTANTS, NATIVE
 from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
+from diloco_jax.planning import terms as planning_terms
 from diloco_jax.planning.arithmetic import plan_by_arithmetic
 from diloco_jax.planning.checks import refusals
 from diloco_jax.planning.merges import cost_of, plan_merges
@@ -43,6 +44,8 @@ FIRST = First()
 def terms():
     """12 B parameters and 64 islands, by the route "native"."""
     config = resolve_outer(load_config(MIXED))
+    by_native = dataclasses.replace(config.placement, merge_route="native")
+    config = dataclasses.replace(config, placement=by_native)
     names = [f"island-{i:02}" for i in range(64)]
     return Terms(
         config=config,
@@ -50,7 +53,6 @@ def terms():
         hosts=dict.fromkeys(names, 1),
         step_seconds=dict.fromkeys(names, 0.95),
         link_gbit_per_s=5.0,
-        rates=NATIVE,
     )
 
 
@@ -133,29 +135,23 @@ def test_a_rule_that_outlasts_the_cycle_is_refused(terms):
     assert merging(changed(sorting, found.change)) == []
 
 
-def test_a_longer_cycle_helps_where_workers_do_not(terms):
+def test_a_longer_cycle_helps_where_workers_do_not(terms, monkeypatch):
     """One worker for each fragment is the most."""
     slow = msgspec.structs.replace(
         NATIVE.rules["trimmed_mean"], beyond_core_seconds=((2, 1e5), (64, 2e5))
     )
     rates = msgspec.structs.replace(NATIVE, rules={"trimmed_mean": slow})
-    sorting = dataclasses.replace(
-        changed(terms, {"sync.merge": "trimmed_mean"}), rates=rates
-    )
+    monkeypatch.setattr(planning_terms, "constants_of", lambda route: rates)
+    sorting = changed(terms, {"sync.merge": "trimmed_mean"})
     (found,) = merging(sorting)
     assert set(found.change) == {"sync.steps_per_cycle"}
     assert merging(changed(sorting, found.change)) == []
 
 
 def test_the_route_with_a_compiler_is_proposed_first(terms):
-    by_xla = dataclasses.replace(terms, rates=CONSTANTS)
-    (found,) = merging(by_xla)
+    (found,) = merging(changed(terms, {"placement.merge_route": "auto"}))
     assert "the merge route 'xla'" in found.text
     assert found.change == {"placement.merge_route": "native"}
-    # It is no remedy where a machine was measured that has none.
-    here = msgspec.structs.replace(CONSTANTS, merges_from="measured: here")
-    (found,) = merging(dataclasses.replace(terms, rates=here))
-    assert set(found.change) == {"placement.workers"}
 
 
 def test_workers_divide_the_merges_and_the_cores(terms):
@@ -175,7 +171,7 @@ def test_workers_divide_the_merges_and_the_cores(terms):
 def test_a_rule_that_nobody_measured_is_said_to_be_one(own, terms):
     config = changed(terms, {"sync.merge": own}).config
     console = Console(record=True, width=500)
-    plan = plan_by_arithmetic("x.py", config, terms.fragments, 5.0, {}, NATIVE)
+    plan = plan_by_arithmetic("x.py", config, terms.fragments, 5.0, {})
     render_arithmetic(plan, console)
     assert "nobody measured this rule" in console.export_text()
     assert plan.fits
@@ -183,14 +179,16 @@ def test_a_rule_that_nobody_measured_is_said_to_be_one(own, terms):
     assert merging(changed(terms, {"sync.merge": own})) == []
 
 
-def test_a_rule_of_ones_own_counts_where_it_was_measured(own, terms):
+def test_embeddings_are_merged_by_the_mean_where_the_rule_says_so(
+    own, terms, monkeypatch
+):
     rates = RuleRates(beyond_core_seconds=((2, 100.0), (64, 500.0)), rule_from="here")
     known = msgspec.structs.replace(NATIVE, rules={own: rates})
-    mine = dataclasses.replace(changed(terms, {"sync.merge": own}), rates=known)
+    monkeypatch.setattr(planning_terms, "constants_of", lambda route: known)
+    mine = changed(terms, {"sync.merge": own})
     (found,) = merging(mine)
     assert own in found.text
     cost = needs_of(mine).coordinator.merges.cost
-    # Embeddings are merged by the mean.
     pieces = terms.fragments.pieces
     part = sum(p.size for p in pieces if not p.embedding) / terms.fragments.total
     assert 0 < part < 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 
 import jax
 import pytest
-from runtime_support import PATIENCE_S, coordinator, make_config, placed
+from runtime_support import coordinator, make_config, placed
 
 from diloco_jax.errors import EXIT_CONFIG, EXIT_FAILED
 from diloco_jax.island import host, main
@@ -46,17 +45,6 @@ def nobody() -> str:
     """An address at which nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
-def test_a_coordinator_says_if_it_is_not_at_the_address_of_islands(
-    text, tmp_path, caplog, nobody
-):
-    config = placed(make_config(text), advertise=nobody, time_budget_s=1.0)
-    with coordinator(config, tmp_path / "run"):
-        for thread in threading.enumerate():
-            if thread.name == "own-address":
-                thread.join(PATIENCE_S)
-    assert f"does not reach itself at {nobody}, placement.advertise" in caplog.text
 
 
 def test_a_coordinator_that_is_not_there_may_take_as_long_as_a_compilation(

@@ -123,18 +123,6 @@ def test_the_killed_island_compiles_nothing_when_it_is_back(run):
     assert compiled == 0 < read
 
 
-def test_the_simulator_calibrated_on_it_repeats_it(run, folder):
-    workdir = str(folder / "run")
-    command = [*support.DILOCO, "simulate", "calibrate", workdir, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    rows = {row["what"]: row for row in json.loads(done.stdout)["predicted"]}
-    assert abs(rows["goodput"]["error"]) < 0.1
-    for name in run.config.islands:
-        assert abs(rows[f"{name}: median_step_seconds"]["error"]) < 0.05
-        assert abs(rows[f"{name}: steps"]["error"]) < 0.1
-
-
 # ---- the run once more, from config, text and tape alone -----------------------------
 
 

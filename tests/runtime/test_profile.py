@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 TIMEOUT_S = 120.0
 
 
-def test_an_operator_gets_a_trace_of_steps_and_the_run_goes_on(text, tmp_path, capsys):
+def test_an_operator_gets_a_trace_of_steps_and_the_run_goes_on(text, capsys):
     config = with_run(make_config(text, quorum=1), total_tokens=10**9)
     islands = {
         name: IslandConfig(batch_size=2, step_seconds=0.05) for name in ("a", "b")
@@ -29,14 +29,14 @@ def test_an_operator_gets_a_trace_of_steps_and_the_run_goes_on(text, tmp_path, c
             return status["islands"].get(name, {}).get("steps", 0)
 
         cluster.until(lambda s: steps(s, "a") > 5 and steps(s, "b") > 5, TIMEOUT_S)
-        here = tmp_path / "here"
         assert cli.main(["profile", "a", "--steps", "3", *where]) == 0
         told = capsys.readouterr().err
-        (folder,) = (cluster.workdir / run_files.PROFILES).iterdir()
-        assert folder.name.startswith("a-")
-        assert str(folder) in told
-        assert f"3 steps of island a from step {folder.name[2:]} on" in told
+        assert f"its next 3 steps into {run_files.PROFILES}/a-STEP" in told
+        folder = cluster.workdir / run_files.PROFILES
+        log = cluster.workdir / run_files.LOGS / "a.log"
+        cluster.until(lambda s: "trace of 3 steps is in" in log.read_text(), TIMEOUT_S)
         (file,) = folder.rglob("*.xplane.pb")
+        (name,) = (path.name for path in folder.iterdir())
         traced = jax.profiler.ProfileData.from_file(str(file))
         numbers = {
             int(dict(event.stats)["step_num"])
@@ -45,16 +45,7 @@ def test_an_operator_gets_a_trace_of_steps_and_the_run_goes_on(text, tmp_path, c
             for event in line.events
             if event.name == "train"
         }
-        first = int(folder.name[2:])
-        assert {first, first + 1, first + 2} <= numbers
-        copy = ("--target", str(here))
-        assert cli.main(["profile", "a", "--steps", "1", *copy, *where]) == 0
-        assert f"{here}: 1 steps of island a" in capsys.readouterr().err
-        (copied,) = here.rglob("*.xplane.pb")
-        own = folder.parent / copied.parent.name / copied.relative_to(here)
-        assert copied.read_bytes() == own.read_bytes()
-        assert cli.main(["profile", "a", *copy, *where]) == 2
-        assert "exists; name a folder" in capsys.readouterr().err
+        assert len([number for number in numbers if number >= int(name[2:])]) >= 3
         assert cli.main(["profile", "c", *where]) == 3
         assert "no island 'c' was ever in the run" in capsys.readouterr().err
         cluster.islands["b"].pause()

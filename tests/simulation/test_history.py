@@ -3,16 +3,100 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from virtual_recording import BEGUN, record
 
-from diloco_jax import ConfigError, read_history
+from diloco_jax import (
+    Config,
+    ConfigError,
+    EmulationOptions,
+    IslandConfig,
+    Placement,
+    RunConfig,
+    SyncConfig,
+    read_history,
+)
+from diloco_jax.coordinator import summary
+from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.observability.history import COLUMNS, outages
 from diloco_jax.observability.tape import Tape
+from diloco_jax.protocol import records
+from diloco_jax.protocol.coordinator.events import Effect, Note, Persist
+from diloco_jax.simulation.emulation.attendance import Attendance
+from diloco_jax.simulation.virtual.body import NoBody
+from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
+from diloco_jax.simulation.virtual.merging import NoArrays
+from diloco_jax.simulation.virtual.world import World
 
-MEDIAN_S = 0.5
+BEGUN, MEDIAN_S = 1e6, 0.5
+STEP_S = {"a": 0.5, "b": 0.7, "c": 1.3}
+SIZES = (100, 100, 100)
+
+
+def record(workdir: Path) -> dict[str, Any]:
+    """Leave the tape of a run in virtual time, in which an island and the coordinator
+    are killed; return its summary."""
+    config = Config(
+        run=RunConfig(
+            sync=SyncConfig(steps_per_cycle=6, fragments=3, quorum=2),
+            sequence_length=8,
+            total_tokens=20_000,
+        ),
+        islands={
+            name: IslandConfig(batch_size=2, step_seconds=seconds)
+            for name, seconds in STEP_S.items()
+        },
+        placement=Placement(faults=("b@60:kill",)),
+    )
+    tape = Tape(workdir / "tape.jsonl")
+    carry_out = VirtualCoordinator.carry_out
+
+    def write(line: dict[str, Any], now: float) -> None:
+        tape.append({**line, "time": BEGUN + now})
+
+    def recorded(coordinator: VirtualCoordinator, effect: Effect) -> None:
+        if isinstance(effect, Persist | Note):
+            write(records.line(effect.record), coordinator.clock.now)
+        carry_out(coordinator, effect)
+
+    class Counted(NoBody):
+        def __init__(self, name: str) -> None:
+            self.diary = attendance.diaries[name][-1]
+
+        def train(self, positions: np.ndarray, learning_rate: float) -> None:
+            self.diary.step_began.append(world.clock.now)
+            self.diary.learning_rates.append(learning_rate)
+            self.diary.losses.append(math.nan)
+
+    world = World(
+        config.run,
+        policy_config(config.run, config.placement, "r", SIZES),
+        NoArrays(bytes_down=SIZES, bytes_full=SIZES),
+        report_s=config.placement.deadlines.report_s,
+        make_body=Counted,
+        outages={50: 6.0},
+    )
+    options = EmulationOptions(join_seconds=5.0, down_seconds=8.0)
+    attendance = Attendance(config, options, world, SIZES)
+    write({"kind": "begun"}, 0.0)
+    with mock.patch.object(VirtualCoordinator, "carry_out", recorded):
+        world.run()
+    attendance.close()
+    tape.close()
+    coordinator, now = world.coordinator, world.clock.now
+    return summary.summary(
+        coordinator.config,
+        coordinator.state,
+        attendance.roster(),
+        wall_seconds=now,
+        alerts=[],
+        now=now,
+    )
 
 
 def line(at, step, loss):
@@ -25,28 +109,28 @@ def line(at, step, loss):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
-    summary = record(workdir)
+    told = record(workdir)
     lines = [line(20, 0, None), line(21, 1, 5.0), line(22, 3, 4.0), line(32, 4, 3.0)]
     lines.append({"kind": "merge", "time": BEGUN + 30, "fragment": 0, "version": 1})
     lines[-1] |= {"norm": 0.5, "pairwise_cosine": None}
     text = "".join(json.dumps(each) + "\n" for each in lines)
     (workdir / "metrics.jsonl").write_text(text)
-    return read_history(workdir), summary
+    return read_history(workdir), told
 
 
 def test_merges_and_lives_are_those_of_the_summary(recorded):
-    history, summary = recorded
+    history, told = recorded
     assert history.recorded
     assert history.islands == ("a", "b", "c")
-    assert len(history.merges["time"]) == summary["merges"]
+    assert len(history.merges["time"]) == told["merges"]
     for index, name in enumerate(history.islands):
-        own = summary["islands"][name]
+        own = told["islands"][name]
         merged = history.merges["contributions"][:, index]
         assert np.count_nonzero(merged) == own["contributions"]
         lives = history.lives["island"] == name
         assert np.count_nonzero(lives) == own["joins"]
         assert sum(history.lives["steps"][lives]) == own["steps"]
-    assert summary["islands"]["b"]["joins"] == 2
+    assert told["islands"]["b"]["joins"] == 2
 
 
 def test_an_absence_ends_with_the_next_life_s_first_step(recorded):

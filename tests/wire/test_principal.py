@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from wire_support import ISLAND, WAIT_S, fetch_request, hello, report, upload_start
 
-from diloco_jax.protocol.messages import ProfileOrder, Steer, StrikeOrder
+from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import certificates as authority
 from diloco_jax.wire import peers
-from diloco_jax.wire.bulk import ProfilePart
 from diloco_jax.wire.errors import (
     ProtocolError,
     Refused,
@@ -142,65 +141,19 @@ def test_only_the_operator_has_steps_traced(
     serve, connect, handlers, certificates, tls
 ):
     orders = []
-    handlers.profile = lambda order: orders.append(order) or {"phase": "tracing"}
+    handlers.profile = lambda order: orders.append(order) or {"folder": "here"}
     _, address = serve(tls=tls["coordinator"])
     order = ProfileOrder(island="a", steps=2)
     for who in (island("a"), READER, COORDINATOR):
         client = connect(address, tls=TlsFiles.load(certificates, who))
         with pytest.raises(Refused, match=f"for the operator.* of {who}"):
             client.profile(order, WAIT_S)
-        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
-            list(client.trace(1))
     operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
-    assert operator.profile(order, WAIT_S) == {"phase": "tracing"}
-    handlers.trace = lambda number: memoryview(b"12345678")
-    assert b"".join(operator.trace(1)) == b"12345678"
+    assert operator.profile(order, WAIT_S) == {"folder": "here"}
     assert orders == [order]
     with pytest.raises(ProtocolError, match="cannot be understood"):
         operator.profile(ProfileOrder(island="a", steps=10**6), WAIT_S)
     assert orders == [order]
-
-
-def test_only_the_operator_strikes(serve, connect, handlers, certificates, tls):
-    orders = []
-    handlers.strike = lambda order: orders.append(order) or {"who": order.who}
-    _, address = serve(tls=tls["coordinator"])
-    order = StrikeOrder(who="a", kind="stop", seconds=2.0)
-    for who in (island("a"), READER, COORDINATOR):
-        client = connect(address, tls=TlsFiles.load(certificates, who))
-        with pytest.raises(Refused, match=f"for the operator.* of {who}"):
-            client.strike(order, WAIT_S)
-    operator = connect(address, tls=TlsFiles.load(certificates, OPERATOR))
-    assert operator.strike(order, WAIT_S) == {"who": "a"}
-    with pytest.raises(ProtocolError, match="cannot be understood"):
-        operator.strike(StrikeOrder(who="a", kind="stop", seconds=1e9), WAIT_S)
-    assert orders == [order]
-
-
-def test_a_trace_comes_from_its_island_alone(
-    serve, connect, handlers, certificates, tls
-):
-    came = []
-    handlers.profile_begin = lambda part: memoryview(bytearray(part.length))
-    handlers.profile_end = lambda part, place: came.append(bytes(place)) or True
-    _, address = serve(tls=tls["coordinator"])
-    part = ProfilePart(
-        run_id="r",
-        island=ISLAND,
-        incarnation=1,
-        session="s",
-        number=1,
-        length=8,
-        total=8,
-    )
-    block = memoryview(b"12345678")
-    for who in (OTHER, READER, OPERATOR, COORDINATOR):
-        client = connect(address, tls=TlsFiles.load(certificates, who))
-        with pytest.raises(Refused, match=f"certificate is that of {who}"):
-            client.transfers.send_block(part, block)
-    assert came == []
-    connect(address, tls=tls["island"]).transfers.send_block(part, block)
-    assert came == [b"12345678"]
 
 
 @pytest.mark.parametrize("who", [island("a"), READER, COORDINATOR])

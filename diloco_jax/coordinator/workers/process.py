@@ -66,7 +66,6 @@ from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
 from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.places import allow_connections
-from diloco_jax.wire.profiling import NoProfiles
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ LOCKED_S = 10.0
 """Longest wait for the worker before this one to let go of its folders, in seconds."""
 
 
-class HoldingWorker(NoProfiles):
+class HoldingWorker:
     """One life of a worker: restore, then merge and serve, for one lead or several."""
 
     def __init__(

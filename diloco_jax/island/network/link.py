@@ -22,7 +22,7 @@ from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.awaited import Awaited
 from diloco_jax.protocol.island.boundary import Ending
-from diloco_jax.protocol.island.conversation import Errand, Order, Wanted, goes_back
+from diloco_jax.protocol.island.conversation import Errand, Wanted, goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import (
     MAX_TEXT,
@@ -30,7 +30,6 @@ from diloco_jax.protocol.messages import (
     Hello,
     ProfileRequest,
     ResendRequest,
-    StrikeRequest,
     Welcome,
 )
 from diloco_jax.protocol.values import Version
@@ -76,7 +75,7 @@ class Targets:
 
     want: Callable[[int, Version, bytes], None]
     resend: Callable[[ResendRequest], None]
-    order: Callable[[Order], None]
+    profile: Callable[[ProfileRequest], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,8 +297,8 @@ class Link:
                     self._targets.want(*errand)
                 case ResendRequest():
                     self._targets.resend(errand)
-                case ProfileRequest() | StrikeRequest():
-                    self._targets.order(errand)
+                case ProfileRequest():
+                    self._targets.profile(errand)
 
     def _refused(self, refused: Refused) -> None:
         self._mailbox.end(*ending_of(refused))

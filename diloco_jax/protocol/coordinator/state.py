@@ -81,8 +81,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Memory for deltas that wait for their merge."""
     room_each: int = 0
     """Bytes of it that each admitted island needs; 0 = nobody counts them."""
-    chaos: bool = False
-    """Operators may strike the run's processes."""
     least_seconds: dict[str, float] = {}
     """Least seconds per sequence by island, that of any other one under ""."""
 

@@ -25,7 +25,6 @@ from diloco_jax.protocol.messages import (
     Published,
     ResendRequest,
     Stop,
-    StrikeRequest,
     TakeRequest,
     TakeVerdict,
     Watch,
@@ -46,9 +45,7 @@ class Wanted(NamedTuple):
     """For a worker; see `protocol/tickets.py`."""
 
 
-Order = ProfileRequest | StrikeRequest
-"""Request of an operator to this process."""
-Errand = Wanted | ResendRequest | Order
+Errand = Wanted | ResendRequest | ProfileRequest
 """Bulk work that a message asks the shell to do."""
 
 
@@ -106,7 +103,7 @@ class Conversation:
                 return self._welcome(message)
             case TakeRequest():
                 self._request(message)
-            case ResendRequest() | ProfileRequest() | StrikeRequest():
+            case ResendRequest() | ProfileRequest():
                 return (message,)
             case Published(fragment=fragment, version=version):
                 # The verdict comes first: a refusal resets the base before an adoption.

@@ -13,7 +13,13 @@ from typing import Any
 import msgspec
 
 from diloco_jax.protocol.messages import MAX_RECORDS, Hello, Measures, Report
-from diloco_jax.protocol.values import Outstanding, Phase, Record, Version
+from diloco_jax.protocol.values import (
+    MOST_POSITION,
+    Outstanding,
+    Phase,
+    Record,
+    Version,
+)
 
 MIN_REPORT_INTERVAL_S = 0.02
 
@@ -77,7 +83,7 @@ def hello(who: Introduction, status: Status) -> Hello:
         versions=status.versions,
         tokens=status.tokens,
         own_tokens=status.own_tokens,
-        next_position=status.next_position,
+        next_position=min(status.next_position, MOST_POSITION),
     )
 
 

@@ -90,26 +90,6 @@ class Attendance:
         restarts = self._config.placement.restarts
         return [name for name in self.diaries if self._crashes[name] > restarts]
 
-    # ---- what islands are like ------------------------------------------------------
-
-    def usual_steps(self, name: str, chance: np.random.Generator) -> Iterator[float]:
-        """Yield the seconds of an incarnation's undisturbed steps, one by one."""
-        seconds = self._config.islands[name].step_seconds
-        return durations(seconds, self._options.step_spread, chance)
-
-    def join_seconds(self, name: str, incarnation: int) -> float:
-        """Return the seconds from the welcome to the first step, without fetches."""
-        return self._options.join_seconds
-
-    def compile_seconds(self, name: str, incarnation: int) -> float:
-        """Return the seconds of the join that compilation takes."""
-        return self.join_seconds(name, incarnation)
-
-    @property
-    def down_seconds(self) -> float:
-        """Seconds from a failure to the new start."""
-        return self._options.down_seconds
-
     # ---- what happens ---------------------------------------------------------------
 
     def _stay(self, name: str) -> tuple[float, float]:
@@ -126,7 +106,7 @@ class Attendance:
                 incarnation=incarnation,
                 tokens_per_step=island.batch_size * self._config.run.sequence_length,
                 began=self._clock.now,
-                compile_seconds=self.compile_seconds(name, incarnation),
+                compile_seconds=options.join_seconds,
             )
         )
         chance = np.random.default_rng(
@@ -135,13 +115,13 @@ class Attendance:
         if options.failure_every_seconds:
             lasts_s = chance.exponential(options.failure_every_seconds)
             self._clock.after(lasts_s, functools.partial(self._fail, name, incarnation))
-        seconds = self.usual_steps(name, chance)
+        seconds = durations(island.step_seconds, options.step_spread, chance)
         self._world.start(
             IslandSpec(
                 name=name,
                 batch_size=island.batch_size,
                 step_seconds=functools.partial(self._step_seconds, name, seconds),
-                join_seconds=self.join_seconds(name, incarnation),
+                join_seconds=options.join_seconds,
                 bytes_up=self._bytes_up,
                 lead=lead_of(island.hosts),
             )
@@ -163,7 +143,9 @@ class Attendance:
         """Take the island's machine away for a while."""
         if self._kill(name, incarnation):
             self._crashes[name] = 0
-            self._clock.after(self.down_seconds, functools.partial(self._start, name))
+            self._clock.after(
+                self._options.down_seconds, functools.partial(self._start, name)
+            )
             self._require_progress()
 
     def _crash(self, name: str, incarnation: int) -> None:
@@ -177,7 +159,7 @@ class Attendance:
             )
             if name not in self.given_up:
                 again = functools.partial(self._start, name)
-                self._clock.after(self.down_seconds, again)
+                self._clock.after(self._options.down_seconds, again)
 
     def _kill(self, name: str, incarnation: int) -> bool:
         """Kill this incarnation; return True if it still ran."""

@@ -3,7 +3,8 @@
 from diloco_jax.protocol.island import reporting
 from diloco_jax.protocol.island.reporting import Reporting, Status
 from diloco_jax.protocol.messages import Measures
-from diloco_jax.protocol.values import Record
+from diloco_jax.protocol.values import MOST_POSITION, Record
+from diloco_jax.wire import encoding
 
 
 def records(*numbers):
@@ -63,3 +64,17 @@ def test_what_was_not_sent_is_said_again():
     said.reports(AT_4, records(1))
     assert said.sent_through == 0
     assert said.has_news(AT_4, 1)
+
+
+def test_a_position_that_a_lie_put_far_away_keeps_no_island_out():
+    who = reporting.Introduction(
+        island="a",
+        incarnation=1,
+        session="s",
+        fingerprint="f",
+        tokens_per_step=8,
+        sequences_per_step=2,
+    )
+    far = Status(next_position=MOST_POSITION + 1000)
+    said = encoding.from_island(encoding.encode(reporting.hello(who, far)))
+    assert said.next_position == MOST_POSITION
