@@ -114,7 +114,8 @@ def test_the_seconds_of_every_test_become_one_list(tmp_path):
         (tmp_path / f"{phase}.xml").write_text(f"<testsuites>{body}</testsuites>")
     script = str(ROOT / "tests" / "durations.py")
     subprocess.run([sys.executable, script, str(tmp_path)], check=True, timeout=WAIT_S)
-    lines = [line.split() for line in (tmp_path / "durations.txt").open()]
+    text = (tmp_path / "durations.txt").read_text()
+    lines = [line.split() for line in text.splitlines()]
     assert lines == [
         ["4.00", "most", "2", "tests"],
         ["9.00", "timing", "1", "tests"],
