@@ -454,7 +454,7 @@ FAULTS = [
     wrong("chaos two.py --every-s 0", "every_s above 1, found 0"),
     wrong("chaos nosuch", "no config file 'nosuch'", "quickstart"),
     wrong("chaos empty", "empty/config.json", "give the workdir of a run"),
-    wrong("chaos 10.0.0.1:7", "no config file '10.0.0.1:7'", "quickstart"),
+    wrong("chaos 10.0.0.1:7", "no config file '10.0.0.1:7'", "give the path"),
 ]
 
 WEIGHTS = [

@@ -35,6 +35,8 @@ def checkout(tmp_path):
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     for name in ("setup.cfg", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "durations.py", tmp_path / "tests")
     return tmp_path
 
 
@@ -97,7 +99,30 @@ def test_test_runs_every_check(installed):
 
 def test_test_gives_its_arguments_to_pytest(installed):
     started = bash(installed, "launch/test.sh", "tests/core", "-x")
-    assert started.stdout.splitlines() == [*CHECKED, "pytest tests/core -x"]
+    asked = "pytest --junitxml build/tests/asked.xml tests/core -x"
+    assert started.stdout.splitlines() == [*CHECKED, asked]
+    assert (installed / "build" / "tests" / "durations.txt").is_file()
+
+
+def test_the_seconds_of_every_test_become_one_list(tmp_path):
+    case = '<testcase classname="tests.a" name="{}" time="{}">{}</testcase>'
+    for phase, cases in {
+        "most": [("x", 1.5, ""), ("y", 2.5, ""), ("left_out", 0, "<skipped/>")],
+        "timing": [("z", 9, "")],
+    }.items():
+        body = "".join(case.format(*fields) for fields in cases)
+        (tmp_path / f"{phase}.xml").write_text(f"<testsuites>{body}</testsuites>")
+    script = str(ROOT / "tests" / "durations.py")
+    subprocess.run([sys.executable, script, str(tmp_path)], check=True, timeout=WAIT_S)
+    text = (tmp_path / "durations.txt").read_text()
+    lines = [line.split() for line in text.splitlines()]
+    assert lines == [
+        ["4.00", "most", "2", "tests"],
+        ["9.00", "timing", "1", "tests"],
+        ["9.00", "timing", "tests.a::z"],
+        ["2.50", "most", "tests.a::y"],
+        ["1.50", "most", "tests.a::x"],
+    ]
 
 
 @pytest.mark.parametrize("option", ["--fast", "--measure"])
