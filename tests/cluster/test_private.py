@@ -16,8 +16,7 @@ from diloco_jax import run_files
 from diloco_jax.cluster import commands
 from diloco_jax.cluster.private import private_files, with_keys, with_own_keys
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.wire.certificates import principals
-from diloco_jax.wire.issued import ISSUED
+from diloco_jax.wire.certificates import ISSUED, principals
 from diloco_jax.wire.principal import COORDINATOR, OPERATOR, READER, island
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import make_workdir
