@@ -60,7 +60,7 @@ from typing import Any
 
 import support
 
-from diloco_jax.cluster.commands import ALLOCATOR
+from diloco_jax.cluster.cluster import ALLOCATOR
 from diloco_jax.coordinator.too_late import TooLate
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.values import Version
