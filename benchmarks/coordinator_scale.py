@@ -49,7 +49,7 @@ import support
 from machine import free_bytes, resident
 from merge_rate import contributions, encoded_delta, store_of
 
-from diloco_jax.cluster.commands import coordinator_environment
+from diloco_jax.cluster.cluster import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig
 from diloco_jax.machine import give_memory_back
 from diloco_jax.merge_route import passes_of

@@ -25,8 +25,8 @@ from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire import addresses, bulk, encoding, frames, principal
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import Refused, WireError
+from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.wire.transfers import Transfers
 from diloco_jax.workdir import read_config

@@ -52,7 +52,7 @@ from rich.console import Console
 
 from diloco_jax import run_files
 from diloco_jax.chaos import command
-from diloco_jax.chaos.options import ChaosOptions
+from diloco_jax.chaos.schedule import ChaosOptions
 from diloco_jax.config import (
     Config,
     DataConfig,

@@ -61,7 +61,7 @@ from merge_rate import (
     time_merges,
 )
 
-from diloco_jax.cluster.commands import coordinator_environment
+from diloco_jax.cluster.cluster import coordinator_environment
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs.codec import get_codec
 from diloco_jax.machine import give_memory_back

@@ -66,7 +66,7 @@ from pinned import PinnedRun, cores, pinned_run
 from sizes import MODELS
 from turns import Turns
 
-from diloco_jax.cluster.commands import ALLOCATOR
+from diloco_jax.cluster.cluster import ALLOCATOR
 from diloco_jax.config import (
     Config,
     DataConfig,

@@ -14,7 +14,7 @@ from typing import Any
 from fault_cases import FRAGMENTS, ISLANDS, Case
 
 from diloco_jax import run_files
-from diloco_jax.chaos.tail import Tail
+from diloco_jax.chaos.measure import Tail
 from diloco_jax.observability.tape import read_lines
 
 LOOK_S = 0.01

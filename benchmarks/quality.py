@@ -63,7 +63,7 @@ from machine import machine_facts, processor
 from quality_configs import HEADLINE_SEEDS, MIN_SEEDS, SIZES, Row
 from quality_rows import rates, rows, same_runs
 
-from diloco_jax.cluster.commands import ALLOCATOR
+from diloco_jax.cluster.cluster import ALLOCATOR
 from diloco_jax.config import DataConfig
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.files import write_json

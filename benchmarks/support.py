@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from machine import FACTS, CpuSamples, machine_facts, sample_cpu
 
 from diloco_jax import run_files
-from diloco_jax.cluster.children import start_child
+from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.files import write_json

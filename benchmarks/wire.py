@@ -24,8 +24,8 @@ and threads took at most 0.05, the kernel 0.15 (the bare socket), and OpenSSL
 raw TLS does: shares above 1 say no more than that nothing is lost. Blocks of 256 KiB to
 4 MiB cost the same, and so do 1, 2 and 4 connections. New pages for every fetched
 payload took 0.3 with one connection and 0.7 with four, of the kernel's time alone; so
-the memory of the last payload is used again (`wire/spare.py`). Through the relay both
-ends wait for small pieces: raw TLS took 1.07 to receive there, an upload 1.27.
+the memory of the last payload is used again (`wire/transfers.py`). Through the relay
+both ends wait for small pieces: raw TLS took 1.07 to receive there, an upload 1.27.
 
 Alternatives: over gRPC, as it was until then, the same transfers took 1.3 to 1.9 core
 seconds per GB at the island and 1.3 to 1.6 at the coordinator. Arrow Flight was
@@ -60,15 +60,15 @@ from typing import Any
 
 import support
 
-from diloco_jax.cluster.commands import ALLOCATOR
+from diloco_jax.cluster.cluster import ALLOCATOR
 from diloco_jax.coordinator.too_late import TooLate
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest, UploadStart
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.tls import TlsFiles

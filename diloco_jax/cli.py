@@ -268,22 +268,22 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "all islands with real gradients in this process, in virtual time",
     ),
     "status": (
-        _of("diloco_jax.cluster.status_command", "status_command"),
+        _of("diloco_jax.cluster.status", "status_command"),
         "HOST:PORT or WORKDIR [--json]",
         "who is alive, who takes part, versions, tokens, goodput, bandwidth",
     ),
     "admit": (
-        _of("diloco_jax.cluster.steer_commands", "admit_command"),
+        _of("diloco_jax.cluster.status", "admit_command"),
         "NAME --coordinator HOST:PORT [--remove]",
         "lets an island into a run that goes on, though its config does not name it",
     ),
     "profile": (
-        _of("diloco_jax.cluster.steer_commands", "profile_command"),
+        _of("diloco_jax.cluster.status", "profile_command"),
         "NAME --coordinator HOST:PORT [--steps N]",
         "traces the next steps of an island that trains, with jax.profiler",
     ),
     "release": (
-        _of("diloco_jax.cluster.steer_commands", "release_command"),
+        _of("diloco_jax.cluster.status", "release_command"),
         "NAME --coordinator HOST:PORT",
         "ends an island's quarantine",
     ),

@@ -33,15 +33,14 @@ T = TypeVar("T")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `diloco run CONFIG`: coordinator and all islands on this machine."""
-    from diloco_jax.cluster.commands import island_environment
+    from diloco_jax.cluster.cluster import island_environment
 
     # Before anything imports jax: the baseline trains here, on the islands' platform.
     os.environ["JAX_PLATFORMS"] = island_environment()["JAX_PLATFORMS"]
     from diloco_jax.machine import fit_threads
 
     fit_threads()
-    from diloco_jax.cluster.options import RunOptions
-    from diloco_jax.cluster.resume import require_one_workdir, with_config
+    from diloco_jax.cluster.run import RunOptions, require_one_workdir, with_config
 
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
@@ -74,11 +73,11 @@ def chaos_command(arguments: Sequence[str]) -> int:
     struck; that of a workdir goes on already."""
     from rich.console import Console
 
-    from diloco_jax.chaos.options import ChaosOptions
+    from diloco_jax.chaos.schedule import ChaosOptions
 
     console = Console(stderr=True, markup=False)
     if arguments and Path(arguments[0]).is_dir():
-        from diloco_jax.chaos.attach import strike_running
+        from diloco_jax.chaos.command import strike_running
         from diloco_jax.options import parse
 
         about = "Strike a run of this machine that goes on, from now on."
@@ -182,7 +181,7 @@ def island_command(arguments: Sequence[str]) -> int:
 
     incarnation = options.incarnation
     if not incarnation:
-        from diloco_jax.cluster.attempts import next_attempt
+        from diloco_jax.cluster.processes import next_attempt
         from diloco_jax.workdir import make_workdir
 
         make_workdir(workdir)

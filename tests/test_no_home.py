@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from diloco_jax import compilation, merge_route
-from diloco_jax.cluster import commands
+from diloco_jax.cluster import cluster
 from diloco_jax.config import ConfigError, ModelConfig, Placement, RunConfig, trust
 from diloco_jax.files import of_home
 from diloco_jax.merge_route import passes_of
@@ -33,8 +33,8 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_no_cache_of_the_user() -> None:
     assert compilation.of_user() is None
     for environment in (
-        commands.coordinator_environment(),
-        commands.island_environment(),
+        cluster.coordinator_environment(),
+        cluster.island_environment(),
     ):
         assert compilation.VARIABLE not in environment
         assert "JAX_PLATFORMS" in environment

@@ -14,7 +14,7 @@ from rich.console import Console
 from tiny import MODEL, SEQUENCE_LENGTH
 
 from diloco_jax import cli
-from diloco_jax.cluster.commands import DILOCO
+from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve_outer

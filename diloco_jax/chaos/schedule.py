@@ -3,21 +3,79 @@
 WHO is an island, `coordinator`, a worker (`worker-1`), or several joined with `+` (all
 of a site). TIME counts from the run's first merge. A schedule may also have faults at
 an exact step, in the form of `placement.faults`. A file of it has one strike or fault a
-line.
+line. Strikes meet the processes of the launcher, and the lead's workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from diloco_jax.chaos.options import ChaosOptions
+from diloco_jax import run_files
+from diloco_jax.config.fields import NOT_NEGATIVE, SOME_SECONDS, setting
+from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.faults import COORDINATOR, is_fault, worker_name
+from diloco_jax.faults import COORDINATOR, is_fault, worker_name, worker_number
 from diloco_jax.files import write_text
+
+
+@dataclasses.dataclass(frozen=True)
+class ChaosOptions:
+    """See `diloco chaos --help`."""
+
+    strikes: tuple[str, ...] = setting(
+        (),
+        help="Each as WHO@TIMEs:KIND[SECONDS][=VALUE], in seconds from the first "
+        "merge: a@30s:kill, coordinator@50s:stop4, a+b@60s:delay10=0.2, "
+        "worker-1@80s:kill; or as WHO@STEP:ACTION, at a step of its own (--faults).",
+    )
+    schedule: str = setting(
+        "",
+        help="File of more strikes, one a line; lines that begin with # are comments.",
+    )
+    save_schedule: str = setting(
+        "",
+        help="File to which all strikes are written before the run, for --schedule.",
+    )
+    schedule_seed: int = setting(
+        0,
+        NOT_NEGATIVE,
+        help="Seed of a random schedule, which is drawn if no strike is given.",
+    )
+    every_s: float = setting(
+        20.0, SOME_SECONDS, help="Seconds between two random strikes."
+    )
+    for_s: float = setting(
+        600.0, SOME_SECONDS, help="Seconds in which random strikes begin."
+    )
+    kinds: tuple[str, ...] = setting(
+        ("kill", "kill", "stop"),
+        help="Kinds of random strikes, each as often as it is named: kill, stop, "
+        "slow, partition, partition-up, partition-down, throttle, delay, corrupt, "
+        "full.",
+    )
+    link_bytes_per_s: float = setting(
+        0.0,
+        NOT_NEGATIVE,
+        help="Bytes/s in each direction of each whole link between an island and the "
+        "coordinator; 0 = no limit.",
+    )
+    twin: bool = setting(
+        False,
+        help="Afterwards run the same config without strikes and faults, and report "
+        "its goodput too.",
+    )
+    json: bool = setting(
+        False, help="Print the report to standard output as one JSON object."
+    )
+
 
 KINDS = {
     "kill": "SIGKILL, once",
@@ -259,3 +317,32 @@ def _parse(text: str, islands: Sequence[str], beside: Sequence[str]) -> Strike:
         seconds=float(match["seconds"] or 0),
         value=float(match["value"] or 0),
     )
+
+
+Target = Callable[[signal.Signals], bool]
+"""Signals a process; returns whether it was there."""
+
+
+def found(workdir: Path, name: str) -> list[Target]:
+    """Return the processes that have this name in the run now."""
+    number = worker_number(name)
+    if number is not None:
+        survivor = rendezvous.process_of(workdir, number)
+        return [] if survivor is None else [survivor.send]
+    try:
+        noted = json.loads((workdir / run_files.PROCESSES).read_bytes())
+    except OSError:
+        return []
+    return [_group(pid) for pid in noted.get(name, ())]
+
+
+def _group(pid: int) -> Target:
+    def send(number: signal.Signals) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            # The launcher made it the leader of its group.
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+                return True
+        return False
+
+    return send

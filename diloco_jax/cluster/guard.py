@@ -1,7 +1,7 @@
 """Bind this process's life to the launcher's, then exec: PARENT_PID COMMAND...
 
 Run as a script, on Linux. The kernel kills the process when the thread that started it
-ends (`children.py`); this setting survives the exec. (Making it between fork and exec
+ends (`processes.py`); this setting survives the exec. (Making it between fork and exec
 in the launcher itself is not safe once the launcher has threads.)
 """
 

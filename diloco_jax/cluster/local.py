@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.cluster.children import start_child
-from diloco_jax.cluster.commands import DILOCO
-from diloco_jax.cluster.private import private_files
-from diloco_jax.cluster.processes import log_tail
+from diloco_jax.cluster.cluster import DILOCO
+from diloco_jax.cluster.processes import log_tail, private_files, start_child
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.files import absolute, write_json

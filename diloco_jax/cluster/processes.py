@@ -1,27 +1,112 @@
-"""Child processes that are restarted when they crash.
+"""Child processes that are restarted when they crash, and never outlive their launcher.
 
 The unit is one process, or the hosts of one island, which start and end together: when
-one host fails, the others are killed and all start again.
+one host fails, the others are killed and all start again. The codes that end a child
+for good are in `diloco_jax/errors.py`; any other exit is a crash. Standard output and
+error of a child are appended to one log. Counts of an island's starts number its
+incarnations across crashes.
 
-Standard output and error of a child are appended to one log.
+A child leads a process group and a session of its own, so that Ctrl-C reaches the
+launcher alone. On Linux the kernel kills it when the launcher dies, however that
+happens. To the kernel the launcher is the thread that started the child, so one thread,
+which lasts as long as the process, starts them all.
 
-The codes that end a child for good are in `exit_codes`; any other exit is a crash.
+A local run is closed to other users of its machine, though loopback is open to all of
+them: its processes prove by keys of the run's own who they are, as processes on several
+machines do. Only the owner reads these keys and the other files of the run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import logging
 import os
+import queue
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO, Literal
 
-from diloco_jax.cluster.children import kill_group, start_child
+from diloco_jax import run_files
+from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.core.members import importable
 from diloco_jax.errors import EXIT_CONFIG, EXIT_REFUSED
+from diloco_jax.files import write_json
 from diloco_jax.process import crashes_in_a_row
+from diloco_jax.wire import addresses
+from diloco_jax.wire.certificates import CA_DAYS, add, make_certificates, principals
+from diloco_jax.wire.principal import island
+from diloco_jax.workdir import held
+
+GUARD = Path(__file__).with_name("guard.py")
+
+_Asked = tuple["Future[Any]", Sequence[str], dict[str, Any]]
+_asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+_starting = threading.Lock()
+_starter: threading.Thread | None = None
+
+
+def start_child(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: BinaryIO | int,
+    stderr: BinaryIO | int,
+    *,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a command that dies with this process, in a group of its own.
+
+    pass_fds: open files that the child inherits under their numbers.
+    """
+    guard = [sys.executable, "-IS", str(GUARD), str(os.getpid())]
+    settings = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": stdout,
+        "stderr": stderr,
+        "env": {**os.environ, **importable(), **environment},
+        "start_new_session": True,
+        "pass_fds": pass_fds,
+    }
+    _require_starter()
+    made: Future[Any] = Future()
+    whole = [*guard, *command] if sys.platform == "linux" else command
+    _asked.put((made, whole, settings))
+    process: subprocess.Popen[bytes] = made.result()
+    return process
+
+
+def _require_starter() -> None:
+    """Have the thread that starts children. A fork of this process is without it."""
+    global _starter
+    with _starting:
+        if _starter is None or not _starter.is_alive():
+            # Not joined at exit, which would end the children first.
+            _starter = threading.Thread(target=_start, daemon=True)
+            _starter.start()
+
+
+def _start() -> None:
+    while True:
+        made, command, settings = _asked.get()
+        try:
+            made.set_result(subprocess.Popen(command, **settings))
+        except BaseException as error:
+            made.set_exception(error)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGKILL to a child and to all processes in its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +321,93 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+OTHERS = 0o077
+"""Permissions of everybody but the owner."""
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Have this process and those that it starts make files for the owner alone."""
+    before = os.umask(OTHERS)
+    os.umask(before | OTHERS)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def with_keys(config: Config, workdir: Path) -> Config:
+    """Return the config of a local run with the keys in its workdir, which are made if
+    they are missing.
+
+    A run with certificates of its config, or with `placement.insecure`, has none. Those
+    that it had before it was stopped are put aside.
+    """
+    placement, folder = config.placement, workdir / run_files.KEYS
+    host, _ = addresses.parse_address(placement.bind)
+    own = are_own(placement, workdir)
+    foreign = placement.certificates and not own
+    if foreign or placement.insecure or not addresses.is_loopback(host):
+        if not own and folder.exists():
+            folder.rename(folder.with_name(f"{folder.name}.{time.time_ns()}"))
+        return config
+    names = (*config.islands, *placement.admit)
+    if not folder.exists():
+        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(mode=0o700)
+        make_certificates(scratch, [], CA_DAYS, islands=names)
+        scratch.rename(folder)
+    here = principals(folder)
+    if missing := [name for name in names if island(name) not in here]:
+        add(folder, [], CA_DAYS, islands=missing)
+    return dataclasses.replace(config, placement=with_own_keys(placement, workdir))
+
+
+def are_own(placement: Placement, workdir: Path) -> bool:
+    """Tell whether the placement names the keys in the workdir of a local run, as a
+    config that was copied from there does."""
+    folder = workdir / run_files.KEYS
+    given = placement.certificates
+    return bool(given) and Path(given).resolve() == folder.resolve()
+
+
+def with_own_keys(placement: Placement, workdir: Path) -> Placement:
+    """Return the placement with the keys in the workdir of a local run, if it names no
+    certificates and there are such keys."""
+    folder = workdir / run_files.KEYS
+    if placement.certificates or not folder.is_dir():
+        return placement
+    return dataclasses.replace(placement, certificates=str(folder))
+
+
+HELD_S = 60.0
+"""Seconds to wait for another island's count; a slow disk takes less."""
+
+
+def next_attempt(path: Path, name: str) -> int:
+    """Count one more attempt of the island in this file, `WORKDIR/attempts.json`.
+
+    Counts begin at 1 and are on disk before they are returned. Several processes may
+    count at the same time."""
+    lock = path.with_name(run_files.ATTEMPTS_LOCK)
+    with held(lock, "another island that starts", HELD_S):
+        counts = _read(path)
+        counts[name] = counts.get(name, 0) + 1
+        write_json(counts, path)
+    return counts[name]
+
+
+def _read(path: Path) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    try:
+        counts = json.loads(path.read_bytes())
+        return {str(name): int(count) for name, count in counts.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not a JSON object of attempts by island ({error}); "
+            f"restore it, or give each island's next attempt as --incarnation"
+        ) from error

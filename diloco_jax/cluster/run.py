@@ -1,12 +1,20 @@
-"""`diloco run`: a whole run on this machine, from workdir to closing report."""
+"""`diloco run`: a whole run on this machine, from workdir to closing report.
+
+`--resume WORKDIR` goes on with a run that was stopped. The run keeps its `RunConfig`;
+islands and placement may differ. Nothing in the workdir changes before all checks of
+it have passed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
+import shutil
 import subprocess
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +23,356 @@ from rich.text import Text
 
 from diloco_jax import files, run_files
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster import beside, commands
-from diloco_jax.cluster.beginning import Beginning
-from diloco_jax.cluster.children import kill_group, start_child
+from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
-from diloco_jax.cluster.private import are_own, private_files, with_keys
-from diloco_jax.cluster.processes import log_tail
-from diloco_jax.cluster.resume import (
-    ReplacedFiles,
-    finished,
-    resumed_config,
-    tell_extended,
-    tell_resumed,
+from diloco_jax.cluster.processes import (
+    are_own,
+    kill_group,
+    log_tail,
+    private_files,
+    start_child,
+    with_keys,
 )
 from diloco_jax.cluster.status import status_client
-from diloco_jax.config import Config, ConfigError
-from diloco_jax.config.resolving import resolve
+from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
+from diloco_jax.config.fields import setting
+from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
+from diloco_jax.coordinator.going_on import too_few
+from diloco_jax.coordinator.notes import Recovered
+from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
-from diloco_jax.observability.tape import tells_of_the_end
+from diloco_jax.files import absolute, expand, is_bucket, write_json
+from diloco_jax.observability.tape import newest_record, tells_of_the_end
 from diloco_jax.observability.terminal import Dashboard, bar, closing_report, comparison
+from diloco_jax.options import TRUST_CODE
 from diloco_jax.process import Interrupt
+from diloco_jax.protocol.records import from_tape
 from diloco_jax.wire import addresses
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """See `diloco run --help`."""
+
+    baseline: bool = setting(
+        False,
+        help="Afterwards train the same model plainly on as many tokens, and compare.",
+    )
+    init: str = setting(
+        "",
+        metavar="hf:DIR|run:WORKDIR",
+        help="Start from weights, whose model is taken over with them: of a folder "
+        "with config.json and safetensors, or of a run.",
+    )
+    resume: str = setting(
+        "",
+        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
+    )
+    dashboard: bool = setting(
+        False, help="Show the run in a browser, too, until it ends: prints the address."
+    )
+    trust_code: bool = setting(False, help=TRUST_CODE)
+    json: bool = setting(
+        False, help="Print the summary to standard output as one JSON object."
+    )
+
+
+# Any of these means that a workdir belongs to a run.
+SIGNS_OF_A_RUN = (
+    run_files.CONFIG,
+    run_files.TAPE,
+    run_files.SUMMARY,
+    run_files.ATTEMPTS,
+)
+
+
+class Beginning:
+    """A context in which `workdir` exists and only this process begins a run in it."""
+
+    def __init__(self, config: Config, config_path: str) -> None:
+        """Make the folder that the config names or, if it names none, a new one named
+        after its file. Raise ConfigError if that fails."""
+        config = with_absolute_paths(config)
+        asked = Path(config.placement.workdir)
+        self._existed = bool(config.placement.workdir) and asked.is_dir()
+        if config.placement.workdir:
+            workdirs.make_workdir(asked)
+        else:
+            asked = _new_folder(config_path)
+        self.workdir = asked
+        placement = dataclasses.replace(config.placement, workdir=str(asked))
+        self._config = dataclasses.replace(config, placement=placement)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(
+            workdirs.held(asked, "another command that began there")
+        )
+        self._before = set(asked.iterdir())
+
+    def __enter__(self) -> Beginning:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def create(self) -> Config:
+        """Write `config.json`; return its contents, the config with absolute paths.
+
+        Raises ConfigError, and changes nothing, if a run is there already. Removes the
+        files of an earlier start of this run that was killed before the run began."""
+        if _came_to_nothing(self.workdir, self._config):
+            lock = self.workdir / run_files.LOCK
+            if lock.exists():
+                with workdirs.held(lock, "a coordinator"):
+                    pass
+            self._remove(self._before)
+            self._before = set(self.workdir.iterdir())
+        if any((self.workdir / file).exists() for file in SIGNS_OF_A_RUN):
+            raise ConfigError(
+                f"workdir {self.workdir} holds {_described(self.workdir, self._config)}"
+                f"; give another --workdir{_or_go_on(self.workdir)}"
+            )
+        write_config_json(self._config, self.workdir / run_files.CONFIG)
+        return self._config
+
+    def undo(self, *, keep_logs: bool = False) -> None:
+        """Remove everything of the run after a failed start.
+
+        keep_logs: keep the logs, which tell why. Other programs' files stay."""
+        self._remove(set(self.workdir.iterdir()) - self._before, keep_logs=keep_logs)
+        if not self._existed:
+            with contextlib.suppress(OSError):  # It is not empty.
+                self.workdir.rmdir()
+
+    def _remove(self, paths: Iterable[Path], *, keep_logs: bool = False) -> None:
+        """Remove those of the paths that are files and folders of runs."""
+        for path in paths:
+            name = path.name
+            if name == run_files.LOGS and keep_logs:
+                continue
+            scratch = name.endswith(".tmp") and name.startswith(run_files.NAMES)
+            if name not in run_files.NAMES and not scratch:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _new_folder(config_path: str) -> Path:
+    """Make a folder of this command alone: several may begin in the same second."""
+    begun = time.strftime("%Y%m%d-%H%M%S")
+    name, count = f"{Path(config_path).stem}-{begun}", 1
+    parent = Path("runs").absolute()
+    workdirs.make_workdir(parent)
+    while True:
+        folder = parent / (name if count == 1 else f"{name}-{count}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            count += 1
+        else:
+            return folder
+
+
+def _came_to_nothing(workdir: Path, config: Config) -> bool:
+    """Return True if this very run was started there but has neither log nor snapshot,
+    so that its files are useless."""
+    if workdirs.has_begun(workdir) or (workdir / run_files.SUMMARY).exists():
+        return False
+    try:
+        workdirs.require_format(workdir)
+        there = read_config_json(workdir / run_files.CONFIG)
+    except ConfigError:
+        return False
+    folder = there.placement.checkpoints or str(workdir / run_files.CHECKPOINTS)
+    # A bucket is not looked into. A snapshot gets its name when complete, and that of
+    # the state comes last.
+    if is_bucket(folder) or any(Path(folder).glob("*/state-*.snapshot")):
+        return False
+    return not differences(shared_fields(there.run), shared_fields(config.run))
+
+
+def _described(workdir: Path, config: Config) -> str:
+    """Describe the run that is there, compared with the one that was to begin there."""
+    try:
+        there = read_config_json(workdir / run_files.CONFIG).run
+    except ConfigError:
+        return "another run (its config.json cannot be read)"
+    where = ("in that run", "in this config")
+    lines = differences(shared_fields(there), shared_fields(config.run), where)
+    if lines:
+        return f"another run, with {'; '.join(lines)}"
+    return "this run" if workdirs.holds_run(workdir) else "another run of this config"
+
+
+def _or_go_on(workdir: Path) -> str:
+    if not workdirs.holds_run(workdir):
+        return ""
+    return f", or go on with that run: diloco run --resume {workdir}"
+
+
+OPTION = "--resume"
+RESUME_TRUSTS = "--trust-code"
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `diloco run` with a CONFIG: if `--resume WORKDIR` comes
+    without one, add the config.json of that workdir."""
+    arguments = list(arguments)
+    if not arguments or arguments[0].split("=")[0] != OPTION:
+        return arguments
+    _, equals, value = arguments[0].partition("=")
+    if not equals:
+        value = arguments[1] if len(arguments) > 1 else ""
+    if not value or value.startswith("-"):
+        raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
+    workdir = expand(value)
+    if not workdir.is_dir():
+        raise ConfigError(_no_folder(workdir))
+    if not workdirs.holds_run(workdir):
+        raise ConfigError(
+            f"{OPTION} {value}: no run is there (there is no run.json); give the "
+            f"workdir of a run, or begin one with diloco run CONFIG"
+        )
+    # Before the config is read: a config of another format may have other fields.
+    workdirs.read_config(workdir, trust_code=RESUME_TRUSTS in arguments)
+    return [str(workdir / run_files.CONFIG), *arguments]
+
+
+def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> None:
+    """Raise ConfigError if the command line gives both a workdir and another one to
+    resume. The workdir in a config file only says where its runs begin."""
+    options = {argument.split("=")[0] for argument in arguments}
+    if not resume or options.isdisjoint(("--workdir", "--placement.workdir")):
+        return
+    if Path(absolute(workdir)).resolve() != Path(absolute(resume)).resolve():
+        raise ConfigError(
+            f"--workdir {workdir} with {OPTION} {resume}: a run goes on in its own "
+            f"workdir; leave --workdir out"
+        )
+
+
+def resumed_config(config: Config, workdir: Path) -> Config:
+    """Return the config with which the run in `workdir` goes on.
+
+    config: the user's config; the run fills what it leaves open (corpus, outer
+    optimizer). Raises ConfigError if the workdir holds no run, one of another config or
+    format, or one that a coordinator serves just now.
+    """
+    if not workdir.is_dir():
+        raise ConfigError(_no_folder(workdir))
+    facts = workdirs.read_facts(workdir)
+    written = read_config_json(workdir / run_files.CONFIG).run
+    placement = dataclasses.replace(config.placement, workdir=str(workdir))
+    run = _filled(with_model_of(written, config).run, written)
+    config = resolve(dataclasses.replace(config, run=run, placement=placement))
+    total = config.run.total_tokens
+    more = workdirs.with_more_tokens(written, total)
+    where = ("in the run", "in the config")
+    lines = differences(shared_fields(more), shared_fields(config.run), where)
+    if lines:
+        raise ConfigError(
+            f"run {facts.run_id} in {workdir} goes on with its own settings alone, but "
+            f"the config has others: {'; '.join(lines)}. Islands and placement may "
+            f"differ, and a run that is over may get more total_tokens; for anything "
+            f"else, begin a new run"
+        )
+    if more != written:
+        _require_over(workdir, written.total_tokens, total)
+    lock = workdir / run_files.LOCK
+    if lock.exists():
+        with workdirs.held(lock, "a coordinator"):
+            pass
+    return config
+
+
+def _no_folder(workdir: Path) -> str:
+    return f"{OPTION} {workdir}: there is no such folder; give the workdir of a run"
+
+
+def _require_over(workdir: Path, before: int, total: int) -> None:
+    """Raise ConfigError unless the run is over and has less than `total` tokens."""
+    summary = workdirs.read_summary(workdir)
+    if summary.get("phase") != "done":
+        raise ConfigError(
+            f"total_tokens = {total}, but the run in {workdir} is on its way to "
+            f"{before}: leave total_tokens out until it is over, then extend it"
+        )
+    if summary["tokens"] >= total:
+        raise ConfigError(too_few(total, summary["tokens"], workdir))
+
+
+def finished(config: Config, workdir: Path) -> dict[str, Any]:
+    """Return the summary of a run that is over; empty while it is not, or if the config
+    extends it."""
+    summary = workdirs.read_summary(workdir)
+    over = summary.get("phase") == "done"
+    return summary if over and summary["tokens"] >= config.run.total_tokens else {}
+
+
+class ReplacedFiles:
+    """The files of the workdir that a resumed run writes anew.
+
+    Making this object writes the new `config.json`, and removes the old summary and the
+    address of a coordinator that was killed. `undo` is for a start that failed."""
+
+    def __init__(self, config: Config, workdir: Path) -> None:
+        self._before = {
+            path: path.read_bytes()
+            for path in (workdir / run_files.CONFIG, workdir / run_files.SUMMARY)
+            if path.exists()
+        }
+        write_config_json(config, workdir / run_files.CONFIG)
+        for name in (run_files.SUMMARY, run_files.ADDRESS):
+            (workdir / name).unlink(missing_ok=True)
+
+    def undo(self) -> None:
+        """Restore config and summary as they were."""
+        for path, octets in self._before.items():
+            write_json(json.loads(octets), path)
+
+
+def tell_resumed(workdir: Path, console: Console) -> None:
+    """Print from which merges the run goes on, once the coordinator is up."""
+    line = newest_record(workdir / run_files.TAPE, "recovered")
+    recovered = from_tape(line, Recovered)
+    merges = sum(version.number for version in recovered.versions)
+    console.print(
+        f"goes on after {merges:,} merges from global parameters "
+        f"{recovered.parameters_digest}",
+        highlight=False,
+    )
+
+
+def tell_extended(config: Config, workdir: Path, console: Console) -> None:
+    """Print what an extension does to the learning rate; nothing if there is none."""
+    summary = workdirs.read_summary(workdir)
+    done, total = summary.get("tokens", 0), config.run.total_tokens
+    if summary.get("phase") != "done" or done >= total:
+        return
+    inner = config.run.inner
+    console.print(
+        f"extended from {done:,} to {total:,} tokens: the learning rate, which ended "
+        f"at {learning_rate(inner, 1.0):.3g}, goes on from "
+        f"{learning_rate(inner, done / total):.3g}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
+    """Fill in the fields that `resolving.resolve` decided when the run began."""
+    data = run.data
+    if not data.digest:
+        data = dataclasses.replace(data, digest=written.data.digest)
+    return dataclasses.replace(run, data=data, outer=run.outer.filled(written.outer))
+
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +418,7 @@ def run(
             _require_loss(config)
             begun = whole.enter_context(Beginning(config, config_path))
             config, workdir = begun.create(), begun.workdir
-        shown = beside.dashboard(workdir, console)
+        shown = cluster.dashboard(workdir, console)
         with shown if dashboard else contextlib.nullcontext():
             return _run(config, workdir, console, begun, route, baseline=baseline)
 
@@ -285,8 +617,8 @@ def _evaluate(
     console.print("evaluating on the whole validation split", highlight=False)
     with log.open("ab") as stderr:
         process = start_child(
-            commands.eval_command(workdir),
-            commands.coordinator_environment(),
+            cluster.eval_command(workdir),
+            cluster.coordinator_environment(),
             subprocess.PIPE,
             stderr,
         )

@@ -1,18 +1,33 @@
-"""The state of a run, from its coordinator or from the files in its workdir."""
+"""The state of a run, and what an operator asks of one island.
+
+`diloco status HOST:PORT or WORKDIR [--json]` asks the coordinator, or reads the files
+in the workdir. `diloco admit NAME --coordinator HOST:PORT [--remove]`, `diloco release
+NAME` and `diloco profile NAME [--steps N]` speak of one island.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.cluster.private import with_own_keys
+from diloco_jax.cluster.processes import with_own_keys
 from diloco_jax.config import ConfigError, Placement
+from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.loading import read_config_json
+from diloco_jax.config.validation import check_name
+from diloco_jax.errors import EXIT_DONE
 from diloco_jax.files import expand
 from diloco_jax.observability.measures import EVALUATING
 from diloco_jax.observability.terminal import duration_text
+from diloco_jax.options import parse
+from diloco_jax.protocol.messages import MOST_STEPS, ProfileOrder, Steer
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.tls import TlsFiles
@@ -111,5 +126,176 @@ def _ask(address: str, placement: Placement) -> dict[str, Any]:
     client = status_client(address, placement)
     try:
         return client.status(placement.deadlines.connect_s)
+    finally:
+        client.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """The options of `diloco status`."""
+
+    target: str = positional(
+        metavar="HOST:PORT or WORKDIR", help="A coordinator, or the workdir of a run."
+    )
+    json: bool = setting(False, help="Print one JSON object to standard output.")
+    certificates: str = setting("", help="Folder made by diloco certs.")
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
+    )
+
+
+def status_command(arguments: Sequence[str]) -> int:
+    """Show the state of a run; return the exit code."""
+    (options,) = parse(
+        [StatusOptions],
+        arguments,
+        "diloco status",
+        "Show who is alive, who takes part, and how far the run is.",
+    )
+    from rich.console import Console
+
+    from diloco_jax.observability.measures import health_of
+    from diloco_jax.observability.terminal import closing_report, render
+
+    placement = Placement(certificates=options.certificates, insecure=options.insecure)
+    status = read_status(options.target, placement)
+    if options.json:
+        print(json.dumps({**status, "health": health_of(status)}))
+    elif "wall_seconds" in status:
+        Console(stderr=True, markup=False).print(
+            closing_report(status, {}), highlight=False, soft_wrap=True
+        )
+    else:
+        Console(stderr=True, markup=False).print(render(status, None))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneIslandOptions:
+    """The options of a command by which an operator asks a coordinator for something
+    about one island."""
+
+    name: str = positional(metavar="NAME", help="Name of the island.")
+    coordinator: str = setting(
+        "",
+        metavar="HOST:PORT or WORKDIR",
+        help="The run's coordinator, or its workdir on this machine.",
+    )
+    certificates: str = setting(
+        "", help="Folder made by diloco certs, with the operator's files."
+    )
+    insecure: bool = setting(
+        False, help="Ask an address that is not loopback without TLS."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdmitOptions(OneIslandOptions):
+    """The options of `diloco admit`."""
+
+    remove: bool = setting(False, help="Put the island out, and let it in no longer.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileOptions(OneIslandOptions):
+    """The options of `diloco profile`."""
+
+    steps: int = setting(5, Bound(1, MOST_STEPS), help="Whole steps in the trace.")
+
+
+def admit_command(arguments: Sequence[str]) -> int:
+    """Let an island in that the run's config does not name, or put it out."""
+    (options,) = parse(
+        [AdmitOptions],
+        arguments,
+        "diloco admit",
+        "Let an island into a run that goes on, although the run's config does not "
+        "name it. It stays admitted when the coordinator is started again.",
+    )
+    order = Steer(how="remove" if options.remove else "admit", island=options.name)
+    admitted = _steer(options, order)["admitted"]
+    done = "is let in no longer" if options.remove else "is let in"
+    print(
+        f"island {options.name} {done}; besides those of the config: "
+        f"{', '.join(admitted) or 'none'}",
+        file=sys.stderr,
+    )
+    return EXIT_DONE
+
+
+def release_command(arguments: Sequence[str]) -> int:
+    """End an island's quarantine."""
+    (options,) = parse(
+        [OneIslandOptions],
+        arguments,
+        "diloco release",
+        "Let the deltas of a quarantined island be merged again at once.",
+    )
+    apart = _steer(options, Steer(how="release", island=options.name))["quarantined"]
+    print(
+        f"island {options.name} is in no quarantine; still in it: "
+        f"{', '.join(apart) or 'none'}",
+        file=sys.stderr,
+    )
+    return EXIT_DONE
+
+
+def profile_command(arguments: Sequence[str]) -> int:
+    """Have an island trace its next steps; return once it is asked."""
+    (options,) = parse(
+        [ProfileOptions],
+        arguments,
+        "diloco profile",
+        "Have an island that trains trace its next steps with jax.profiler. Its host 0 "
+        "writes the trace into its own workdir, in profiles/NAME-STEP.",
+    )
+    with operator_of(options) as (client, patience_s):
+        order = ProfileOrder(island=options.name, steps=options.steps)
+        told = client.profile(order, patience_s)
+    print(
+        f"island {options.name} traces its next {options.steps} steps into "
+        f"{told['folder']} of its workdir, on the machine of its host 0; its log says "
+        f"when the trace is there, or why there is none",
+        file=sys.stderr,
+    )
+    return EXIT_DONE
+
+
+def _steer(options: OneIslandOptions, order: Steer) -> dict[str, list[str]]:
+    """Have the coordinator do it; return its answer."""
+    with operator_of(options) as (client, patience_s):
+        return client.steer(order, patience_s)
+
+
+@contextlib.contextmanager
+def operator_of(options: OneIslandOptions) -> Iterator[tuple[Client, float]]:
+    """Yield a connection with an operator's key, and the longest wait for an answer."""
+    check_name(options.name)
+    if not options.coordinator:
+        raise ConfigError("--coordinator is missing: HOST:PORT, or the run's workdir")
+    with operator_at(
+        options.coordinator,
+        Placement(certificates=options.certificates, insecure=options.insecure),
+    ) as operator:
+        yield operator
+
+
+@contextlib.contextmanager
+def operator_at(target: str, given: Placement) -> Iterator[tuple[Client, float]]:
+    """Do so for a coordinator at HOST:PORT, or that of a workdir."""
+    from diloco_jax.wire.client import Client
+    from diloco_jax.wire.principal import OPERATOR
+    from diloco_jax.wire.tls import TlsFiles
+
+    address, placement = reached(target, given)
+    client = Client(
+        address,
+        tls=TlsFiles.load_given(placement.certificates, OPERATOR),
+        deadlines=placement.deadlines,
+        bulk_channels=0,
+        insecure=placement.insecure,
+    )
+    try:
+        yield client, 2 * placement.deadlines.budget_s
     finally:
         client.close()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.observability.exported import Snapshot, families
 from diloco_jax.wire import addresses
-from diloco_jax.wire.peers import Peers
+from diloco_jax.wire.principal import Peers
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 

@@ -41,10 +41,9 @@ from diloco_jax.protocol.new_term.events import (
 )
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.fetch_source import FetchSource
-from diloco_jax.wire.few_lines import FewLines
-from diloco_jax.wire.session import Session
+from diloco_jax.wire.session import FewLines, Session
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from diloco_jax.protocol.coordinator.events import (
     SaidAhead,
 )
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused
-from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)

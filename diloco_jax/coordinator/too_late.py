@@ -16,8 +16,8 @@ from diloco_jax.coordinator.lead import Lead
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import admission
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Refused
-from diloco_jax.wire.fetch_source import FetchSource
 from diloco_jax.wire.session import Session
 
 logger = logging.getLogger(__name__)

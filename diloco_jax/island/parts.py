@@ -28,8 +28,8 @@ from diloco_jax.protocol.messages import ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
+from diloco_jax.wire.bulk_server import OfferServer
 from diloco_jax.wire.client import Client
-from diloco_jax.wire.offer_server import OfferServer
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,7 @@ from diloco_jax.wire.certificates import (
     renew,
 )
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.wire.peers import REVOKED
-from diloco_jax.wire.principal import COORDINATOR, island, of_stem, worker
+from diloco_jax.wire.principal import COORDINATOR, REVOKED, island, of_stem, worker
 
 MARGIN_DAYS = 14
 """Days for which certificates last beyond `launch.max_hours` and `linger_hours`."""

@@ -22,7 +22,7 @@ from diloco_jax.hardware.machines import (
 from diloco_jax.planning.changes import shown
 from diloco_jax.planning.terms import Needs, Terms, changed, needs_of
 from diloco_jax.restart_time import outage_seconds
-from diloco_jax.wire.places import MOST_PLACES
+from diloco_jax.wire.acceptor import MOST_PLACES
 
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""

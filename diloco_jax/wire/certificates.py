@@ -2,8 +2,10 @@
 
 Folder: `ca.pem`, `ca.key` (needed only to add more; keep it off all other machines),
 and STEM.pem and STEM.key of the coordinator, of its workers (`worker.NUMBER`), of each
-island (`island.NAME`), of readers and of operators. EC P-256 throughout. `issued.txt`
-lists what was signed, and `revoked.txt` what is shut out.
+island (`island.NAME`), of readers and of operators. EC P-256 throughout. `revoked.txt`
+lists what is shut out, and `issued.txt` what was signed: serial number in hex, end and
+principal on each line. A certificate may be renewed and its file overwritten, yet
+whoever copied the old one with its key gets in until it is revoked.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import datetime
 import ipaddress
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,19 +24,97 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from diloco_jax.wire import issued
+from diloco_jax.files import write_text
 from diloco_jax.wire.errors import SecurityError
-from diloco_jax.wire.issued import ISSUED, Issued, Register
-from diloco_jax.wire.peers import REVOKED, serials
 from diloco_jax.wire.principal import (
     COORDINATOR,
     OPERATOR,
     READER,
+    REVOKED,
     Principal,
     island,
     of_stem,
+    serials,
     worker,
 )
+
+ISSUED = "issued.txt"
+BEGUN_LATE = "# begun"
+"""Begins the line that says from when on the file is complete, if it is younger than
+the authority."""
+
+
+class Issued(NamedTuple):
+    """A certificate that was signed."""
+
+    serial: int
+    end: datetime.datetime
+    stem: str
+    """The principal's, see `Principal.stem`."""
+
+    @classmethod
+    def of(cls, stem: str, certificate: x509.Certificate) -> Issued:
+        """Return what the file keeps of a certificate."""
+        end = certificate.not_valid_after_utc
+        return cls(certificate.serial_number, end, stem)
+
+
+class Register(NamedTuple):
+    """Certificates that are still valid."""
+
+    issued: tuple[Issued, ...] = ()
+    since: str = ""
+    """Day before which certificates may have been signed that are not listed; empty if
+    all are."""
+
+    def serials(self, stem: str) -> list[int]:
+        """Return the serial numbers of one principal, oldest first."""
+        return [one.serial for one in self.issued if one.stem == stem]
+
+
+def read(folder: Path, here: Mapping[str, x509.Certificate]) -> Register:
+    """Return the certificates that were signed and have not ended.
+
+    here: certificates in the folder by stem; they count though the file may be missing,
+    as in a folder made by an earlier version. Raises SecurityError if the file cannot
+    be read.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    since, found = "", list[Issued]()
+    path = folder / ISSUED
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        lines = [f"{BEGUN_LATE} {now.date()}"]
+    for number, line in enumerate(lines, 1):
+        if line.startswith(BEGUN_LATE):
+            since = line.removeprefix(BEGUN_LATE).strip()
+            continue
+        try:
+            serial, end, stem = line.split()
+            one = Issued(int(serial, 16), datetime.datetime.fromisoformat(end), stem)
+            found += [one] if one.end > now else []
+        except (ValueError, TypeError) as error:
+            raise SecurityError(
+                f"{path}, line {number}: {line!r} is no serial number, end and owner "
+                f"of a certificate ({error}); restore the file, or replace the "
+                f"authority (`diloco certs --replace`)"
+            ) from error
+    known = {one.serial for one in found}
+    lacking = [Issued.of(stem, certificate) for stem, certificate in here.items()]
+    found += [one for one in lacking if one.serial not in known and one.end > now]
+    return Register(tuple(found), since)
+
+
+def write(folder: Path, register: Register, signed: Iterable[Issued]) -> None:
+    """Add certificates. The file must be there before anybody gets one of them."""
+    lines = [f"{BEGUN_LATE} {register.since}"] if register.since else []
+    lines += [
+        f"{one.serial:x} {one.end.isoformat()} {one.stem}"
+        for one in (*register.issued, *signed)
+    ]
+    write_text("".join(f"{line}\n" for line in lines), folder / ISSUED)
+
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
@@ -164,7 +244,7 @@ def revoke(folder: str | Path, who: Principal) -> Revoked:
         )
     today = datetime.datetime.now(datetime.UTC).date()
     lines = "".join(f"{serial:x} # {who}, {today}\n" for serial in found)
-    issued.write(folder, known, ())
+    write(folder, known, ())
     _replace(path, f"{before}{lines}".encode(), 0o644)
     for suffix in (".key", ".pem"):
         (folder / f"{who.stem}{suffix}").unlink(missing_ok=True)
@@ -180,7 +260,7 @@ def register(folder: str | Path) -> Register:
         # One that is damaged cannot be listed, and gets nobody in.
         with contextlib.suppress(OSError, ValueError):
             here[who.stem] = _certificate(folder, who)
-    return issued.read(folder, here)
+    return read(folder, here)
 
 
 def principals(folder: str | Path) -> list[Principal]:
@@ -353,7 +433,7 @@ def _write(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     leaves = [Issued.of(stem, leaf.certificate) for stem, leaf in signed.items()]
-    issued.write(folder, known, leaves)
+    write(folder, known, leaves)
     for stem, (certificate, key) in {**(authority or {}), **signed}.items():
         private = key.private_bytes(
             serialization.Encoding.PEM,

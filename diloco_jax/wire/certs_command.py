@@ -108,9 +108,8 @@ def certs_command(arguments: Sequence[str]) -> int:
 def _revoke(folder: Path, stems: Sequence[str]) -> None:
     """Revoke certificates, all of which must be known."""
     from diloco_jax.wire import certificates
-    from diloco_jax.wire.issued import ISSUED
-    from diloco_jax.wire.peers import REVOKED
-    from diloco_jax.wire.principal import of_stem
+    from diloco_jax.wire.certificates import ISSUED
+    from diloco_jax.wire.principal import REVOKED, of_stem
 
     here = {one.stem for one in certificates.register(folder).issued}
     for stem in stems:

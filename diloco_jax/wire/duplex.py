@@ -12,10 +12,9 @@ from cryptography import x509
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.wire.addresses import parse_address
-from diloco_jax.wire.connection import prepare
 from diloco_jax.wire.errors import ConnectionLost, SecurityError
-from diloco_jax.wire.peers import principal_of
-from diloco_jax.wire.principal import not_worker
+from diloco_jax.wire.frames import prepare
+from diloco_jax.wire.principal import not_worker, principal_of
 from diloco_jax.wire.tls import Renewed, TlsFiles
 
 _PART_BYTES = 256 << 10

@@ -1,20 +1,36 @@
-"""Frames of the bulk port: messages, and chunks of payloads, on a plain byte stream.
+"""Frames of the bulk port, and a connection of either end that speaks them.
 
 A message is a header of 8 bytes (magic, length u32) and MessagePack of at most 1 MiB.
 A chunk is a header of 24 bytes (magic, XXH3-64 of the payload, offset in the whole
 payload u64, length u32; little-endian) and at most 1 MiB of payload. It is XXH3 because
 a CRC-32 of every byte at both ends took a quarter of a transfer's CPU time. The last
 digit of either magic is the version of the frames.
+
+Payloads go from and to the caller's memory; nothing copies them in between but the
+kernel and OpenSSL. The socket, TCP or TLS, blocks without a deadline of its own:
+whoever uses it sets a guard of an `IdleWatch` that calls `cut`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
+import ssl
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.deadlines import Deadlines
+from diloco_jax.wire.encoding import decoded, encode
+from diloco_jax.wire.errors import (
+    ConnectionLost,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from diloco_jax.wire.threads import Guard
 
 MESSAGE_MAGIC = b"DLM1"
 _MESSAGE = struct.Struct("<4sI")
@@ -115,3 +131,199 @@ def check(payload: memoryview, checksum: int, *, offset: int, peer: str) -> None
             f"chunk from {peer} at byte {offset} is damaged: checksum {found:016x}, "
             f"expected {checksum:016x}; send the transfer again"
         )
+
+
+Decoded = TypeVar("Decoded")
+PROGRESS_BYTES = 64 << 10
+"""Bytes after which a transfer counts as moving. Stripes of one link share its rate, so
+a chunk each would take longer than the budget on a slow one."""
+UNSENT_BYTES = 128 << 10
+"""Bytes that the kernel takes beyond those that are under way. More of them would count
+as moved when they are not, and the last ones leave while the answer is awaited."""
+
+
+class BulkConnection:
+    """A connection whose transfers follow one another. One thread uses it at a time;
+    any may `cut` it."""
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes of frames so far, without those of TLS and TCP."""
+        self.between = True
+        """True: no transfer is under way, and the next one may begin."""
+        self.parted = False
+        """True: the last word is said, and the peer is waited for to hang up."""
+        self._socket = connection
+        self._certificate: bytes | None = None
+        self._head = memoryview(bytearray(HEADER_BYTES))
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def certificate(self) -> bytes:
+        """Return the peer's certificate, PEM; empty without TLS."""
+        if self._certificate is None:
+            found = None
+            if isinstance(self._socket, ssl.SSLSocket):
+                found = self._socket.getpeercert(binary_form=True)
+            pem = ssl.DER_cert_to_PEM_cert(found) if found else ""
+            self._certificate = pem.encode()
+        return self._certificate
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises ConnectionLost; LocalProtocolError if it is too
+        large."""
+        raw = encode(message)
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise LocalProtocolError(
+                f"{type(message).__name__} to {self.peer} has {len(raw)} bytes, the "
+                f"limit is {MAX_MESSAGE_BYTES}; raise sync.fragments"
+            )
+        self.between = False
+        self._send(message_header(len(raw)) + raw)
+
+    def receive(self, decode: Callable[[bytes], Decoded]) -> Decoded:
+        """Return the next message. Raises ConnectionLost, RemoteProtocolError."""
+        head = self._head[:MESSAGE_HEADER_BYTES]
+        self._receive(head)
+        self.between = False
+        raw = bytearray(message_length(head, self.peer))
+        self._receive(memoryview(raw))
+        return decoded(decode, bytes(raw), self.peer)
+
+    def send_payload(
+        self,
+        buffers: Sequence[Payload],
+        offset: int,
+        length: int,
+        guard: Guard,
+        begin: int = 0,
+    ) -> bool:
+        """Send `length` bytes of a payload, from `offset` on. Return False if the peer
+        sent something meanwhile: it does so only to end the transfer.
+
+        buffers: the payload from byte `begin` on, laid end to end.
+        """
+        for header, part in chunks(buffers, offset, length, begin):
+            if self.spoken():
+                return False
+            self._send(header)
+            for block in _blocks(part):
+                self._send(block)
+                guard.touch()
+        return True
+
+    def receive_chunk(self, place: memoryview, offset: int, guard: Guard) -> int:
+        """Receive one checked chunk to the beginning of a place; return its length.
+
+        offset: that of the chunk in the payload. Bytes of a damaged chunk are in the
+        place, too, when RemoteProtocolError is raised.
+        """
+        self._receive(self._head)
+        length, checksum = chunk_length(
+            self._head, offset=offset, room=len(place), peer=self.peer
+        )
+        part = place[:length]
+        for block in _blocks(part):
+            self._receive(block)
+            guard.touch()
+        check(part, checksum, offset=offset, peer=self.peer)
+        return length
+
+    def spoken(self) -> bool:
+        """Tell if the peer sent something, or closed the connection."""
+        return bool(self._poll.poll(0))
+
+    def pending(self) -> bool:
+        """Tell if OpenSSL holds bytes that it has read from the socket, so that a
+        selector on the socket alone would not notice them.
+        """
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def part(self, message: Any) -> None:
+        """Say the last word, as far as the kernel takes it at once. `drain` then waits
+        for the peer to hang up.
+
+        If this end closed the connection earlier, the kernel would reset it, and the
+        peer could lose that word.
+        """
+        self.between, self.parted = False, True
+        raw = encode(message)
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(0.0)
+            self._socket.sendall(message_header(len(raw)) + raw)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+
+    def drain(self, place: bytearray) -> bool:
+        """Discard what has come since `part`, at most as much as the place holds;
+        return False once the peer has hung up."""
+        try:
+            # From the socket beneath TLS: nothing need be deciphered.
+            return socket.socket.recv_into(self._socket, place) > 0
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def fileno(self) -> int:
+        """Return the socket's file descriptor, for selectors."""
+        return self._socket.fileno()
+
+    def cut(self) -> None:
+        """End what another thread is sending or receiving; it gets ConnectionLost."""
+        with contextlib.suppress(OSError):
+            # Not TLS's own, which does not suit two threads.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _send(self, data: bytes | memoryview) -> None:
+        with self._lost():
+            self._socket.sendall(data)
+        self.sent_bytes += len(data)
+
+    def _receive(self, place: memoryview) -> None:
+        filled, size = 0, len(place)
+        with self._lost():
+            receive = self._socket.recv_into
+            while filled < size:
+                got = receive(place[filled:])
+                if not got:
+                    raise ConnectionLost(f"{self.peer} ended the connection")
+                filled += got
+        self.received_bytes += size
+
+    @contextlib.contextmanager
+    def _lost(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConnectionLost(f"{self.peer}: {error.strerror or error}") from error
+
+
+def _blocks(part: memoryview) -> Iterator[memoryview]:
+    """Cut a part where progress is noted."""
+    for start in range(0, len(part), PROGRESS_BYTES):
+        yield part[start : start + PROGRESS_BYTES]
+
+
+def prepare(connection: socket.socket, deadlines: Deadlines) -> None:
+    """Set a TCP socket up: small frames leave at once, and a peer that is gone is
+    noticed within the time budget."""
+    half_budget_s = max(1, int(deadlines.budget_s / 2))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES
+        )
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, name):
+            connection.setsockopt(
+                socket.IPPROTO_TCP, getattr(socket, name), half_budget_s
+            )
+    if hasattr(socket, "TCP_KEEPCNT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)

@@ -20,15 +20,18 @@ import grpc
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.messages import ProfileOrder, Steer
 from diloco_jax.wire import addresses, encoding, errors
+from diloco_jax.wire.acceptor import Places, allow_connections
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.encoding import decoded
 from diloco_jax.wire.errors import Busy, WireError
-from diloco_jax.wire.few_lines import FewLines
-from diloco_jax.wire.peers import Peers
-from diloco_jax.wire.places import Places, allow_connections
-from diloco_jax.wire.principal import Principal, require_operator
-from diloco_jax.wire.quota import Quota
-from diloco_jax.wire.session import ControlHandlers, Session, internal_error
+from diloco_jax.wire.principal import Peers, Principal, require_operator
+from diloco_jax.wire.session import (
+    ControlHandlers,
+    FewLines,
+    Quota,
+    Session,
+    internal_error,
+)
 from diloco_jax.wire.threads import DaemonPool, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 

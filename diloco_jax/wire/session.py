@@ -1,8 +1,15 @@
-"""The coordinator's end of one control stream.
+"""The coordinator's end of one control stream, and what it costs at most.
 
 A session has two threads. gRPC's thread sends what `Session.send` queued; a daemon
 thread reads and calls the handlers, always in the order connect, receive ...,
 disconnect.
+
+A control message may cost lines on the tape and the log, and time of the one thread
+that decides. A peer that is too fast waits: the coordinator stops reading, and gRPC's
+flow control reaches the peer. A request for bulk costs a thread's time, whatever its
+length, and has a rate, too. A refused call costs its peer nothing and may come a
+thousand times a second, so each peer has a few lines of the log. The number of those
+that were left out stands in the next one.
 """
 
 from __future__ import annotations
@@ -20,18 +27,122 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.wire import encoding, errors
 from diloco_jax.wire.encoding import decoded
-from diloco_jax.wire.errors import (
-    Busy,
-    Refused,
-    RemoteProtocolError,
-    WireError,
-)
-from diloco_jax.wire.few_lines import FewLines
+from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError, WireError
 from diloco_jax.wire.principal import Principal, require_island
-from diloco_jax.wire.quota import HELLO_BYTES, Quota
 from diloco_jax.wire.threads import ByteQueue, IdleWatch, QueueClosed
 
 logger = logging.getLogger(__name__)
+
+BYTES_PER_SECOND = 64 << 10
+"""Rate of one island in the long run: hundreds of records, or one hello, a second."""
+BURST_BYTES = 4 << 20
+HELLO_BYTES = 64 << 10
+"""Bytes that a hello counts for: it may end one incarnation and begin another, and each
+is made durable."""
+REQUESTS_PER_SECOND = 16
+"""Rate of requests for bulk, for each place of the peer: stripes have 1 MiB or more
+unless the payload is smaller, so it holds up no link."""
+LEAST_REQUESTS = 64
+BURST_S = 8
+"""Seconds of requests at that rate which may come at once, as in a join."""
+TOLD_EVERY_S = 60.0
+
+
+class Quota:
+    """The quota of one peer, over all of its streams or connections. Any thread may
+    call it."""
+
+    def __init__(
+        self,
+        who: str,
+        rate: float = BYTES_PER_SECOND,
+        burst: float = BURST_BYTES,
+        what: str = "bytes of control messages",
+    ) -> None:
+        """rate, burst: of `what`, a second and at once."""
+        self._who, self._rate, self._burst, self._what = who, rate, burst, what
+        self._lock = threading.Lock()
+        self._left, self._at = float(burst), time.monotonic()
+        self._told = -TOLD_EVERY_S
+
+    def wait_s(self, amount: int) -> float:
+        """Count so much; return the seconds to wait before it is handled."""
+        with self._lock:
+            now = time.monotonic()
+            earned = (now - self._at) * self._rate
+            self._left = min(self._left + earned, self._burst) - amount
+            self._at = now
+            if self._left >= 0:
+                return 0.0
+            if now - self._told >= TOLD_EVERY_S:
+                self._told = now
+                logger.warning(
+                    "%s sends more than %d %s a second; what it sends waits",
+                    self._who,
+                    self._rate,
+                    self._what,
+                )
+            return -self._left / self._rate
+
+
+AT_ONCE = 20
+"""Lines about one peer in a row."""
+EVERY_S = 60.0
+"""Seconds in which a peer earns another one."""
+MOST_KNOWN = 1000
+"""Peers whose lines are counted; beyond these, the one longest without a line is
+forgotten."""
+MOST_CHARS = 1000
+"""Characters of one line."""
+
+
+class FewLines:
+    """The lines of one server, by peer. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Principal | str | None, tuple[float, float, int]] = {}
+        """Lines left, when, and how many were left out since the last one. Peers
+        without a certificate share theirs."""
+
+    def log(
+        self,
+        logger: logging.Logger,
+        level: int,
+        who: Principal | str | None,
+        text: str,
+        *,
+        trace: bool = False,
+    ) -> None:
+        """Log a line about `who`, a peer or in words several, or count it. trace: with
+        the error at hand."""
+        if not logger.isEnabledFor(level):
+            return
+        out = self._left_out(who)
+        if out is None:
+            return
+        more = f"; {out} more lines about {_name(who)} were left out" if out else ""
+        logger.log(level, "%s%s", text[:MOST_CHARS], more, exc_info=trace)
+
+    def _left_out(self, who: Principal | str | None) -> int | None:
+        """Count a line; return how many were left out before it, None if it is one of
+        them."""
+        now = time.monotonic()
+        with self._lock:
+            left, at, out = self._known.pop(who, (float(AT_ONCE), now, 0))
+            left = min(left + (now - at) / EVERY_S, AT_ONCE)
+            written = left >= 1
+            self._known[who] = (
+                (left - 1, now, 0) if written else (left, now, out + 1)
+            )  # The newest one stands last.
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            return out if written else None
+
+
+def _name(who: Principal | str | None) -> str:
+    return "peers without a certificate" if who is None else str(who)
+
 
 OUTBOX_BYTES = encoding.QUEUED_CONTROL_BYTES
 Identify = Callable[[], Principal | None]

@@ -1,21 +1,36 @@
-"""Bulk: payloads in parallel stripes over several connections; fetches that resume."""
+"""Bulk: payloads in parallel stripes over several connections; fetches that resume.
+
+Stripes succeed or fail together, each with an idle deadline. Connections are made when
+needed and kept for the next transfer. The one that was given back last is taken first.
+So those that only a burst of transfers needed, as the start of an island is, rest at
+the bottom, and are closed after `rest_s`: each costs a descriptor at either end. Memory
+for fetched payloads is lent again once nobody holds it: new memory costs a page fault
+per page, which takes as long as deciphering the payload.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
+import socket
+import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from cryptography import x509
 
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import frames
+from diloco_jax.wire import addresses, encoding, errors, frames, principal
 from diloco_jax.wire.bulk import (
     CycleRequest,
     FetchRequest,
@@ -25,17 +40,254 @@ from diloco_jax.wire.bulk import (
     UploadDone,
     UploadStart,
 )
-from diloco_jax.wire.calls import Answer, CallGroup, answer, asked
-from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
     LocalProtocolError,
     RemoteProtocolError,
+    SecurityError,
     VersionGone,
 )
-from diloco_jax.wire.spare import SpareMemory
-from diloco_jax.wire.threads import DaemonPool, IdleWatch
+from diloco_jax.wire.frames import PROGRESS_BYTES, BulkConnection, prepare
+from diloco_jax.wire.principal import principal_of
+from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
+from diloco_jax.wire.tls import Renewed, TlsFiles, explain
+
+
+class Connections:
+    """Connections of one client to one port. Any thread may take one."""
+
+    def __init__(
+        self,
+        address: str,
+        tls: TlsFiles | None,
+        deadlines: Deadlines,
+        most: int,
+        worker: int | None = None,
+        island: str | None = None,
+    ) -> None:
+        """most: connections that are kept while nothing uses them. worker, island: the
+        coordinator's worker, or the island, that has to answer; None: the
+        coordinator."""
+        self.address, self._worker, self._island = address, worker, island
+        self._deadlines, self._most = deadlines, most
+        make = TlsFiles.client_context if island is None else TlsFiles.peer_context
+        self._tls = Renewed(tls, make) if tls is not None else None
+        self._context: ssl.SSLContext | None = None
+        """That of the idle connections."""
+        self._lock = threading.Lock()
+        self._idle: list[tuple[float, BulkConnection]] = []
+        """With the time since which each rests, longest rest first."""
+        self._closed = False
+
+    def take(self) -> BulkConnection:
+        """Return a connection for one transfer: an idle one, or a new one.
+
+        A new one takes at most about `connect_s`. Once certificates are renewed, idle
+        connections of the old ones are closed. Raises ConnectionLost or SecurityError,
+        each with its remedy.
+        """
+        context = self._tls.current() if self._tls is not None else None
+        if context is not self._context:
+            self._end_idle(context)
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionLost(f"the client of {self.address} is closed")
+                found = self._idle.pop()[1] if self._idle else None
+            if found is None:
+                return self._dial(context)
+            if not found.spoken():
+                return found
+            found.close()  # The coordinator ended it, or was started again.
+
+    def give(self, connection: BulkConnection) -> None:
+        """Give a connection back; it is kept if its transfer ended well."""
+        now = time.monotonic()
+        ended = []
+        with self._lock:
+            while self._idle and now - self._idle[0][0] > self._deadlines.rest_s:
+                ended.append(self._idle.pop(0)[1])
+            keep = connection.between and not self._closed
+            if keep and len(self._idle) < self._most:
+                self._idle.append((now, connection))
+            else:
+                ended.append(connection)
+        for one in ended:
+            one.close()
+
+    def close(self) -> None:
+        """Close the idle connections; later calls of `take` raise ConnectionLost."""
+        with self._lock:
+            self._closed = True
+        self._end_idle(None)
+
+    def _end_idle(self, context: ssl.SSLContext | None) -> None:
+        """Close the idle connections. context: that of later ones."""
+        with self._lock:
+            idle, self._idle, self._context = self._idle, [], context
+        for _, connection in idle:
+            connection.close()
+
+    def _dial(self, context: ssl.SSLContext | None) -> BulkConnection:
+        host, port = addresses.parse_address(self.address)
+        limit_s = self._deadlines.connect_s
+        try:
+            connection = socket.create_connection((host, port), limit_s)
+            try:
+                prepare(connection, self._deadlines)
+                if context is not None:
+                    connection = secure = context.wrap_socket(
+                        connection, server_hostname=host
+                    )
+                    self._require_known(secure)
+                connection.settimeout(None)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            # As short as elsewhere: a socket answers at once or never.
+            files = self._tls.files if self._tls is not None else None
+            cause = explain(self.address, files, limit_s / 4)
+            raise cause or ConnectionLost(f"{self.address}: {error}") from error
+        return BulkConnection(connection, self.address)
+
+    def _require_known(self, connection: ssl.SSLSocket) -> None:
+        """Raise SecurityError unless the worker or island that was dialled answers."""
+        if self._worker is None and self._island is None:
+            return
+        encoded = connection.getpeercert(binary_form=True)
+        assert encoded is not None
+        server = principal_of(x509.load_der_x509_certificate(encoded))
+        if self._island is not None:
+            wrong = principal.not_island(server, self._island)
+        else:
+            wrong = principal.not_worker(server, self._worker or 0)
+        if wrong:
+            raise SecurityError(f"{self.address}: {wrong}")
+
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+
+class CallGroup:
+    """The calls of one transfer."""
+
+    def __init__(
+        self, connections: Connections, watch: IdleWatch, idle_s: float
+    ) -> None:
+        self._connections, self._watch, self._idle_s = connections, watch, idle_s
+        self._peer = connections.address
+        self._lock = threading.Lock()
+        self._open: set[BulkConnection] = set()
+        self._cancelled = threading.Event()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[tuple[BulkConnection, Guard]]:
+        """Take a connection for the length of the block, which makes one call on it.
+
+        The block touches the guard as bytes move. Without any for `idle_s`, or
+        once the group is cancelled, the connection is cut and the block raises
+        ConnectionLost.
+        """
+        connection = self._connections.take()
+        with self._lock:
+            self._open.add(connection)
+        if self._cancelled.is_set():
+            connection.cut()
+        try:
+            with self._watch.guard(self._idle_s, connection.cut) as guard:
+                yield connection, guard
+        except ConnectionLost as error:
+            if guard.expired:
+                raise ConnectionLost(
+                    f"{self._peer}: not {PROGRESS_BYTES >> 10} KiB moved for "
+                    f"{self._idle_s:g} s"
+                ) from error
+            if self._cancelled.is_set():
+                raise ConnectionLost(
+                    f"{self._peer}: the transfer was ended at this end ({error})"
+                ) from error
+            raise
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            self._connections.give(connection)
+
+    def cancel(self) -> None:
+        """Cancel all calls, including later ones."""
+        self._cancelled.set()
+        with self._lock:
+            for connection in self._open:
+                connection.cut()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait; return early and True if the group is cancelled."""
+        return self._cancelled.wait(seconds)
+
+    def results(self, running: list[futures.Future[Result]]) -> list[Result]:
+        """Return all results; on the first error end the other calls and raise it."""
+        try:
+            for done in futures.as_completed(running):
+                done.result()
+        except BaseException:
+            self.cancel()
+            futures.wait(running)
+            raise
+        return [done.result() for done in running]
+
+
+def asked(connection: BulkConnection, request: Any, kind: type[Answer]) -> Answer:
+    """Ask for something; return what comes before its bytes."""
+    connection.send(request)
+    return answer(connection, kind)
+
+
+def answer(connection: BulkConnection, kind: type[Answer]) -> Answer:
+    """Receive an answer of this kind; raise the error that comes instead."""
+    reply = connection.receive(encoding.bulk_reply)
+    if isinstance(reply, errors.Failure):
+        raise errors.from_failure(reply, connection.peer)
+    if not isinstance(reply, kind):
+        raise RemoteProtocolError(
+            f"{connection.peer} answered with {type(reply).__name__}, expected "
+            f"{kind.__name__}; both ends must run the same version of diloco"
+        )
+    return reply
+
+
+LEAST_BYTES = 1 << 20
+"""Smaller payloads come from the allocator, which keeps their pages itself."""
+
+
+class SpareMemory:
+    """Keep at most one buffer that was lent and is free again. Any thread may borrow
+    it.
+    """
+
+    def __init__(self) -> None:
+        # No lock: buffers come back when they are collected, which may be anywhere.
+        self._free: collections.deque[npt.NDArray[np.uint8]] = collections.deque(
+            maxlen=1
+        )
+
+    def lend(self, size: int) -> memoryview:
+        """Return `size` bytes of writable memory, with any content. They are free again
+        once the last view of them is gone.
+        """
+        if size < LEAST_BYTES:
+            return np.empty(size, np.uint8).data
+        try:
+            held = self._free.pop()
+        except IndexError:
+            held = np.empty(0, np.uint8)
+        if not size <= len(held) <= 2 * size:
+            held = np.empty(size, np.uint8)
+        lent = np.frombuffer(held, np.uint8, size)
+        weakref.finalize(lent, self._free.append, held).atexit = False
+        return lent.data
+
 
 MIN_STRIPE_BYTES = 1 << 20
 FIRST_STRIPE_BYTES = 2 << 20

@@ -10,15 +10,14 @@ import pytest
 from rich.console import Console
 
 from diloco_jax import run_files
-from diloco_jax.chaos.attach import strike_running
 from diloco_jax.chaos.command import (
     scheduled,
+    strike_running,
     twin_of,
     with_faults,
     with_restarts,
 )
-from diloco_jax.chaos.options import ChaosOptions
-from diloco_jax.chaos.schedule import KINDS, write_schedule
+from diloco_jax.chaos.schedule import KINDS, ChaosOptions, write_schedule
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.files import write_json

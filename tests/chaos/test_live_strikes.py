@@ -5,8 +5,8 @@ import json
 import pytest
 from test_measure import KILLED, merged, note, strike
 
-from diloco_jax.chaos.live import LiveReport
-from diloco_jax.chaos.tail import Tail
+from diloco_jax.chaos.measure import Tail
+from diloco_jax.chaos.strike import LiveReport
 from diloco_jax.observability.tape import Tape
 
 

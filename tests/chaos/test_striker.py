@@ -10,9 +10,9 @@ import time
 import pytest
 
 from diloco_jax import run_files
-from diloco_jax.chaos import disk
+from diloco_jax.chaos import strike
 from diloco_jax.chaos.schedule import parse_strikes
-from diloco_jax.chaos.striker import Striker, _acts
+from diloco_jax.chaos.strike import Striker, _acts
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import JsonLines, Tape
 
@@ -139,8 +139,8 @@ def test_a_full_disk_is_noted_when_it_has_space_again(tmp_path, children, monkey
             raise OSError("no space left")
         append(notes, record)
 
-    monkeypatch.setattr(disk, "fill", lambda folder: full.append(folder) or True)
-    monkeypatch.setattr(disk, "free", lambda folder: full.clear())
+    monkeypatch.setattr(strike, "fill", lambda folder: full.append(folder) or True)
+    monkeypatch.setattr(strike, "free", lambda folder: full.clear())
     monkeypatch.setattr(JsonLines, "append", refuse)
     striker, said = begin(tmp_path, "coordinator@0s:full0.3", "a@0.1s:kill")
     until(lambda: len(said) == 3)
@@ -151,10 +151,10 @@ def test_a_full_disk_is_noted_when_it_has_space_again(tmp_path, children, monkey
 
 
 def test_a_large_disk_is_never_filled(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "LARGEST_BYTES", 0)
-    assert not disk.fill(tmp_path)
+    monkeypatch.setattr(strike, "LARGEST_BYTES", 0)
+    assert not strike.fill(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    disk.free(tmp_path)
+    strike.free(tmp_path)
 
 
 def test_only_links_that_are_struck_go_through_a_relay(tmp_path, children):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax import run_files
-from diloco_jax.chaos import targets
+from diloco_jax.chaos import schedule
 from diloco_jax.files import write_json
 
 LISTENS = """
@@ -26,7 +26,7 @@ while True:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd, SO_PEERCRED")
 def test_a_worker_is_where_its_place_says(tmp_path: Path) -> None:
-    assert targets.found(tmp_path, "worker-1") == []
+    assert schedule.found(tmp_path, "worker-1") == []
     place = tmp_path / "socket"
     command = [sys.executable, "-c", LISTENS, str(place)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
@@ -34,12 +34,12 @@ def test_a_worker_is_where_its_place_says(tmp_path: Path) -> None:
         assert worker.stdout.readline() == b"listens\n"
         (tmp_path / run_files.WORKERS).mkdir()
         write_json({"socket": str(place)}, tmp_path / run_files.WORKERS / "1.json")
-        assert targets.found(tmp_path, "worker-0") == []
-        (send,) = targets.found(tmp_path, "worker-1")
+        assert schedule.found(tmp_path, "worker-0") == []
+        (send,) = schedule.found(tmp_path, "worker-1")
         assert send(signal.SIGKILL)
         assert worker.wait(30.0) == -signal.SIGKILL
     assert not send(signal.SIGCONT), "it has ended"
-    assert targets.found(tmp_path, "worker-1") == []
+    assert schedule.found(tmp_path, "worker-1") == []
 
 
 def test_a_number_that_leads_no_group_is_another_process_by_now(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_number_that_leads_no_group_is_another_process_by_now(tmp_path: Path) 
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         noted = {"coordinator": [child.pid]}
         write_json(noted, tmp_path / run_files.PROCESSES)
-        (send,) = targets.found(tmp_path, "coordinator")
+        (send,) = schedule.found(tmp_path, "coordinator")
         assert not send(signal.SIGKILL)
         child.communicate(b"\n", 30.0)
     assert child.returncode == 0

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster.beginning import Beginning
+from diloco_jax.cluster.run import Beginning
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json
 

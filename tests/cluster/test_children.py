@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import diloco_jax
-from diloco_jax.cluster import children
-from diloco_jax.cluster.children import kill_group, start_child
-from diloco_jax.cluster.commands import DILOCO
+from diloco_jax.cluster import processes
+from diloco_jax.cluster.cluster import DILOCO
+from diloco_jax.cluster.processes import kill_group, start_child
 
 PACKAGE = Path(diloco_jax.__file__).parent
 OF_PYTHON = re.compile(r"\[?\(?sys\.executable, (\"[^\"]*\")")
@@ -42,7 +42,7 @@ def test_a_child_outlives_the_thread_that_asked_for_it() -> None:
 
 
 def test_a_command_that_is_not_there_is_an_error_of_the_caller(monkeypatch) -> None:
-    monkeypatch.setattr(children.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(processes.sys, "executable", "/no/such/python")
     null = subprocess.DEVNULL
     with pytest.raises(FileNotFoundError):
         start_child(["sleep", "60"], {}, null, null)
@@ -51,11 +51,11 @@ def test_a_command_that_is_not_there_is_an_error_of_the_caller(monkeypatch) -> N
 def test_a_fork_starts_children_as_well() -> None:
     null = subprocess.DEVNULL
     assert start_child(["true"], {}, null, null).wait(10) == 0
-    before, children._starter = children._starter, None  # As a fork finds it.
+    before, processes._starter = processes._starter, None  # As a fork finds it.
     try:
         assert start_child(["true"], {}, null, null).wait(10) == 0
     finally:
-        children._starter = before
+        processes._starter = before
 
 
 def test_every_python_of_ours_leaves_the_current_folder_out() -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from diloco_jax import run_files
-from diloco_jax.cluster import commands
-from diloco_jax.cluster.private import private_files, with_keys, with_own_keys
+from diloco_jax.cluster import cluster
+from diloco_jax.cluster.processes import private_files, with_keys, with_own_keys
 from diloco_jax.config import Config, IslandConfig, Placement
-from diloco_jax.wire.certificates import principals
-from diloco_jax.wire.issued import ISSUED
+from diloco_jax.wire.certificates import ISSUED, principals
 from diloco_jax.wire.principal import COORDINATOR, OPERATOR, READER, island
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import make_workdir
@@ -45,9 +44,9 @@ def test_a_local_run_has_keys_of_its_own(workdir: Path) -> None:
     for who in expected:
         TlsFiles.load(keys, who)
     assert os.listdir(workdir) == [run_files.KEYS]
-    command = commands.coordinator_command(workdir, "127.0.0.1:0", "--init")
+    command = cluster.coordinator_command(workdir, "127.0.0.1:0", "--init")
     assert command[command.index("--certificates") + 1] == str(keys)
-    (own,) = commands.island_commands(workdir, "a", 1, "127.0.0.1:1", 1)
+    (own,) = cluster.island_commands(workdir, "a", 1, "127.0.0.1:1", 1)
     assert own[own.index("--certificates") + 1] == str(keys)
 
 
@@ -80,7 +79,7 @@ def test_a_run_that_says_otherwise_has_none(
     assert aside.name.startswith("keys."), "put aside, and nobody's keys are deleted"
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
     assert with_own_keys(config.placement, workdir) == config.placement
-    command = commands.coordinator_command(workdir, "127.0.0.1:0", "--init")
+    command = cluster.coordinator_command(workdir, "127.0.0.1:0", "--init")
     assert "--certificates" not in command
 
 

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from diloco_jax.cluster import attempts, processes
-from diloco_jax.cluster.attempts import next_attempt
-from diloco_jax.cluster.children import start_child
+from diloco_jax.cluster import processes
 from diloco_jax.cluster.processes import (
     ManagedProcess,
     log_tail,
+    next_attempt,
+    start_child,
     wait_all,
 )
 from diloco_jax.config import ConfigError
@@ -275,7 +275,7 @@ def test_attempts_count_by_name_and_survive_the_process(tmp_path):
 
 
 def test_islands_that_start_together_are_all_counted(tmp_path, monkeypatch):
-    path, read = tmp_path / "attempts.json", attempts._read
+    path, read = tmp_path / "attempts.json", processes._read
     reading, go_on = threading.Event(), threading.Event()
 
     def slow_for_one(path):
@@ -285,7 +285,7 @@ def test_islands_that_start_together_are_all_counted(tmp_path, monkeypatch):
             assert go_on.wait(LATE_S)
         return counts
 
-    monkeypatch.setattr(attempts, "_read", slow_for_one)
+    monkeypatch.setattr(processes, "_read", slow_for_one)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(next_attempt, path, "a")
         assert reading.wait(LATE_S)

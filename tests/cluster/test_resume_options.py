@@ -8,7 +8,7 @@ from rich.console import Console
 
 from diloco_jax import cli
 from diloco_jax import workdir as workdirs
-from diloco_jax.cluster.resume import (
+from diloco_jax.cluster.run import (
     ReplacedFiles,
     finished,
     require_one_workdir,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diloco_jax.cluster import commands
+from diloco_jax.cluster import cluster
 from diloco_jax.cluster import run as run_module
 from diloco_jax.cluster.cluster import ClusterError
 from diloco_jax.config import (
@@ -110,9 +110,9 @@ def launch(config, monkeypatch):
         def island_commands(workdir, name, hosts, address, incarnation):
             return [command(island, workdir, name, address, incarnation)]
 
-        monkeypatch.setattr(commands, "coordinator_command", coordinator_command)
-        monkeypatch.setattr(commands, "island_commands", island_commands)
-        monkeypatch.setattr(commands, "eval_command", lambda w: command(evaluate, w))
+        monkeypatch.setattr(cluster, "coordinator_command", coordinator_command)
+        monkeypatch.setattr(cluster, "island_commands", island_commands)
+        monkeypatch.setattr(cluster, "eval_command", lambda w: command(evaluate, w))
         placement = dataclasses.replace(config.placement, **fields)
         console = Console(file=io.StringIO(), width=200)
         code, summary = run_module.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax import run_files
-from diloco_jax.cluster.private import private_files, with_keys
+from diloco_jax.cluster.processes import private_files, with_keys
 from diloco_jax.config import Config, DataConfig, IslandConfig, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.wire.principal import COORDINATOR

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_jax import families
 from diloco_jax.cli import main
-from diloco_jax.cluster.resume import with_config
+from diloco_jax.cluster.run import with_config
 from diloco_jax.config import (
     Config,
     ConfigError,

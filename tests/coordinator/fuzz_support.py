@@ -30,8 +30,8 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.state import State, initial
 from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import encoding, frames, principal
-from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
+from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.server import Server
 from diloco_jax.wire.session import Session
 from diloco_jax.wire.threads import IdleWatch, QueueClosed

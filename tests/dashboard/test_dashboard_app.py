@@ -19,8 +19,8 @@ from made_runs import BEGIN, MadeRun, write_run
 from rich.console import Console
 
 from diloco_jax import run_files
-from diloco_jax.cluster import beside
-from diloco_jax.cluster.commands import DILOCO
+from diloco_jax.cluster import cluster
+from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.dashboard import run_readers
 from diloco_jax.dashboard.app import STATIC, Onlooker
@@ -163,7 +163,7 @@ def onlook():
 def test_a_local_run_has_it_beside_and_ends_it(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run")
     said = io.StringIO()
-    with beside.dashboard(workdir, Console(file=said, width=200)):
+    with cluster.dashboard(workdir, Console(file=said, width=200)):
         (port,) = re.findall(r"dashboard: http://localhost:(\d+)", said.getvalue())
         assert answered(int(port)) == 200
     with pytest.raises(ConnectionRefusedError):

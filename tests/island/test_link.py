@@ -27,6 +27,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import (
     NO_TICKET,
     Busy,
@@ -34,7 +35,6 @@ from diloco_jax.wire.errors import (
     RemoteProtocolError,
     VersionGone,
 )
-from diloco_jax.wire.fetch_source import FetchSource
 
 
 class FakeExchange:

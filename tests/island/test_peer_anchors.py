@@ -29,7 +29,6 @@ from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses
 from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Identity
 from diloco_jax.wire.certificates import make_certificates
-from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import (
     LocalProtocolError,
     Refused,
@@ -38,6 +37,7 @@ from diloco_jax.wire.errors import (
 )
 from diloco_jax.wire.principal import island
 from diloco_jax.wire.tls import TlsFiles
+from diloco_jax.wire.transfers import Connections
 
 SHAPES = {
     "embedding": (256, 64),

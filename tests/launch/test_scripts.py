@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.cluster.commands import ALLOCATOR
+from diloco_jax.cluster.cluster import ALLOCATOR
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60

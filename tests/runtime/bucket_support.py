@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from runtime_support import PATIENCE_S
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 
 TIMEOUT_S = 600.0
 """Where a machine is busy, one checkpoint in this bucket takes half a minute."""

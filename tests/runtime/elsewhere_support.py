@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime_support import PATIENCE_S
 
-from diloco_jax.cluster.commands import DILOCO, free_port
+from diloco_jax.cluster.cluster import DILOCO, free_port
 from diloco_jax.config import Config
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runtime_support import PATIENCE_S
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.observability.tape import read_tape
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from runtime_support import PATIENCE_S, coordinator, make_config, placed
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 

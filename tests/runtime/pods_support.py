@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from runtime_support import PATIENCE_S
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config
 from diloco_jax.launch import gke
 from diloco_jax.launch.certificates import prepare_certificates

@@ -38,8 +38,7 @@ from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import FIRST_VERSION, Record
 from diloco_jax.wire import bulk
-from diloco_jax.wire.client import Client
-from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.client import Client, ControlStream
 
 PATIENCE_S = 60.0
 

@@ -17,7 +17,7 @@ import tape_checks
 from example_support import TIMEOUT_S, Example
 from runtime_support import PATIENCE_S, make_config, placed
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.holding.store import Store

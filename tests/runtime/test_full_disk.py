@@ -16,7 +16,7 @@ import pytest
 from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
 
 from diloco_jax import run_files
-from diloco_jax.chaos import disk
+from diloco_jax.chaos import strike
 from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
 from diloco_jax.observability.tape import read_tape
@@ -84,7 +84,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
             return [host.mailbox.status().steps for host in hosts]
 
         await_that(lambda: merges() >= 2, "no merge")
-        assert disk.fill(small_disk)
+        assert strike.fill(small_disk)
         assert os.statvfs(small_disk).f_bavail == 0
 
         def waits():
@@ -102,7 +102,7 @@ def test_a_full_disk_delays_merges_and_ends_nothing(text, small_disk, tmp_path):
         await_that(lambda: min(trained()) >= 5, "islands wait for the disk")
         assert merges() == merged, "a merge without its record"
         assert not endings
-        disk.free(small_disk)
+        strike.free(small_disk)
         await_that(lambda: merges() > merged, "no merge after the wait")
         for thread in threads:
             thread.join(2 * PATIENCE_S)

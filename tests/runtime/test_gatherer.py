@@ -38,8 +38,7 @@ from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.wire import bulk
-from diloco_jax.wire.client import Client
-from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import Busy, ConnectionLost, Refused, WireError
 from diloco_jax.workdir import read_facts
 

@@ -40,7 +40,7 @@ from runtime_support import (
 )
 from tiny import SEQUENCE_LENGTH
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.models import transformer

@@ -23,7 +23,7 @@ from runtime_support import (
     with_run,
 )
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.device.replica import Replica

@@ -12,7 +12,7 @@ import tape_checks
 from example_support import TIMEOUT_S, Example, merges_of
 from runtime_support import PATIENCE_S
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.workdir import read_config
 

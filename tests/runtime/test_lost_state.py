@@ -23,8 +23,8 @@ import tape_checks
 from runtime_support import Stall, placed
 from training_support import CYCLE_STEPS, lasting
 
-from diloco_jax.cluster import commands
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster import cluster
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines
@@ -107,8 +107,8 @@ def survived(text, tmp_path_factory, stall) -> Survived:
     islands_folder = folder / "islands"
     islands_folder.mkdir()
     write_config_json(config, islands_folder / "config.json")
-    at_coordinator = commands.coordinator_environment()
-    at_island = commands.island_environment()
+    at_coordinator = cluster.coordinator_environment()
+    at_island = cluster.island_environment()
     with stall, contextlib.ExitStack() as running:
         first = running.enter_context(
             process([*serve, "--init"], log, **at_coordinator)
@@ -116,7 +116,7 @@ def survived(text, tmp_path_factory, stall) -> Survived:
         trained = [
             running.enter_context(process(train, folder / f"{name}.log", **at_island))
             for name, island in config.islands.items()
-            for train in commands.island_commands(
+            for train in cluster.island_commands(
                 islands_folder, name, island.hosts, address, 1
             )
         ]

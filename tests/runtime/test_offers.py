@@ -11,7 +11,7 @@ import tape_checks
 from runtime_support import make_config, placed, with_run
 from tiny import SEQUENCE_LENGTH
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import IslandConfig
 
 pytestmark = pytest.mark.dist

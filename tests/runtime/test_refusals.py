@@ -40,13 +40,13 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record
 from diloco_jax.wire import addresses, bulk, encoding, frames, principal
 from diloco_jax.wire.certificates import make_certificates
-from diloco_jax.wire.connection import BulkConnection
-from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.client import ControlStream
 from diloco_jax.wire.errors import (
     LocalProtocolError,
     Refused,
     SecurityError,
 )
+from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.tls import TlsFiles
 
 INCARNATION = 3

@@ -8,7 +8,7 @@ import pytest
 from runtime_support import PATIENCE_S, make_config, placed
 from test_hosts import HOST
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.deadlines import Deadlines

@@ -14,7 +14,7 @@ from training_support import lasting
 
 from diloco_jax import run_files
 from diloco_jax.chaos import command
-from diloco_jax.chaos.options import ChaosOptions
+from diloco_jax.chaos.schedule import ChaosOptions
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist

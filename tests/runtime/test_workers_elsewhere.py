@@ -33,7 +33,7 @@ from worker_support import (
     send_here,
 )
 
-from diloco_jax.cluster.commands import DILOCO, free_port
+from diloco_jax.cluster.cluster import DILOCO, free_port
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.workers import rendezvous

@@ -25,8 +25,8 @@ from wire_support import (
 from diloco_jax.wire import acceptor, addresses, encoding, threads
 from diloco_jax.wire import server as server_module
 from diloco_jax.wire.bulk import UploadDone
-from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import RemoteProtocolError
+from diloco_jax.wire.frames import BulkConnection
 
 MIB = 1 << 20
 

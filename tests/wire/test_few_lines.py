@@ -9,10 +9,10 @@ from wire_support import WAIT_S, Clock, fetch_request, hello
 
 from diloco_jax.protocol.messages import Steer
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import few_lines
+from diloco_jax.wire import session
 from diloco_jax.wire.errors import Refused, VersionGone
-from diloco_jax.wire.few_lines import AT_ONCE, EVERY_S, MOST_CHARS, MOST_KNOWN, FewLines
 from diloco_jax.wire.principal import island
+from diloco_jax.wire.session import AT_ONCE, EVERY_S, MOST_CHARS, MOST_KNOWN, FewLines
 
 logger = logging.getLogger("diloco_jax.wire.test")
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("diloco_jax.wire.test")
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     caplog.set_level(logging.INFO)
     clock = Clock()
-    monkeypatch.setattr(few_lines, "time", clock)
+    monkeypatch.setattr(session, "time", clock)
     return clock
 
 

@@ -9,9 +9,9 @@ import pytest
 from cryptography import x509
 
 from diloco_jax import cli
-from diloco_jax.wire import certificates, peers
+from diloco_jax.wire import certificates, principal
+from diloco_jax.wire.certificates import ISSUED, Issued
 from diloco_jax.wire.errors import Refused, SecurityError
-from diloco_jax.wire.issued import ISSUED, Issued
 from diloco_jax.wire.principal import COORDINATOR, island
 
 A = island("a")
@@ -35,7 +35,7 @@ def serial_of(pem):
 def gets_in(folder, pem):
     """As a coordinator with this folder decides."""
     try:
-        peers.Peers(folder).identify(pem)
+        principal.Peers(folder).identify(pem)
     except Refused:
         return False
     return True
@@ -61,8 +61,8 @@ def test_it_comes_back_with_another_key_and_is_shut_out_again(folder):
     certificates.add(folder, [], 90, islands=["a"])
     assert gets_in(folder, again := pem_of(folder))
     assert certificates.revoke(folder, A).serials == (serial_of(again),)
-    text = (folder / peers.REVOKED).read_text()
-    assert peers.serials(text) == [*first, serial_of(again)], "each once"
+    text = (folder / principal.REVOKED).read_text()
+    assert principal.serials(text) == [*first, serial_of(again)], "each once"
     with pytest.raises(SecurityError, match="of island a that gets in; it has coordin"):
         certificates.revoke(folder, A)
 
@@ -115,4 +115,4 @@ def test_a_damaged_list_is_named_with_its_line(folder):
         file.write("7 tomorrow island.a\n")
     with pytest.raises(SecurityError, match=r"issued\.txt, line 6: '7 tomorrow"):
         certificates.revoke(folder, A)
-    assert not (folder / peers.REVOKED).exists()
+    assert not (folder / principal.REVOKED).exists()

@@ -11,11 +11,10 @@ from cryptography import x509
 from wire_support import ISLAND, WAIT_S
 
 from diloco_jax.wire import certificates as authority
-from diloco_jax.wire import peers, revocation
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Revocation, RevocationRequest
 from diloco_jax.wire.errors import REVOKED_CODE, ConnectionLost, Refused
-from diloco_jax.wire.principal import COORDINATOR, island
-from diloco_jax.wire.revocation import KEPT_S, Revocations
+from diloco_jax.wire.principal import COORDINATOR, KEPT_S, Revocations, island
 from diloco_jax.wire.tls import TlsFiles
 
 OTHER = island("other")
@@ -35,14 +34,14 @@ def clock(monkeypatch):
             return self.now
 
     found = Clock()
-    monkeypatch.setattr(revocation, "time", found)
+    monkeypatch.setattr(principal, "time", found)
     return found
 
 
 def test_the_coordinator_says_whose_certificate_is_revoked(
     serve, connect, certificates, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(peers, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(principal, "READ_AGAIN_S", 0.0)
     folder = tmp_path / "coordinator"
     shutil.copytree(certificates, folder)
     _, address = serve(tls=TlsFiles.load(folder, COORDINATOR))
@@ -149,7 +148,7 @@ def test_without_an_answer_nobody_is_served(clock):
 
 
 def test_answers_do_not_grow_without_bound(clock, monkeypatch):
-    monkeypatch.setattr(revocation, "MOST_KNOWN", 3)
+    monkeypatch.setattr(principal, "MOST_KNOWN", 3)
     known = Revocations(lambda serial: False)
     for serial in range(10):
         known.require_valid(serial, OTHER)

@@ -18,8 +18,8 @@ from wire_support import Recorder, hello, report, upload_start
 
 from diloco_jax.chaos.relay import Direction, Relay
 from diloco_jax.config import Placement
-from diloco_jax.wire import connection, frames
-from diloco_jax.wire.connection import PROGRESS_BYTES, UNSENT_BYTES, BulkConnection
+from diloco_jax.wire import frames
+from diloco_jax.wire.frames import PROGRESS_BYTES, UNSENT_BYTES, BulkConnection
 
 DEADLINES = Placement().deadlines
 BYTES_PER_S = 10e6 / 8
@@ -133,6 +133,6 @@ def test_a_chunk_counts_as_moving_long_before_all_of_it_has() -> None:
 @pytest.mark.skipif(not hasattr(socket, "TCP_NOTSENT_LOWAT"), reason="not this system")
 def test_the_kernel_takes_few_bytes_that_it_does_not_send() -> None:
     with socket.socket() as one:
-        connection.prepare(one, DEADLINES)
+        frames.prepare(one, DEADLINES)
         found = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
     assert found == UNSENT_BYTES

@@ -28,10 +28,10 @@ from wire_support import (
     upload_start,
 )
 
-from diloco_jax.wire import addresses, encoding, peers, quota, session
+from diloco_jax.wire import addresses, encoding, principal, session
 from diloco_jax.wire import certificates as authority
-from diloco_jax.wire.connection import BulkConnection
 from diloco_jax.wire.errors import Busy
+from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
 
@@ -45,7 +45,7 @@ FETCH = framed(fetch_request())
 @pytest.fixture
 def copy(certificates, tmp_path, monkeypatch) -> Path:
     """Certificates of a coordinator that looks at once which are revoked."""
-    monkeypatch.setattr(peers, "READ_AGAIN_S", 0.0)
+    monkeypatch.setattr(principal, "READ_AGAIN_S", 0.0)
     return Path(shutil.copytree(certificates, tmp_path / "copy"))
 
 
@@ -154,9 +154,9 @@ def test_what_a_key_has_open_ends_when_it_is_revoked(dial, copy):
 
 def test_requests_without_pause_wait(port, connect, copy, monkeypatch):
     """A peer has so many at once, and so many a second."""
-    monkeypatch.setattr(quota, "REQUESTS_PER_SECOND", 0.0)
-    monkeypatch.setattr(quota, "LEAST_REQUESTS", 4.0)
-    monkeypatch.setattr(quota, "BURST_S", 1.0)
+    monkeypatch.setattr(session, "REQUESTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(session, "LEAST_REQUESTS", 4.0)
+    monkeypatch.setattr(session, "BURST_S", 1.0)
     client = connect(port, tls=TlsFiles.load(copy, island(ISLAND)), bulk_channels=1)
     began = time.monotonic()
     for _ in range(6):

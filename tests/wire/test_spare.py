@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diloco_jax.wire.spare import LEAST_BYTES, SpareMemory
+from diloco_jax.wire.transfers import LEAST_BYTES, SpareMemory
 
 SIZE = 2 * LEAST_BYTES
 

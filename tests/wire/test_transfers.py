@@ -23,7 +23,7 @@ from wire_support import (
 )
 
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire import dialing, frames
+from diloco_jax.wire import frames, transfers
 from diloco_jax.wire.errors import (
     Busy,
     ConnectionLost,
@@ -221,7 +221,7 @@ def test_connections_that_only_a_burst_needed_are_closed(serve, connect, monkeyp
     _, address = serve()
     client = connect(address)
     connections, clock = client.transfers._connections, Clock()
-    monkeypatch.setattr(dialing, "time", clock)
+    monkeypatch.setattr(transfers, "time", clock)
     burst = [connections.take() for _ in range(4)]
     for connection in burst:
         connections.give(connection)

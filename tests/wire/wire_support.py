@@ -13,9 +13,9 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk, encoding, frames
-from diloco_jax.wire.connection import BulkConnection
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import VersionGone, WireError
-from diloco_jax.wire.fetch_source import FetchSource
+from diloco_jax.wire.frames import BulkConnection
 from diloco_jax.wire.session import Session
 
 WAIT_S = 45.0

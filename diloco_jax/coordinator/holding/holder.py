@@ -57,8 +57,8 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import FromCoordinator, Hello
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
-from diloco_jax.wire.fetch_source import FetchSource
 
 logger = logging.getLogger(__name__)
 

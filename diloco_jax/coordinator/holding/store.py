@@ -46,8 +46,8 @@ from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.core.weighting import WEIGHTINGS, capped, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.wire.bulk_server import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
-from diloco_jax.wire.fetch_source import FetchSource, source_of
 
 RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some: the newest one in

@@ -50,8 +50,8 @@ from diloco_jax.protocol.working import (
     SaveAll,
 )
 from diloco_jax.wire import addresses, bulk
+from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, WireError
-from diloco_jax.wire.fetch_source import FetchSource
 
 logger = logging.getLogger(__name__)
 

@@ -61,11 +61,10 @@ from diloco_jax.protocol.working import (
     to_worker,
 )
 from diloco_jax.wire import addresses, bulk, principal
-from diloco_jax.wire.bulk_server import BulkServer
+from diloco_jax.wire.acceptor import allow_connections
+from diloco_jax.wire.bulk_server import BulkServer, FetchSource
 from diloco_jax.wire.certificates import principals
 from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
-from diloco_jax.wire.fetch_source import FetchSource
-from diloco_jax.wire.places import allow_connections
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)

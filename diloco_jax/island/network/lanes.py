@@ -13,8 +13,7 @@ from diloco_jax.wire.bulk import (
     RevocationRequest,
     UploadStart,
 )
-from diloco_jax.wire.client import Client
-from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.transfers import Fetched, Transfers
 
 

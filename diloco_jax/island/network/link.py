@@ -33,7 +33,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.control import ControlStream
+from diloco_jax.wire.client import ControlStream
 from diloco_jax.wire.errors import (
     REVOKED_CODE,
     Busy,

@@ -13,7 +13,7 @@ from diloco_jax.island.network.offers import Offers
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.offer_server import OfferServer
+from diloco_jax.wire.bulk_server import OfferServer
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.held import Held
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Holdings
+from diloco_jax.wire.bulk_server import FetchSource, source_of
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone
-from diloco_jax.wire.fetch_source import FetchSource, source_of
 
 COPIES_KEPT = 2
 """Fragments of which a copy may be in the host's memory."""

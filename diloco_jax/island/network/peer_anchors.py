@@ -26,11 +26,10 @@ from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import FetchRequest, Holdings, HoldingsRequest, Identity
-from diloco_jax.wire.dialing import Connections
 from diloco_jax.wire.errors import RemoteProtocolError, VersionGone, WireError
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
-from diloco_jax.wire.transfers import Fetched, Transfers
+from diloco_jax.wire.transfers import Connections, Fetched, Transfers
 
 logger = logging.getLogger(__name__)
 

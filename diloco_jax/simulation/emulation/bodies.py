@@ -35,7 +35,7 @@ from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
 from diloco_jax.storage import digest_of
-from diloco_jax.wire.fetch_source import FetchSource
+from diloco_jax.wire.bulk_server import FetchSource
 
 
 class EncodedDelta(NamedTuple):

@@ -180,7 +180,7 @@ def run(
     with contextlib.ExitStack() as whole:
         begun = None
         if config.placement.workdir:
-            from diloco_jax.cluster.beginning import Beginning
+            from diloco_jax.cluster.run import Beginning
 
             config = resolve(config)
             begun = whole.enter_context(Beginning(config, config_path))

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.cluster.children import start_child
-from diloco_jax.cluster.commands import free_port, island_environment
+from diloco_jax.cluster.cluster import free_port, island_environment
+from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.coordinator.notes import Environment
 from diloco_jax.data.reader import Arrays

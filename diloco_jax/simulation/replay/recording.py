@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from diloco_jax.cluster.commands import coordinator_environment
+from diloco_jax.cluster.cluster import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.coordinator.notes import Begun, Environment
 from diloco_jax.observability.tape import Report, TapeError, brief, read_tape

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from diloco_jax.cluster.commands import free_port
+from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost

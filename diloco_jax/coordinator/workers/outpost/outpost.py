@@ -60,10 +60,10 @@ from diloco_jax.protocol.outposts import (
 from diloco_jax.protocol.working import BeginWorker, EndWorker, WorkerRefused
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.acceptor import TOLD_EVERY_S
-from diloco_jax.wire.connection import prepare
 from diloco_jax.wire.duplex import End, TlsEnd
 from diloco_jax.wire.errors import Refused, SecurityError
-from diloco_jax.wire.peers import Peers
+from diloco_jax.wire.frames import prepare
+from diloco_jax.wire.principal import Peers
 from diloco_jax.wire.threads import IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import held, make_workdir

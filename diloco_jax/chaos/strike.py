@@ -1,9 +1,13 @@
-"""Carry out a schedule on a local run, and note what was struck in `chaos.jsonl`."""
+"""Carry out a schedule on a local run, and note what was struck in `chaos.jsonl`.
+
+What each strike has cost is said while the run goes on, as soon as that is known.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
@@ -12,13 +16,99 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.chaos import disk
-from diloco_jax.chaos.live import LiveReport
+from diloco_jax.chaos import measure
+from diloco_jax.chaos.measure import Tail
 from diloco_jax.chaos.relay import Relay
-from diloco_jax.chaos.schedule import OF_DISK, Strike
-from diloco_jax.chaos.tail import Tail
-from diloco_jax.chaos.targets import Target, found
+from diloco_jax.chaos.schedule import OF_DISK, Strike, Target, found
+from diloco_jax.faults import COORDINATOR
 from diloco_jax.observability.tape import JsonLines
+
+
+class LiveReport:
+    """Follows the tape of a run; say: tells people."""
+
+    def __init__(
+        self, workdir: Path, islands: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self._islands, self._say = tuple(islands), say
+        self._tail = Tail(workdir / run_files.TAPE)
+        self._struck: list[measure.Line] = []
+        self._tape: list[dict[str, Any]] = []
+        """Lines since the first strike whose cost is not told yet."""
+        self._told: set[tuple[str, float]] = set()
+
+    def struck(self, strike: measure.Line) -> None:
+        """Take a strike into account, a line of `chaos.jsonl`."""
+        self._struck.append(strike)
+
+    def look(self) -> None:
+        """Read what is new, and tell the costs that it shows."""
+        self._tape += self._tail.new()
+        found = measure.measured(self._struck, self._tape, self._islands)
+        for number, outcome in enumerate(found):
+            if (outcome.who, outcome.time) in self._told:
+                continue
+            # A later strike there leaves no time in which more could become known.
+            ends = (outcome.who, COORDINATOR)
+            later = any(
+                o.who in ends and o.time > outcome.time for o in found[number + 1 :]
+            )
+            if outcome.merged_s is not None or later:
+                self._told.add((outcome.who, outcome.time))
+                self._say(in_words(outcome))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what no strike needs whose cost is not told yet."""
+        found = measure.measured(self._struck, (), self._islands)
+        open_now = [o.time for o in found if (o.who, o.time) not in self._told]
+        since = min(open_now, default=math.inf)
+        self._struck = [s for s in self._struck if s["time"] >= since]
+        self._tape = [r for r in self._tape if r["time"] >= since]
+        self._told = {key for key in self._told if key[1] >= since}
+
+
+def in_words(outcome: measure.StrikeOutcome) -> str:
+    """Return what a strike cost, in one line."""
+    parts = [
+        f"{what} after {seconds:.1f} s"
+        for what, seconds in (
+            ("noticed", outcome.detected_s),
+            ("back", outcome.back_s),
+            ("merged again", outcome.merged_s),
+        )
+        if seconds is not None
+    ]
+    if outcome.tokens_lost:
+        parts.append(f"{outcome.tokens_lost:,} tokens lost")
+    told = ", ".join(parts) or "struck again before anything was known"
+    return f"{outcome.who} after {outcome.kind}: {told}"
+
+
+BALLAST = "ballast"
+"""Name of the file that takes the space, in the workdir."""
+LARGEST_BYTES = 1 << 30
+"""Largest free space that `fill` takes: on a larger disk, others may need it."""
+PIECE_BYTES = 1 << 20
+
+
+def fill(folder: Path) -> bool:
+    """Take all the free space of the file system; return False, and take none, if it
+    has more than LARGEST_BYTES."""
+    if os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize > LARGEST_BYTES:
+        return False
+    with (folder / BALLAST).open("wb", buffering=0) as file:
+        for size in (PIECE_BYTES, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    return True
+
+
+def free(folder: Path) -> None:
+    """Give the space back that `fill` took."""
+    (folder / BALLAST).unlink(missing_ok=True)
+
 
 LOOK_S = 0.5
 """Seconds between two looks for the moment from which times count, and at the tape."""
@@ -181,7 +271,7 @@ class Striker:
             return []
         if strike.kind in OF_DISK:
             assert self.workdir is not None
-            return [] if disk.fill(self.workdir) else [*strike.who]
+            return [] if fill(self.workdir) else [*strike.who]
         assert self.workdir is not None
         missed, struck = [], list[Target]()
         number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
@@ -198,7 +288,7 @@ class Striker:
             if name in self._relays:
                 self._relays[name].set()
         if strike.kind in OF_DISK and self.workdir is not None:
-            disk.free(self.workdir)
+            free(self.workdir)
         self._signal_stopped(strike, signal.SIGCONT)
         self._stopped.pop(strike, None)
 
