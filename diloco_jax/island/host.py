@@ -14,7 +14,7 @@ import jax
 
 from diloco_jax import checkpoint, compilation, run_files
 from diloco_jax.config import Config
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream

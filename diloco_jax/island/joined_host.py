@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside

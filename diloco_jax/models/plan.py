@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diloco_jax.config import ConfigError, RunConfig
+from diloco_jax.core import merging
+from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
-from diloco_jax.core.merge import RULES, merging
-from diloco_jax.core.outer.optimizer import is_elementwise
+from diloco_jax.core.outer import is_elementwise
 from diloco_jax.models.model import Model
 
 
@@ -44,7 +45,7 @@ def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
 def _cutting(run: RunConfig) -> Callable[[Piece], bool]:
     """Return which pieces may be cut: those whose bands the run's merges and outer
     steps treat as the whole."""
-    rule, optimizer = RULES.find(run.sync.merge), run.outer.optimizer
+    rule, optimizer = MERGE_RULES.find(run.sync.merge), run.outer.optimizer
     # One that is still open becomes a preset; those go element by element.
     by_element = optimizer is None or is_elementwise(optimizer)
     return lambda piece: by_element and merging.may_cut(piece, rule)

@@ -15,7 +15,7 @@ import test_held
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import tiles_of
 from diloco_jax.core.tiles import TileGrid

@@ -15,7 +15,7 @@ import pytest
 
 from diloco_jax.config import IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import read_config
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.island.device.kinds import Kind, bits_shape, kind_of

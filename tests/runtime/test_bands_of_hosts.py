@@ -15,7 +15,7 @@ from runtime_support import make_config, placed, with_run
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.models.build import build
 from diloco_jax.models.plan import build_plan

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.reader import BatchReader
