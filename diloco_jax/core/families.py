@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Weighting(Protocol):
-    """A member of the family: a function."""
+    """The weight of a delta in a merge: a function."""
 
     def __call__(self, tokens: int, steps: int) -> float:
         """Return the weight of a delta with that many tokens and steps, both at least
@@ -222,7 +222,7 @@ ADOPT_RULES: Family[AdoptRule] = Family(
 
 
 class TileCodec(Protocol):
-    """A member of the family. All arrays end in the axis of one tile.
+    """How a tile is encoded. All arrays end in the axis of one tile.
 
     Every machine must decode the same bits, fused with other operations or not: use
     only products that are exact in f32, and no sums.

@@ -182,7 +182,7 @@ def _parts(elements: int) -> int:
 
 
 def _summed(halved: npt.NDArray[np.float64]) -> list[float]:
-    """Add up f64[tiles, parts] tile by tile, as `blocks.tile_squares` does."""
+    """Add up f64[tiles, parts] tile by tile, as `tiles.tile_squares` does."""
     found: list[float] = halved.sum(axis=1).tolist()
     return found
 
