@@ -22,8 +22,7 @@ from diloco_jax.island.device.kinds import Kind, bits_shape, kind_of
 from diloco_jax.island.device.mesh import LARGE, make_mesh, param_shardings
 from diloco_jax.island.device.placing import abstract
 from diloco_jax.island.device.spread import parts_by_host
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import preset
 
 pytestmark = [

@@ -32,7 +32,7 @@ from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
