@@ -69,8 +69,7 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.wire.certificates import make_certificates
 from diloco_jax.workdir import read_config

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from synthetic import Deltas, SyntheticIsland, train
 
 from diloco_jax import config as settings
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import Hello, Welcome
 from diloco_jax.wire import addresses, bulk, encoding, frames, principal

@@ -18,7 +18,7 @@ from diloco_jax.config import ModelConfig
 from diloco_jax.data.documents import find_documents
 from diloco_jax.data.tokenizers.opening import open_tokenizer
 from diloco_jax.data.tokenizers.tokenizer import Tokenizer
-from diloco_jax.models.likelihood import make_likelihood
+from diloco_jax.models.generation import make_likelihood
 from diloco_jax.models.model import Params
 
 HELD_OUT_OF = 5

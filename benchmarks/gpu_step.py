@@ -1,7 +1,7 @@
 """The step on a GPU: its share of the device's rate, beside a compiled PyTorch step.
 
 Question: how much of an accelerator's peak do the model's own products use at a billion
-parameters (model FLOP utilization, by the formula of `models/flops_by_formula.py`,
+parameters (model FLOP utilization, by the formula of `models/flops.py`,
 without what is computed again), and what does a PyTorch step of the same sizes take
 there?
 
@@ -30,7 +30,7 @@ import numpy as np
 import support
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.models.flops_by_formula import analytic_flops
+from diloco_jax.models.flops import analytic_flops
 from diloco_jax.models.presets import preset
 
 PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12, "L4": 121e12}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_jax.core.merge.rule import WeightedSum
+from diloco_jax.core.families import WeightedSum
 
 FILE = "SLOW_MEAN_FILE"
 """Variable of the environment: the path of that file."""

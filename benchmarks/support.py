@@ -135,8 +135,7 @@ def run_in(
 
 def fragment_sizes(config: Config) -> tuple[int, ...]:
     """Number of parameters of each fragment."""
-    from diloco_jax.models.build import build
-    from diloco_jax.models.plan import build_plan
+    from diloco_jax.models.build import build, build_plan
 
     return build_plan(config.run, build(config.run)).sizes
 

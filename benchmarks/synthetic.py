@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from diloco_jax import restart_time
 from diloco_jax.config import Config, shared_fields
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.codecs.codec import Codec, get_codec
+from diloco_jax.core.codecs import Codec, get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.payload import Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid

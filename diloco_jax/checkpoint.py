@@ -32,7 +32,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import S3, is_bucket
-from diloco_jax.models.plan import other_model
+from diloco_jax.models.build import other_model
 from diloco_jax.storage import sync_path
 
 logger = logging.getLogger(__name__)

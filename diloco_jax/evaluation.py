@@ -24,9 +24,8 @@ from diloco_jax.files import json_number
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluation, evaluate_all, evaluate_parts
-from diloco_jax.models.build import build
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.values import Version
 from diloco_jax.workdir import read_config, read_summary
 

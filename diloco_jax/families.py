@@ -14,12 +14,14 @@ import subprocess
 import sys
 from typing import Any
 
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.codecs import CODECS
+from diloco_jax.core.families import (
+    ADOPT_RULES,
+    CODECS,
+    MERGE_RULES,
+    OUTER_OPTIMIZERS,
+    WEIGHTINGS,
+)
 from diloco_jax.core.members import Family, importable
-from diloco_jax.core.merge import RULES as MERGE_RULES
-from diloco_jax.core.outer import OPTIMIZERS
-from diloco_jax.core.weighting import WEIGHTINGS
 from diloco_jax.errors import ConfigError
 
 FIELDS: dict[str, Family[Any]] = {
@@ -28,7 +30,7 @@ FIELDS: dict[str, Family[Any]] = {
     "sync.adopt": ADOPT_RULES,
     "sync.codec_up": CODECS,
     "sync.codec_down": CODECS,
-    "outer.optimizer": OPTIMIZERS,
+    "outer.optimizer": OUTER_OPTIMIZERS,
 }
 TRIAL_S = 300.0
 """Longest time for trying the members of a config."""

@@ -24,8 +24,7 @@ from typing import Any, Literal
 from diloco_jax import machine
 from diloco_jax.compilation import cache_home
 from diloco_jax.config.placement import MergeRoute
-from diloco_jax.core.kernels.library import FLAGS, SOURCES, Kernels
-from diloco_jax.core.kernels.passes import Passes
+from diloco_jax.core.kernels import FLAGS, SOURCES, Kernels, Passes
 from diloco_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from pieces import merge_deltas, set_piece
 
-from diloco_jax.core import adopt as adopting
-from diloco_jax.core import merge as merging
 from diloco_jax.core.changes import adopt, apply_publish, delta, publish
-from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
+from diloco_jax.core.codecs import encode_with_feedback, get_codec
+from diloco_jax.core.families import ADOPT_RULES, MERGE_RULES, WEIGHTINGS
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
-from diloco_jax.core.merge.merging import rule_for
-from diloco_jax.core.outer.optimizer import OuterSettings, make_outer, outer_step
+from diloco_jax.core.merge_rules import weight
+from diloco_jax.core.merging import rule_for
+from diloco_jax.core.outer import OuterSettings, make_outer, outer_step
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.core.weighting import WEIGHTINGS, weight
 from diloco_jax.storage import digest_of
 
 
@@ -189,7 +188,7 @@ class _Island:
         return _Take(weight(weighting, tokens, steps), encoded)
 
     def adopt(self, fragment: int, published: list[jax.Array], step: int) -> None:
-        rule = adopting.RULES.find(self.settings.adopt)
+        rule = ADOPT_RULES.find(self.settings.adopt)
         alpha = self.settings.blend_alpha
         for i, piece in enumerate(self.plan.fragments[fragment]):
             base, old = self.bases[fragment][i], self.anchors[fragment][i]
@@ -237,7 +236,7 @@ class _Coordinator:
         self, piece: Piece, encoded: Sequence[jax.Array], weights: Sequence[float]
     ) -> jax.Array:
         deltas = [self.up.decode(octets, piece.shape) for octets in encoded]
-        rule = merging.RULES.find(self.settings.merge)
+        rule = MERGE_RULES.find(self.settings.merge)
         return merge_deltas(deltas, weights, rule_for(piece, rule))
 
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from diloco_jax.core.families import MergeRule
 from diloco_jax.core.fragments import FragmentPlan, Params, Piece, get_piece
-from diloco_jax.core.merge.deltas import Plain
-from diloco_jax.core.merge.merging import merge_piece, start
-from diloco_jax.core.merge.rule import MergeRule
+from diloco_jax.core.merging import Plain, merge_piece, start
 
 
 def set_piece(params: Mapping[str, Any], piece: Piece, value: Any) -> Params:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import RunConfig
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import preset
 
 ROOT = Path(__file__).resolve().parent.parent

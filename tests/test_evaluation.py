@@ -19,8 +19,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.snapshots import fragment_path, state_path
 from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluation
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.values import Version
 
 

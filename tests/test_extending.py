@@ -16,8 +16,8 @@ from tiny import MODEL, SEQUENCE_LENGTH
 from diloco_jax import cli
 from diloco_jax.config.loading import read_config
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.core.codecs.codec import Codec, encode_with_feedback
-from diloco_jax.core.merge import RULES
+from diloco_jax.core.codecs import Codec, encode_with_feedback
+from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.families import FIELDS
 from diloco_jax.planning.coordinator import plan_coordinator
 from diloco_jax.planning.report import fragments_of
@@ -104,7 +104,7 @@ def test_an_example_trains(name: str, written, text: Path, capsys) -> None:
 
 
 def test_the_sign_of_the_majority_decides(written) -> None:
-    rule = RULES.find(f"{written('sign_consensus')}:sign_consensus")
+    rule = MERGE_RULES.find(f"{written('sign_consensus')}:sign_consensus")
     deltas = [np.float32([[1.0, 2.0, -3.0, 0.0]])] * 2 + [
         np.float32([[4.0, -9.0, 5.0, 0.0]])
     ]

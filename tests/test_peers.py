@@ -12,8 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import one, ours, torchft_books, torchft_group
 from benchmarks.peers.work import SCENARIOS, Merge, Outcome, Work, useful_tokens
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 
 WORK = Work(scenario="undisturbed", replicas=3, seconds=30.0)
 

@@ -20,8 +20,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.launch.submit import Command, LaunchStep, Submitter
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability import terminal
 from diloco_jax.planning.command import _bars
 from diloco_jax.weights.first import first_params

@@ -57,14 +57,14 @@ def resolve_outer(config: Config) -> Config:
     outer = config.run.outer
     if not outer.is_open:
         return config
-    from diloco_jax.core.merge import RULES
+    from diloco_jax.core.families import MERGE_RULES
 
     chosen = preset(
         from_weights=bool(config.run.model.weights),
         merges_per_fragment=config.merges_per_fragment(),
         steps_per_cycle=config.run.sync.steps_per_cycle,
         islands=len(config.islands),
-        keeps_length=RULES.find(config.run.sync.merge).keeps_length,
+        keeps_length=MERGE_RULES.find(config.run.sync.merge).keeps_length,
         inner=config.run.inner.optimizer,
     )
     run = dataclasses.replace(config.run, outer=outer.filled(chosen))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from diloco_jax.config import RunConfig, differences, shared_fields
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.models.plan import other_model
+from diloco_jax.models.build import other_model
 from diloco_jax.protocol import messages
 from diloco_jax.wire.errors import Refused, RemoteProtocolError
 

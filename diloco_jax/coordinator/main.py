@@ -47,10 +47,8 @@ from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
-from diloco_jax.models.build import build
-from diloco_jax.models.inner import build_inner
+from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.model import Params
-from diloco_jax.models.plan import build_plan
 from diloco_jax.observability import sinks
 from diloco_jax.observability.measures import ENDING
 from diloco_jax.observability.metrics import Metrics

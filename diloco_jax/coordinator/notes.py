@@ -107,7 +107,7 @@ class Compiled(records.Written, frozen=True):
 
 
 class Measured(records.Written, frozen=True, kw_only=True):
-    """Measures of a merge (`core/merge/measures.py`); no decision depends on them."""
+    """Measures of a merge (`core/fragment_merge.py`); no decision depends on them."""
 
     fragment: int
     version: Version

@@ -26,8 +26,8 @@ from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.core import outer
 from diloco_jax.core.fragments import FragmentPlan, digest_all
-from diloco_jax.core.outer import optimizer as outer
 from diloco_jax.machine import give_memory_back
 from diloco_jax.models.model import Model, Params
 from diloco_jax.observability.tape import Tape, not_on_tape

@@ -10,10 +10,10 @@ from typing import Any
 from diloco_jax import machine, merge_route
 from diloco_jax.config import Config, ConfigError, InnerConfig, Placement, RunConfig
 from diloco_jax.coordinator.least_seconds import UNDESCRIBED, least_seconds
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.learning_rate import learning_rate
-from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.models.flops import least_sequence_flops

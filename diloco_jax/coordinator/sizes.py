@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.outer.optimizer import OuterSettings, make_outer
+from diloco_jax.core.outer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 
 

@@ -4,6 +4,9 @@ An island sends a delta. The coordinator publishes A_v = A_{v-1} + dec(enc(Theta
 A_{v-1})): encoded once, with the same bits wherever it is applied. Theta - A is the
 change that the codec has lost so far, and the next publish carries it: downward error
 feedback without a separate residual. An island adopts A_v by an adopt rule.
+
+Each fragment on an island has a base: a take sets base = local, an adoption sets base =
+anchor. The difference local - base since then is not in any delta yet.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.adopt.rule import AdoptRule
-from diloco_jax.core.codecs.codec import Codec, flush_subnormals
+from diloco_jax.core.codecs import Codec, flush_subnormals
+from diloco_jax.core.families import AdoptRule, Alpha
 from diloco_jax.core.tiles import ArrayLike
 
 
@@ -94,3 +97,64 @@ def adopt(
     """Return the piece's new local values, f32[shape]: see `AdoptRule.adopt`. `rule` is
     static; nothing is donated."""
     return rule.adopt(local, base, anchor, alpha)
+
+
+def moved(value: jax.Array, before: jax.Array, anchor: jax.Array) -> jax.Array:
+    """Return anchor + (value - before), f32[shape]: the value as far from the new
+    anchor as it was from the old one."""
+    return anchor + (value - before)
+
+
+class Overwrite(AdoptRule):
+    """The anchor. Steps since the take are lost (Decoupled DiLoCo, arXiv
+    2604.21428)."""
+
+    adopts_first = False
+    loses_steps = True
+
+    def adopt(
+        self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
+    ) -> jax.Array:
+        """Return the anchor."""
+        return anchor
+
+
+OVERWRITE = Overwrite()
+
+
+class Blend(AdoptRule):
+    """alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512). Steps
+    since the take count in the next delta."""
+
+    adopts_first = False
+
+    def adopt(
+        self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
+    ) -> jax.Array:
+        """Return a weighted mean of both."""
+        return alpha * local + (1 - alpha) * anchor
+
+
+BLEND = Blend()
+
+
+class Rebase(AdoptRule):
+    """anchor + (local - base), which loses no step."""
+
+    def adopt(
+        self, local: jax.Array, base: jax.Array, anchor: jax.Array, alpha: Alpha
+    ) -> jax.Array:
+        """Return the anchor plus the island's change since its base."""
+        return moved(local, base, anchor)
+
+
+REBASE = Rebase()
+
+
+class Keep(Rebase):
+    """ "rebase", beside a delta that no version has yet."""
+
+    keeps_pending = True
+
+
+KEEP = Keep()

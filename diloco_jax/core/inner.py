@@ -1,5 +1,9 @@
-"""The inner optimizer of an island: optax with learning rate 1, times the rate of
-`learning_rate.py`.
+"""The inner step of an island: its optimizer, and its losses by source of a mixture.
+
+The optimizer is one of optax or optax.contrib, by its name there, at learning rate 1;
+its updates are multiplied by the rate of `learning_rate.py`, which follows the run. So
+an optimizer fits if its learning rate is only a factor of its updates, and if an update
+needs only gradients, state and parameters. `check_fit` tries both on small arrays.
 
 Axis names decide which parameters decay and which Muon orthogonalises: a stack of
 vectors is not a matrix.
@@ -7,14 +11,219 @@ vectors is not a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from diloco_jax.core.fragments import LAYERS, VOCAB
-from diloco_jax.core.from_optax import RATE, Argument, call, check, from_optax
+from diloco_jax.core.members import suggest
+
+Argument = bool | int | float | str
+Make = Callable[[Mapping[str, Any], float], optax.GradientTransformation]
+"""(axes, learning rate) -> the optimizer."""
+
+RATE = "learning_rate"
+OURS = {
+    RATE: "inner.learning_rate",
+    "b1": "inner.beta1",
+    "b2": "inner.beta2",
+    "mu_dtype": "inner.moment_dtype",
+    "weight_decay": "inner.weight_decay",
+    "weight_decay_rate": "inner.weight_decay",
+    "mask": "the parameter's axes",
+    "weight_decay_mask": "the parameter's axes",
+}
+"""Setting that gives the value, by the parameter of an optax function."""
+MASKS = ("mask", "weight_decay_mask")
+
+AXES = {"matrix": (LAYERS, "embed", "mlp"), "vector": ("embed",)}
+SHAPES = {"matrix": (3, 4, 6), "vector": (4,)}
+STEPS, SMALLER_RATE = 3, 0.25
+RELATIVE, ABSOLUTE = 1e-2, 1e-4
+"""Tolerances between two computations that differ only in rounding."""
+
+
+def find_in_optax(
+    name: str, remedy: str
+) -> Callable[..., optax.GradientTransformation]:
+    """Return optax's function of that name; ValueError with the nearest name and the
+    remedy if optax has none that takes a learning rate."""
+    for module in (optax, optax.contrib):
+        exported: Any = getattr(module, name, None)
+        if _is_optimizer(name, exported):
+            found: Callable[..., optax.GradientTransformation] = exported
+            return found
+    known = [
+        other
+        for module in (optax, optax.contrib)
+        for other, value in vars(module).items()
+        if _is_optimizer(other, value)
+    ]
+    raise ValueError(
+        f"{name!r} is no optimizer of optax or optax.contrib{suggest(name, known)}; "
+        f"{remedy}, or a function there that takes a {RATE}"
+    )
+
+
+def from_optax(
+    name: str,
+    arguments: Mapping[str, Argument],
+    *,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    moment_dtype: str,
+    weight_decay: float,
+    decays: Any,
+) -> optax.GradientTransformation:
+    """Return the optimizer of this name, with all of our settings that it takes.
+
+    Args:
+      arguments: further arguments of the optax function.
+      weight_decay: applied by the optimizer if its decay takes a mask; otherwise
+        added to its updates, as in AdamW.
+      decays: nested like the parameters; True where a parameter decays.
+
+    Raises:
+      ValueError: an unknown name, an unknown or missing argument, or a moment dtype
+        that the optimizer cannot set.
+    """
+    try:
+        function = find_in_optax(name, "choose 'adamw', 'lion', 'sgd', 'muon'")
+    except ValueError as error:
+        raise ValueError(f"inner.optimizer = {error}") from None
+    takes = inspect.signature(function).parameters
+    if moment_dtype != "float32" and "mu_dtype" not in takes:
+        others = [p for p in takes if "dtype" in p]
+        raise ValueError(
+            f"inner.moment_dtype = {moment_dtype!r}, but {_called(name)} takes no "
+            f"mu_dtype; leave it at 'float32'"
+            f"{f' (in inner.arguments it takes {others})' if others else ''}"
+        )
+    settings = {"b1": beta1, "b2": beta2, "mu_dtype": moment_dtype}
+    own: dict[str, Any] = {n: v for n, v in settings.items() if n in takes}
+    mask = next((p for p in MASKS if p in takes), "")
+    within = bool(mask) and "weight_decay" in takes
+    if within:
+        own |= {"weight_decay": weight_decay, mask: decays}
+    elif "weight_decay" in takes:
+        own["weight_decay"] = 0.0
+    optimizer = call(name, function, {RATE: rate, **own}, arguments)
+    if within:
+        return optimizer
+    decay = optax.add_decayed_weights(-rate * weight_decay, decays)
+    return optax.chain(optimizer, decay)
+
+
+def call(
+    name: str,
+    function: Callable[..., optax.GradientTransformation],
+    own: Mapping[str, Any],
+    arguments: Mapping[str, Argument],
+) -> optax.GradientTransformation:
+    """Call function(**own, **arguments); ValueError if they do not fit together."""
+    takes = inspect.signature(function).parameters
+    for argument, value in arguments.items():
+        said = OURS.get(argument, "another field" if argument in own else "")
+        if said:
+            raise ValueError(
+                f"inner.arguments has {argument} = {value!r}, but {said} says that of "
+                f"{name!r}; leave it out of inner.arguments"
+            )
+        if argument not in takes:
+            raise ValueError(
+                f"inner.arguments has {argument} = {value!r}, which {_called(name)} "
+                f"does not take{suggest(argument, takes)}; it takes "
+                f"{', '.join(p for p in takes if p not in OURS)}"
+            )
+    missing = [
+        p.name
+        for p in takes.values()
+        if p.default is p.empty and p.name not in own and p.name not in arguments
+    ]
+    if missing:
+        raise ValueError(
+            f"inner.optimizer = {name!r} needs {', '.join(missing)}; give it as "
+            f"inner.arguments, or choose another optimizer if no number, string or "
+            f"bool will do"
+        )
+    try:
+        return function(**own, **arguments)
+    except Exception as error:
+        raise _refused(name, arguments, error) from error
+
+
+def check_fit(name: str, arguments: Mapping[str, Argument], make: Make) -> None:
+    """Raise ValueError if the optimizer does not fit; the module's docstring says when
+    it does.
+    """
+    try:
+        scaled = _train(make(AXES, 1.0), SMALLER_RATE)
+        itself = _train(make(AXES, SMALLER_RATE), 1.0)
+    except Exception as error:
+        raise _refused(name, arguments, error) from error
+    for leaf, expected in zip(scaled, itself, strict=True):
+        if not np.allclose(leaf, expected, rtol=RELATIVE, atol=ABSOLUTE):
+            raise ValueError(
+                f"inner.optimizer = {name!r}: for {_called(name)} the learning rate is "
+                f"more than a factor of the updates, so it cannot follow the progress "
+                f"of the run from outside; choose another optimizer"
+            )
+
+
+def _train(optimizer: optax.GradientTransformation, scale: float) -> list[Any]:
+    """Return the parameters after some steps."""
+    rng = np.random.default_rng(0)
+
+    def draw(*steps: int) -> dict[str, Any]:
+        return {
+            name: rng.standard_normal((*steps, *shape), np.float32)
+            for name, shape in SHAPES.items()
+        }
+
+    def step(carry: Any, gradients: Any) -> tuple[Any, None]:
+        params, state = carry
+        updates, state = optimizer.update(gradients, state, params)
+        updates = jax.tree.map(lambda u: scale * u, updates)
+        return (optax.apply_updates(params, updates), state), None
+
+    @jax.jit
+    def train(params: Any, gradients: Any) -> Any:
+        carry = params, optimizer.init(params)
+        return jax.lax.scan(step, carry, gradients)[0][0]
+
+    ended: list[Any] = jax.tree.leaves(train(draw(), draw(STEPS)))
+    return ended
+
+
+def _is_optimizer(name: str, function: Any) -> bool:
+    is_function = isinstance(function, (types.FunctionType, functools.partial))
+    if name.startswith(("_", "scale_by_")) or not is_function:
+        return False
+    return RATE in inspect.signature(function).parameters
+
+
+def _called(name: str) -> str:
+    return f"optax.{name}" if hasattr(optax, name) else f"optax.contrib.{name}"
+
+
+def _refused(
+    name: str, arguments: Mapping[str, Argument], error: Exception
+) -> ValueError:
+    return ValueError(
+        f"inner.optimizer = {name!r} with inner.arguments = {dict(arguments)}: "
+        f"{_called(name)} makes no updates from gradients, state and parameters "
+        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
+        f" correct inner.arguments, or choose another optimizer"
+    )
+
 
 NAMES = ("adamw", "lion", "sgd", "muon")
 """Optimizers known to fit, as long as they get no arguments."""
@@ -84,7 +293,7 @@ def make_inner(
 
     optimizer = make(axes, 1.0)
     if more or name not in NAMES:
-        check(name, more, make)
+        check_fit(name, more, make)
     if clip_norm:
         return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
     return optimizer
@@ -105,3 +314,20 @@ def _muon_numbers(
     if len(matrix) != 2 or VOCAB in names:
         return None
     return optax.contrib.MuonDimensionNumbers(*matrix)
+
+
+def by_source(
+    sources: jax.Array, losses: jax.Array, tokens: jax.Array, count: int
+) -> jax.Array:
+    """Return the sums of losses and of tokens of each source's rows, f32 [S, 2].
+
+    Args:
+      sources: number of each row's source, int32 [B].
+      losses: weighted sum of the losses of each row in nats, f32 [B].
+      tokens: sum of the weights of each row, f32 [B].
+      count: S.
+    """
+    rows = jnp.stack((losses, tokens), axis=1)
+    # A product of matrices would round to bf16 on a TPU.
+    own = sources[:, None] == jnp.arange(count)[None]
+    return jnp.sum(jnp.where(own[..., None], rows[:, None, :], 0.0), axis=0)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.codecs import Codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
 

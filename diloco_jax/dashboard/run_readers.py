@@ -24,7 +24,7 @@ from diloco_jax.config.loading import read_config_json
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
 from diloco_jax.files import expand
-from diloco_jax.models.flops_by_formula import analytic_flops
+from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability.tape import closed_segments, nbytes
 from diloco_jax.wire.errors import WireError
 from diloco_jax.workdir import holds_run, read_facts

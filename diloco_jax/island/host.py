@@ -14,7 +14,7 @@ import jax
 
 from diloco_jax import checkpoint, compilation, run_files
 from diloco_jax.config import Config
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
@@ -39,8 +39,7 @@ from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
 from diloco_jax.island.timing import Timing
 from diloco_jax.machine import give_memory_back
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.process import uncollected
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary

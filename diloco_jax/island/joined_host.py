@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside
@@ -32,8 +32,8 @@ from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.parts import Parts
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.island.timing import Timing
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Axes, Model, plain_axes
-from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary
 from diloco_jax.protocol.values import Span, Version

@@ -1,18 +1,23 @@
 """Causal grouped-query attention: one function for CPU and GPU, one kernel for TPU.
 
+The kernel is Pallas splash attention on a mesh: sequences and heads are cut, nothing is
+gathered.
+
 `B` sequences, `T` tokens, `N` query heads, `K` key and value heads, `H` head.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from diloco_jax.config.validation import LANES
-from diloco_jax.models.layout import Layout
+from diloco_jax.config.validation import LANES, require_blocks
+from diloco_jax.models.model import Layout
 
 
 class Attend(Protocol):
@@ -70,8 +75,6 @@ def splash(layout: Layout) -> Attend:
     """Return attention by the Pallas kernel for TPUs; other devices interpret it,
     slowly.
     """
-    # Pallas takes a third of a second to import.
-    from diloco_jax.models.splash import make_splash
 
     return make_splash(layout, ATTENDED)
 
@@ -100,3 +103,80 @@ ATTENTION: dict[str, Callable[[Layout], Attend]] = {
     "dot_product": dot_product,
     "splash": splash,
 }
+
+
+LARGEST_BLOCK = 512
+"""Tokens per block; larger blocks of f32 gradients exceed a v5p's vector memory."""
+
+
+def make_splash(layout: Layout, name: str) -> Attend:
+    """Return the attention of a model on this mesh. name: its results' name for
+    checkpoint policies."""
+    # Pallas takes a third of a second to import.
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        window: int = 0,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        length, heads, head_dim = query.shape[1:]
+        require_blocks(length)
+        if key.shape[2] % layout.ways("heads"):
+            # Cut between the heads of one group: each head gets keys of its own.
+            group = heads // key.shape[2]
+            key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+        arrays = [x.swapaxes(1, 2) for x in (query * head_dim**-0.5, key, value)]
+        specs = [layout.spec(("batch", "heads", None, None), x.shape) for x in arrays]
+        if segments is not None:
+            arrays.append(segments)
+            specs.append(layout.spec(("batch", None), segments.shape))
+        mapped = jax.shard_map(
+            functools.partial(one_device, window=window),
+            mesh=layout.mesh,
+            in_specs=tuple(specs),
+            out_specs=specs[0],
+            check_vma=False,
+        )
+        mixed: jax.Array = mapped(*arrays)
+        return mixed.swapaxes(1, 2)
+
+    def one_device(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segments: jax.Array | None = None,
+        *,
+        window: int,
+    ) -> jax.Array:
+        """Return [B, N, T, H] of one device's sequences and heads."""
+        heads, length = query.shape[1:3]
+        block = max(
+            n for n in range(LANES, LARGEST_BLOCK + 1, LANES) if length % n == 0
+        )
+        square = (length, length)
+        mask: pallas.splash_attention_mask.Mask = pallas.CausalMask(square)
+        if window:
+            mask = pallas.LocalMask(square, (window - 1, 0), offset=0)
+        kernel = pallas.make_splash_mha_single_device(
+            pallas.MultiHeadMask([mask] * heads),
+            block_sizes=pallas.BlockSizes(
+                block_q=block,
+                block_kv=block,
+                block_q_dkv=block,
+                block_kv_dkv=block,
+                block_q_dq=block,
+                block_kv_dq=block,
+            ),
+            residual_checkpoint_name=name,
+            interpret=layout.platform != "tpu",
+        )
+        documents = None
+        if segments is not None:
+            documents = pallas.SegmentIds(q=segments, kv=segments)
+        mixed: jax.Array = jax.vmap(kernel)(query, key, value, documents)
+        return mixed
+
+    return attend

@@ -1,4 +1,7 @@
-"""The model of a run: the bundled transformer, or that of `model.factory`."""
+"""The model of a run, its inner optimizer and its fragments.
+
+The model is the bundled transformer, or that of `model.factory`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,77 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
-from diloco_jax.core.fragments import plan_fragments
+from diloco_jax.core import merging
+from diloco_jax.core.families import MERGE_RULES
+from diloco_jax.core.fragments import FragmentPlan, Piece, plan_fragments
+from diloco_jax.core.inner import make_inner
 from diloco_jax.core.members import load, said
+from diloco_jax.core.outer import is_elementwise
 from diloco_jax.data.source import WEIGHTS
 from diloco_jax.models import transformer
-from diloco_jax.models.layout import Layout
-from diloco_jax.models.model import ROWS, Model, abstract_batch
+from diloco_jax.models.model import ROWS, Layout, Model, abstract_batch
+
+
+def build_inner(run: RunConfig, model: Model) -> optax.GradientTransformation:
+    """Return the optimizer at learning rate 1; raise ConfigError if optax has none of
+    that name and arguments."""
+    inner = run.inner
+    try:
+        return make_inner(
+            inner.optimizer,
+            axes=model.axes,
+            arguments=inner.arguments,
+            beta1=inner.beta1,
+            beta2=inner.beta2,
+            moment_dtype=inner.moment_dtype,
+            weight_decay=inner.weight_decay,
+            clip_norm=inner.clip_norm,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def other_model(here: str, there: str) -> list[str]:
+    """Describe how two plans differ, given their digests; return [] if they are equal.
+
+    Plans can differ under one config, since a config names the code of a model and does
+    not hold it.
+    """
+    if here == there:
+        return []
+    return [
+        f"the model's parameters: the digest of their names, shapes and fragments is "
+        f"{here} here, {there} there; the code of model.factory, or the version of "
+        f"diloco_jax, is another one"
+    ]
+
+
+def build_plan(run: RunConfig, model: Model) -> FragmentPlan:
+    """Build the plan from shapes, merge rule and outer optimizer alone; raise
+    ConfigError if the run asks for more fragments than there can be."""
+    sync, may_cut = run.sync, _cutting(run)
+    try:
+        return plan_fragments(
+            model.shapes(), model.axes, sync.fragments, sync.fragment_by, may_cut
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"sync.fragments = {sync.fragments}, sync.fragment_by = "
+            f"{sync.fragment_by!r}: {error}"
+        ) from error
+
+
+def _cutting(run: RunConfig) -> Callable[[Piece], bool]:
+    """Return which pieces may be cut: those whose bands the run's merges and outer
+    steps treat as the whole."""
+    rule, optimizer = MERGE_RULES.find(run.sync.merge), run.outer.optimizer
+    # One that is still open becomes a preset; those go element by element.
+    by_element = optimizer is None or is_elementwise(optimizer)
+    return lambda piece: by_element and merging.may_cut(piece, rule)
+
 
 Factory = Callable[[RunConfig, IslandConfig, Layout], Model]
 """Type of the function that `model.factory` names."""

@@ -1,9 +1,10 @@
-"""Continuations of a text by the bundled transformer, one token at a time.
+"""Continuations of a text by the bundled transformer, one token at a time, and
+log-likelihoods of given ones.
 
 Keys and values of earlier positions are kept, so a token costs one position's work.
 
-`B` sequences, `T` tokens, `S` positions that the cache has room for, `L` layers,
-`K` key and value heads, `H` head, `V` vocabulary.
+`B` sequences or rows, `T` tokens, `S` positions that the cache has room for, `L`
+layers, `K` key and value heads, `H` head, `V` vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.models.layers import rms_norm
+from diloco_jax.models.layers import (
+    Rotations,
+    frequencies,
+    rms_norm,
+    rotations,
+    run_layers,
+)
 from diloco_jax.models.model import Params
-from diloco_jax.models.rotary import Rotations, frequencies, rotations
-from diloco_jax.models.stack import run_layers
 from diloco_jax.models.transformer import embedded, layer_of
 
 
@@ -167,3 +172,40 @@ def draw(
     kept = int(np.searchsorted(np.cumsum(likely), top_p)) + 1
     likely = likely[:kept] / likely[:kept].sum()
     return int(order[chance.choice(len(likely), p=likely)])
+
+
+class Likelihoods(NamedTuple):
+    """How likely rows of tokens are, by row."""
+
+    log: jax.Array
+    """f32 [B]: sum over the tokens of weight times the log-probability of the token
+    after those before it; the first token of a row has none."""
+    greedy: jax.Array
+    """bool [B]: every token whose weight is not 0 is the likeliest one."""
+
+
+Likelihood = Callable[[Params, jax.Array, jax.Array], Likelihoods]
+"""Function of parameters, tokens int32 [B, T] and weights f32 [B, T]."""
+
+
+def make_likelihood(config: ModelConfig, dtype: str = "float32") -> Likelihood:
+    """Return the function for a model that computes in that dtype."""
+    decode = make_decode(config)
+
+    @jax.jit
+    def likelihood(
+        params: Params, tokens: jax.Array, weights: jax.Array
+    ) -> Likelihoods:
+        rows, length = tokens.shape
+        logits, _ = decode(
+            params, tokens, Cache.empty(config, rows, length, dtype), jnp.int32(0)
+        )
+        of_next = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
+        found = jnp.take_along_axis(of_next, tokens[:, 1:, None], axis=-1)[..., 0]
+        likeliest = jnp.argmax(of_next, axis=-1) == tokens[:, 1:]
+        return Likelihoods(
+            jnp.sum(found * weights[:, 1:], axis=-1),
+            jnp.all(likeliest | (weights[:, 1:] == 0), axis=-1),
+        )
+
+    return likelihood

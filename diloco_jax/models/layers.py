@@ -1,14 +1,20 @@
-"""The modules of one transformer layer, in flax nnx.
+"""The layers of the bundled model, in flax nnx, and the loop over all of them.
 
-RMSNorm before each half, rotary positions, grouped-query attention, gated MLP; by the
-config also norms of queries and keys and after each half, and biases.
-`B` sequences, `T` tokens, `D` model, `N` query heads, `K` key and value heads,
-`H` head, `F` MLP. Every parameter carries its logical axis names and
-mean and standard deviation at the start; the values come from outside.
+A layer has RMSNorm before each half, rotary positions, grouped-query attention, and a
+gated MLP; by the config also norms of queries and keys and after each half, and biases.
+Every parameter carries its logical axis names and mean and standard deviation at the
+start; the values come from outside.
 
-Sources: RMSNorm arXiv 1910.07467, rotary positions 2104.09864, grouped-query
-attention 2305.13245, SwiGLU 2002.05202. By default a norm multiplies by 1 + scale,
-scale starting at 0.
+In the loop, parameters are stacked on a leading axis. Layers of the same place in a
+period (see `ModelConfig.layer_period`) are of one kind: an iteration is one period, and
+the layers after the last whole period follow.
+
+`B` sequences, `T` tokens, `D` model, `N` query heads, `K` key and value heads, `H`
+head, `F` MLP, `L` layers.
+
+Sources: RMSNorm arXiv 1910.07467, rotary positions 2104.09864, grouped-query attention
+2305.13245, SwiGLU 2002.05202. By default a norm multiplies by 1 + scale, scale starting
+at 0.
 """
 
 from __future__ import annotations
@@ -16,15 +22,67 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from flax import nnx
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.models.attention import Mix
-from diloco_jax.models.layout import Names
-from diloco_jax.models.rotary import Rotations, rotate
+from diloco_jax.models.model import Names
+
+Rotations = tuple[jax.Array, jax.Array]
+"""Cosines and sines of the angles of all positions."""
+Frequencies = npt.NDArray[np.float64]
+
+
+def frequencies(config: ModelConfig, *, windowed: bool) -> Frequencies:
+    """Return the angle by which each pair of a head turns per position, [H / 2]."""
+    base = config.rope_window_base if windowed else config.rope_base
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    plain: Frequencies = base**-exponents
+    if windowed or config.rope_scaling == "none":
+        return plain
+    slow: Frequencies = plain / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slow
+    # Llama 3.1: long waves grow, short ones stay, those between are interpolated.
+    waves = config.rope_original_length * plain / (2 * math.pi)
+    low, high = config.rope_low_factor, config.rope_high_factor
+    kept = np.clip((waves - low) / (high - low), 0, 1)
+    mixed: Frequencies = kept * plain + (1 - kept) * slow
+    return mixed
+
+
+def rotations(length: int, of_pairs: Frequencies) -> Rotations:
+    """Return cosines and sines of the rotations, f32 [1, T, 1, H / 2]."""
+    angles = np.arange(length)[None, :, None, None] * of_pairs
+    return (
+        jnp.asarray(np.cos(angles), jnp.float32),
+        jnp.asarray(np.sin(angles), jnp.float32),
+    )
+
+
+def restarted(turns: Rotations, segments: jax.Array) -> Rotations:
+    """Return the rotations, f32 [B, T, 1, H / 2], of positions that begin anew with
+    each document. segments: int32 [B, T], a document's tokens side by side."""
+    begins = jnp.diff(segments, axis=1, prepend=-1) != 0
+    here = jnp.arange(segments.shape[1])
+    positions = here - jax.lax.cummax(jnp.where(begins, here, 0), axis=1)
+    cosine, sine = (table[0][positions] for table in turns)
+    return cosine, sine
+
+
+def rotate(x: jax.Array, turns: Rotations) -> jax.Array:
+    """Rotate the pairs (x[i], x[i + H / 2]) of each head by their position's angle."""
+    cosine, sine = turns
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate((a * cosine - b * sine, b * cosine + a * sine), axis=-1)
+    return turned.astype(x.dtype)
+
 
 HEADS = ("batch", None, "heads", None)
 KV_HEADS = ("batch", None, "kv_heads", None)
@@ -174,3 +232,59 @@ def _residual_scale(config: ModelConfig) -> float:
     """Return the factor that keeps the residual stream's size over two additions per
     layer."""
     return float((2 * config.num_layers) ** -0.5)
+
+
+Apply = Callable[[jax.Array, Any, bool], tuple[jax.Array, Any]]
+"""Function of activations, one layer's own values and True if it has a window, that
+returns the activations after it and values to keep, or None."""
+
+
+def run_layers(
+    config: ModelConfig, x: jax.Array, stacked: Any, apply: Apply, unroll: int = 1
+) -> tuple[jax.Array, Any]:
+    """Apply all layers; return the last activations, and what was kept, [L, ...].
+
+    stacked: values by layer, [L, ...]. unroll: layers in one iteration of the loop, if
+    that is more than a period.
+    """
+    period = config.layer_period
+    periods = config.num_layers // period
+    inside = periods * period
+
+    def several(x: jax.Array, own: Any, first: int, count: int) -> tuple[Any, Any]:
+        kept = []
+        for index in range(count):
+            layer = _each(own, _at(index))
+            x, values = apply(x, layer, config.is_windowed(first + index))
+            kept.append(values)
+        return x, jax.tree.map(lambda *a: jnp.stack(a), *kept)
+
+    if period == 1:
+        return jax.lax.scan(
+            lambda x, own: apply(x, own, False), x, stacked, unroll=unroll
+        )
+    parts = []
+    if periods:
+        grouped = _each(
+            stacked, lambda a: a[:inside].reshape(periods, period, *a.shape[1:])
+        )
+        x, kept = jax.lax.scan(
+            lambda x, own: several(x, own, 0, period),
+            x,
+            grouped,
+            unroll=max(unroll // period, 1),
+        )
+        parts.append(_each(kept, lambda a: a.reshape(inside, *a.shape[2:])))
+    if inside < config.num_layers:
+        rest = _each(stacked, lambda a: a[inside:])
+        x, kept = several(x, rest, inside, config.num_layers - inside)
+        parts.append(kept)
+    return x, jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+
+def _at(index: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda stacked: stacked[index]
+
+
+def _each(tree: Any, function: Callable[[jax.Array], jax.Array]) -> Any:
+    return jax.tree.map(function, tree)

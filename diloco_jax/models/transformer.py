@@ -1,10 +1,24 @@
-"""The bundled model: a decoder-only transformer.
+"""The bundled model: a decoder-only transformer, with low-rank adapters if the config
+asks for them.
 
 A layer is a flax nnx module; its parameters leave as a plain nested dict, all layers
-stacked on a leading axis (`stack.py`). The config's switches make the families.
+stacked on a leading axis (`layers.py`). The config's switches make the families.
 
-`B` sequences, `T` tokens, `D` model, `N` query heads, `K` key and value heads,
-`H` head, `L` layers, `V` vocabulary.
+First values are drawn a block at a time: `jax.random.normal` holds four arrays of the
+size of its result while it draws, which would be the coordinator's peak of memory at
+full size.
+
+The loss is the cross entropy of the next token, without all logits at once. With 256 k
+words the logits of a batch take more memory than the model. They are computed one chunk
+of positions at a time, and again in the backward pass.
+
+Adapters are small products that are added to a layer's frozen matrices. A matrix W of
+shape [*in, *out] becomes W + s A B, with A [*in, r] drawn, B [r, *out] zero at the
+start and s = alpha / r (LoRA, arXiv 2106.09685). A and B alone are trained, sent and
+merged. The sum is made in the layer, so that memory holds one layer's.
+
+`B` sequences, `T` tokens, `C` positions of a chunk, `D` model, `H` head, `L` layers,
+`V` vocabulary, `r` rank.
 """
 
 from __future__ import annotations
@@ -13,33 +27,208 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
+from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
 from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
-from diloco_jax.models import lora
 from diloco_jax.models.attention import ATTENDED, ATTENTION
-from diloco_jax.models.layers import Layer, first_scale, rms_norm
-from diloco_jax.models.layout import Layout
-from diloco_jax.models.loss import positions_at_a_time, token_losses
+from diloco_jax.models.layers import (
+    Layer,
+    first_scale,
+    frequencies,
+    restarted,
+    rms_norm,
+    rotations,
+    run_layers,
+)
 from diloco_jax.models.model import (
     Batch,
     Frozen,
+    Layout,
     Metrics,
     Model,
     Params,
     split_batch,
     weighted_loss,
 )
-from diloco_jax.models.noise import normal
-from diloco_jax.models.rotary import frequencies, restarted, rotations
-from diloco_jax.models.stack import run_layers
-from diloco_jax.models.tensors import Tensor
+
+
+class Tensor(NamedTuple):
+    """A parameter: its shape, its axes' names, and mean and standard deviation at the
+    start."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    std: float
+    start: float = 0.0
+
+
+NOISE_BLOCK = 1 << 20
+"""Values drawn at a time; a power of two, so that the low half of a counter never
+overflows inside a block."""
+
+
+def normal(key: jax.Array, count: int) -> jax.Array:
+    """Draw f32[count], bit for bit as `jax.random.normal(key, (count,))` does.
+
+    This needs a generator whose bits depend on key and index alone: threefry with
+    `jax_threefry_partitionable`. With any other, `jax.random.normal` draws the values.
+    """
+    partitionable: bool = getattr(jax.config, "jax_threefry_partitionable", False)
+    if (
+        count <= NOISE_BLOCK
+        or not partitionable
+        or str(jax.random.key_impl(key)) != "threefry2x32"
+    ):
+        return jax.random.normal(key, (count,), jnp.float32)
+    first, second = jax.random.key_data(key)
+
+    def block(index: jax.Array) -> jax.Array:
+        one, other = threefry2x32_p.bind(  # type: ignore[no-untyped-call]
+            first, second, *counters(index)
+        )
+        return _normal_of(one ^ other)
+
+    blocks = jax.lax.map(block, jnp.arange(-(-count // NOISE_BLOCK), dtype=jnp.uint32))
+    values: jax.Array = blocks.reshape(-1)[:count]
+    return values
+
+
+def counters(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the indices of a block's values, of 64 bits: high and low halves."""
+    per_high = 2**32 // NOISE_BLOCK
+    high = jnp.broadcast_to(index // per_high, (NOISE_BLOCK,))
+    start = (index % per_high) * np.uint32(NOISE_BLOCK)
+    return high, start + jnp.arange(NOISE_BLOCK, dtype=jnp.uint32)
+
+
+def _normal_of(bits: jax.Array) -> jax.Array:
+    """Return the normal values that jax makes of random bits."""
+    mantissa = (bits >> 9) | np.float32(1).view(np.uint32)
+    unit = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - np.float32(1)
+    low = np.nextafter(np.float32(-1), np.float32(0))
+    uniform = jnp.maximum(low, unit * (np.float32(1) - low) + low)
+    return jnp.multiply(np.float32(np.sqrt(2)), jax.lax.erf_inv(uniform))
+
+
+LOGITS_AT_A_TIME = 1 << 27
+"""Logits of each sequence that stand at a time: 512 MiB of f32."""
+
+
+def positions_at_a_time(vocab_size: int) -> int:
+    """Return the default of C: in practice all, up to some ten thousand words."""
+    return max(LOGITS_AT_A_TIME // vocab_size, 1)
+
+
+def token_losses(
+    x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, layout: Layout
+) -> jax.Array:
+    """Return the cross entropies in nats, f32 [B, T].
+
+    Args:
+      x: the last activations, [B, T, D].
+      table: the output embedding, [D, V].
+      targets: int32 [B, T].
+      chunk: C; 0 = T.
+      layout: layout on the mesh.
+    """
+
+    def losses(x: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = jnp.matmul(x, table, preferred_element_type=jnp.float32)
+        logits = layout.constrain(logits, ("batch", None, "vocab"))
+        found: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+            logits, targets
+        )
+        return found
+
+    length = targets.shape[1]
+    if chunk < 1 or chunk >= length:
+        return losses(x, targets)
+    count = -(-length // chunk)
+
+    def cut(a: jax.Array) -> jax.Array:
+        """Cut [B, T, ...] into [count, B, C, ...], the end filled with zeros."""
+        missing = count * chunk - length
+        a = jnp.pad(a, [(0, 0), (0, missing)] + [(0, 0)] * (a.ndim - 2))
+        return a.reshape(a.shape[0], count, chunk, *a.shape[2:]).swapaxes(0, 1)
+
+    remade = jax.checkpoint(losses, prevent_cse=False)
+    parts: jax.Array = jax.lax.map(lambda part: remade(*part), (cut(x), cut(targets)))
+    return parts.swapaxes(0, 1).reshape(-1, count * chunk)[:, :length]
+
+
+ADAPTED_AXES = {
+    "attention/query": 1,
+    "attention/key": 1,
+    "attention/value": 1,
+    "attention/output": 2,
+    "mlp/gate": 1,
+    "mlp/up": 1,
+    "mlp/down": 1,
+}
+"""Matrices that are adapted, with the number of their axes that are summed over."""
+
+
+def adapter_scale(config: ModelConfig) -> float:
+    """Return s."""
+    return (config.lora_alpha or config.lora_rank) / config.lora_rank
+
+
+def adapter_tensors(config: ModelConfig, layers: dict[str, Any]) -> dict[str, Any]:
+    """Describe the adapters of the stacked layers' tensors, by half and name."""
+    adapted: dict[str, Any] = {}
+    for path, axes in ADAPTED_AXES.items():
+        half, name = path.split("/")
+        base: Tensor = layers[half][name]
+        inside, outside = 1 + axes, len(base.shape)
+        rank = config.lora_rank
+        fan_in = math.prod(base.shape[1:inside])
+        adapted.setdefault(half, {})[name] = {
+            "a": Tensor(
+                (*base.shape[:inside], rank),
+                (*base.axes[:inside], None),
+                fan_in**-0.5,
+            ),
+            "b": Tensor(
+                (base.shape[0], rank, *base.shape[inside:outside]),
+                (base.axes[0], None, *base.axes[inside:outside]),
+                0.0,
+            ),
+        }
+    return adapted
+
+
+def with_adapters(config: ModelConfig, weights: Any, adapters: Any) -> Any:
+    """Return one layer's weights with its adapters added; both without axis L."""
+    factor = adapter_scale(config)
+    out = {
+        half: dict(own) if isinstance(own, dict) else own
+        for half, own in weights.items()
+    }
+    for half, names in adapters.items():
+        for name, pair in names.items():
+            out[half][name] = weights[half][name] + adapter_product(pair, factor)
+    return out
+
+
+def adapter_product(pair: Any, factor: float) -> jax.Array:
+    """Return s A B of one layer, in the shape of its matrix."""
+    a, b = pair["a"], pair["b"]
+    rank = b.shape[0]
+    flat = a.reshape(-1, rank) @ b.reshape(rank, -1)
+    added: jax.Array = jnp.asarray(factor, flat.dtype) * flat.reshape(
+        *a.shape[:-1], *b.shape[1:]
+    )
+    return added
+
 
 EMBEDDING_STD = 0.02
 UNROLLED_LAYERS = 8
@@ -94,7 +283,7 @@ def build(
     tensors = _tensors(config)
     axes = jax.tree.map(lambda t: t.axes, tensors, is_leaf=_is_tensor)
 
-    adapters = lora.tensors(config, tensors["layers"]) if config.lora_rank else {}
+    adapters = adapter_tensors(config, tensors["layers"]) if config.lora_rank else {}
     adapters_axes = jax.tree.map(lambda t: t.axes, adapters, is_leaf=_is_tensor)
 
     def gathered(weights: Any, names: Any) -> Any:
@@ -131,7 +320,7 @@ def build(
             return found
         base, own = weights
         whole = gathered(base, axes["layers"])
-        summed: Params = lora.merged(config, whole, gathered(own, adapters_axes))
+        summed: Params = with_adapters(config, whole, gathered(own, adapters_axes))
         return summed
 
     def apply_layers(

@@ -19,7 +19,7 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.chips import chip_of
 from diloco_jax.hardware.rates import MachineRates
 from diloco_jax.hardware.slices import slice_of
-from diloco_jax.models.flops_by_formula import analytic_flops
+from diloco_jax.models.flops import analytic_flops
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.checks import Shortfall, mending, refusals
 from diloco_jax.planning.evenness import to_even

@@ -22,8 +22,8 @@ from diloco_jax.hardware.slices import Slice, slice_of
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.flops import Flops, count_flops
-from diloco_jax.models.plan import build_plan
 from diloco_jax.planning import hlo, memory, traffic
 from diloco_jax.planning.collectives import (
     CollectiveSum,

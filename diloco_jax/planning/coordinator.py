@@ -14,8 +14,9 @@ from diloco_jax.config import Placement, RunConfig
 from diloco_jax.coordinator.holding.holder import merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.sizes import payload_bytes, state_sizes
+from diloco_jax.core import fragment_merge, merging
+from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.core.merge import RULES, measures, merging
 from diloco_jax.hardware.rates import CONSTANTS, MachineRates
 from diloco_jax.planning.disk import DiskPlan, Owner, plan_disk
 from diloco_jax.planning.merges import MergePlan, cost_of, plan_merges
@@ -188,7 +189,7 @@ def plan_coordinator(
         up * rates.upload_core_seconds + sizes.publish * rates.fetch_core_seconds
     )
     wire = islands * both_ways / 1e9 / cycle_seconds
-    rule = RULES.find(run.sync.merge)
+    rule = MERGE_RULES.find(run.sync.merge)
     by_rule = sum(p.size for p in plan.pieces if merging.rule_for(p, rule) is rule)
     cost = cost_of(run.sync, rates, islands, by_rule / plan.total)
     merge_cores = cost.core_seconds / 1e9 * plan.total / cycle_seconds
@@ -287,13 +288,13 @@ def _rule_bytes(run: RunConfig, plan: FragmentPlan, islands: int) -> tuple[int, 
     # Many pieces, of few kinds.
     kinds = Counter((p.shape, p.embedding) for p in plan.pieces)
     like = {(p.shape, p.embedding): p for p in plan.pieces}
-    rule = RULES.find(run.sync.merge)
+    rule = MERGE_RULES.find(run.sync.merge)
     rules = {kind: merging.rule_for(piece, rule) for kind, piece in like.items()}
     state = sum(
         count
         * (
             merging.state_bytes(rules[kind], like[kind].shape)
-            + measures.sample_bytes(like[kind].shape)
+            + fragment_merge.sample_bytes(like[kind].shape)
         )
         for kind, count in kinds.items()
     )

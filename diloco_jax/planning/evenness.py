@@ -14,8 +14,7 @@ from typing import Any
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import EVEN, FragmentPlan, Piece
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.changes import Change, changed, shown
 from diloco_jax.planning.results import Advice
 

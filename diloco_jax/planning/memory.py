@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.core.adopt import RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.island.device.kinds import Kind
 
@@ -125,7 +125,7 @@ def resident(
     fragments = [sum(share[p] for p in pieces) for pieces in plan.fragments]
     feedback = bool(sync.error_feedback)
     under_way = max(fragments) * open_fragments(sync)
-    is_late = RULES.find(sync.adopt).keeps_pending + feedback
+    is_late = ADOPT_RULES.find(sync.adopt).keeps_pending + feedback
     return Resident(
         parameters=_bytes(state.params),
         optimizer=_bytes(state.opt_state),

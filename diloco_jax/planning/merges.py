@@ -6,7 +6,7 @@ import dataclasses
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
-from diloco_jax.core.merge import RULES
+from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.hardware.rates import MachineRates
 
 
@@ -66,7 +66,7 @@ def cost_of(
     """
     summed = rates.merging(sync.codec_down) + deltas * rates.per_delta(sync.codec_up)
     beyond: float | None = 0.0
-    if RULES.find(sync.merge).needs != "sum":
+    if MERGE_RULES.find(sync.merge).needs != "sum":
         found = rates.rules.get(sync.merge)
         beyond = found.beyond(deltas) if found else None
     return MergeCost(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.codecs import CODECS
-from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.codecs import Codec
+from diloco_jax.core.families import CODECS
 from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.planning.changes import Change
 from diloco_jax.planning.memory import Hbm

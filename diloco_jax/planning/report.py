@@ -11,8 +11,7 @@ import msgspec
 from diloco_jax.config import Config
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.checks import mending, refusals
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput

@@ -208,7 +208,7 @@ class MergeMeasured(Message, frozen=True, kw_only=True):
     seconds: float
     """Time that computing took."""
     measures: dict[str, float | None]
-    """Fields of `core.merge.measures.MergeMeasures`, by name."""
+    """Fields of `core.fragment_merge.MergeMeasures`, by name."""
     directions: tuple[float | None, ...] = ()
     """Cosine of each island's delta with the others, in their order; empty if there are
     too few."""

@@ -12,9 +12,8 @@ from xxhash import xxh3_64
 
 from diloco_jax.config import ConfigError, IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models import build as models
-from diloco_jax.models import lora
-from diloco_jax.models.layout import Layout
-from diloco_jax.models.model import Frozen, Model, Params
+from diloco_jax.models import transformer
+from diloco_jax.models.model import Frozen, Layout, Model, Params
 from diloco_jax.weights.first import first_pieces
 
 
@@ -99,7 +98,7 @@ def merged_leaves(
     ]
     for path, leaf in zip(paths, map(_stacked, base), strict=True):
         value = np.asarray(leaf, np.float32)
-        if "/".join(path[1:]) in lora.INPUT_AXES:
+        if "/".join(path[1:]) in transformer.ADAPTED_AXES:
             _, half, name = path
             value = value + delta(run.model, adapters["layers"][half][name])
         yield path, value
@@ -111,4 +110,4 @@ def delta(model: ModelConfig, pair: dict[str, Any]) -> np.ndarray:
     layers, rank = b.shape[:2]
     flat = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
     shaped = flat.reshape(*a.shape[:-1], *b.shape[2:])
-    return np.float32(lora.scale(model)) * shaped
+    return np.float32(transformer.adapter_scale(model)) * shaped

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from diloco_jax.config import ModelConfig
-from diloco_jax.models import lora
+from diloco_jax.models import transformer
 from diloco_jax.models.model import Params
 from diloco_jax.weights.names import IN_A_LAYER
 
@@ -22,7 +22,7 @@ TENSORS = "adapter_model.safetensors"
 def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
     """Write the adapters into a folder that is there; return their number of values."""
     tensors: dict[str, np.ndarray] = {}
-    for path in lora.INPUT_AXES:
+    for path in transformer.ADAPTED_AXES:
         half, name = path.split("/")
         pair = params["layers"][half][name]
         module = IN_A_LAYER[path].removesuffix(".weight")
@@ -38,7 +38,7 @@ def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
 
 
 def _config(model: ModelConfig) -> dict[str, Any]:
-    targets = {IN_A_LAYER[path].split(".")[-2] for path in lora.INPUT_AXES}
+    targets = {IN_A_LAYER[path].split(".")[-2] for path in transformer.ADAPTED_AXES}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -23,8 +23,7 @@ from diloco_jax.core.fragments import from_pieces
 from diloco_jax.data.tokenizers.opening import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.storage import sync_path
 from diloco_jax.weights import families, files, names
 from diloco_jax.weights.adapted import base_run, merged_leaves

@@ -80,7 +80,7 @@ class FetchRequest(Message, frozen=True, kw_only=True, tag=True, omit_defaults=T
     part: Part = ()
     """Tiles that are wanted, of each publish or of the anchor; empty: all of them."""
     digests: bool = False
-    """Send the digests of the anchor's tiles (`core/tile_digests.py`) in their
+    """Send the digests of the anchor's tiles (`core/tiles.py`) in their
     place."""
     ticket: Ticket = b""
     """For a worker: of the publish or the welcome."""

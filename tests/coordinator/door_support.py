@@ -33,10 +33,14 @@ from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.service import Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.fragment_merge import FragmentState, MergeResult, Squares
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.fragment_merge import (
+    FragmentState,
+    MergeMeasures,
+    MergeResult,
+    Squares,
+)
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.merge.measures import MergeMeasures
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics

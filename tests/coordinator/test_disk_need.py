@@ -12,8 +12,7 @@ from diloco_jax.coordinator import disk_need
 from diloco_jax.coordinator.disk_need import DiskNeed
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.sizes import state_sizes
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.coordinator import plan_coordinator
 
 OUTER = OuterConfig(optimizer="nesterov", learning_rate=0.7, momentum=0.9)

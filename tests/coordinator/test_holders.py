@@ -14,8 +14,7 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.coordinator import holders, origin
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol.values import Version
 

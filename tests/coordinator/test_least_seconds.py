@@ -12,7 +12,7 @@ from diloco_jax.coordinator.least_seconds import (
     least_seconds,
 )
 from diloco_jax.hardware.chips import CHIPS
-from diloco_jax.models.flops_by_formula import analytic_flops, least_flops
+from diloco_jax.models.flops import analytic_flops, least_flops
 
 
 def config() -> Config:

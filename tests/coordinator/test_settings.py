@@ -25,7 +25,7 @@ from diloco_jax.coordinator.settings import (
     room_needed,
 )
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.models.flops_by_formula import least_flops
+from diloco_jax.models.flops import least_flops
 
 RUN = RunConfig(
     sync=SyncConfig(

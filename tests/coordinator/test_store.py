@@ -20,12 +20,12 @@ from diloco_jax.coordinator.holding.store import (
 )
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.changes import publish
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import is_fit
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.core.merge.merging import rule_for
-from diloco_jax.core.merge.rda import RDA
-from diloco_jax.core.outer.optimizer import make_outer, outer_step
+from diloco_jax.core.merge_rules import RDA
+from diloco_jax.core.merging import rule_for
+from diloco_jax.core.outer import make_outer, outer_step
 from diloco_jax.protocol.values import Version
 
 

@@ -14,10 +14,10 @@ from diloco_jax.checkpoint import whose
 from diloco_jax.config import ConfigError, Placement
 from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.merging import may_cut
+from diloco_jax.core.merging import may_cut
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.protocol.values import Version
@@ -26,7 +26,7 @@ SHAPES = {"embed": (200, 16), "w": (2, 16, 16)}
 AXES = {"embed": ("vocab", "embed"), "w": ("layers", "embed", "mlp")}
 FRAGMENTS, MERGES = 5, 3
 CUT = plan_fragments(
-    SHAPES, AXES, FRAGMENTS, may_cut=partial(may_cut, rule=RULES.find("rda"))
+    SHAPES, AXES, FRAGMENTS, may_cut=partial(may_cut, rule=MERGE_RULES.find("rda"))
 )
 WHOLE = plan_fragments(SHAPES, AXES, 1)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
+from diloco_jax.core.codecs import encode_with_feedback, get_codec
 
 COLLECTIVE = re.compile(
     r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|partition-id"

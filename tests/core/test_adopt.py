@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.rebase import REBASE
-from diloco_jax.core.adopt.rule import moved
-from diloco_jax.core.changes import adopt
+from diloco_jax.core.changes import REBASE, adopt, moved
+from diloco_jax.core.families import ADOPT_RULES
 
 LOCAL, BASE = np.float32([5.0, 1.0]), np.float32([4.0, 1.0])
 ANCHOR = np.float32([10.0, 20.0])
@@ -24,7 +22,7 @@ ANCHOR = np.float32([10.0, 20.0])
     ],
 )
 def test_rules(rule: str, alpha: float, expected: list[float]) -> None:
-    result = adopt(RULES.find(rule), LOCAL, BASE, ANCHOR, alpha)
+    result = adopt(ADOPT_RULES.find(rule), LOCAL, BASE, ANCHOR, alpha)
     np.testing.assert_array_equal(result, expected)
 
 
@@ -41,4 +39,4 @@ def test_a_kept_delta_leaves_with_the_version_that_has_it() -> None:
 
 def test_unknown_rule_is_named() -> None:
     with pytest.raises(ValueError, match="no adopt rule 'merge'"):
-        RULES.find("merge")
+        ADOPT_RULES.find("merge")

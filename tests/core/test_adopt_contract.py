@@ -5,17 +5,16 @@ import numpy as np
 import pytest
 from family_members import brief, names
 
-from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.rule import AdoptRule, moved
-from diloco_jax.core.changes import adopt
+from diloco_jax.core.changes import adopt, moved
+from diloco_jax.core.families import ADOPT_RULES, AdoptRule
 
 ALPHA = 0.25
 
 
-@pytest.fixture(params=names(RULES, "adopt"), ids=brief)
+@pytest.fixture(params=names(ADOPT_RULES, "adopt"), ids=brief)
 def rule(request: pytest.FixtureRequest) -> AdoptRule:
     """Every member."""
-    return RULES.find(request.param)
+    return ADOPT_RULES.find(request.param)
 
 
 def drawn() -> tuple[np.ndarray, ...]:

@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pieces import merge_deltas, set_piece, to_pieces
 
-from diloco_jax.core.bands import Bands
-from diloco_jax.core.fragments import Piece, from_pieces, get_piece, plan_fragments
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import may_cut
-from diloco_jax.core.merge.rule import Whole
+from diloco_jax.core.families import MERGE_RULES, Whole
+from diloco_jax.core.fragments import (
+    Bands,
+    Piece,
+    from_pieces,
+    get_piece,
+    plan_fragments,
+)
+from diloco_jax.core.merge_rules import MEAN
+from diloco_jax.core.merging import may_cut
 
 EXTENTS = st.sampled_from((1, 2, 3, 7, 16, 48, 128, 257))
 
@@ -103,7 +107,11 @@ def test_more_fragments_than_pieces_are_refused_with_a_number_that_will_do() -> 
 
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean"])
 def test_bands_merge_as_the_whole_tensor_bit_for_bit(name: str) -> None:
-    rng, weights, rule = np.random.default_rng(0), [1.0, 2.0, 5.0], RULES.find(name)
+    rng, weights, rule = (
+        np.random.default_rng(0),
+        [1.0, 2.0, 5.0],
+        MERGE_RULES.find(name),
+    )
     deltas = [rng.standard_normal((2048, 24)).astype("<f4") for _ in weights]
     plan = plan_fragments(
         {"w": (2048, 24)}, {"w": ("mlp", None)}, 6, may_cut=lambda p: may_cut(p, rule)
@@ -125,7 +133,7 @@ class Own(Whole):
 
 def test_a_rule_decides_what_is_cut() -> None:
     matrix, embedding = (Piece(("w",), -1, (8, 4), e) for e in (False, True))
-    rda, trimmed = RULES.find("rda"), RULES.find("trimmed_mean")
+    rda, trimmed = MERGE_RULES.find("rda"), MERGE_RULES.find("trimmed_mean")
     cut = [may_cut(matrix, rule) for rule in (rda, trimmed, MEAN, Own())]
     assert cut == [False, True, True, False]
     assert [may_cut(embedding, rule) for rule in (rda, Own())] == [True, False]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from diloco_jax.core.payload import Box, overlap, tiles_of, within
-from diloco_jax.core.tile_digests import DIGEST_BYTES, tile_digests
+from diloco_jax.core.tiles import DIGEST_BYTES, tile_digests
 
 
 def test_boxes_overlap_where_both_have_tiles():

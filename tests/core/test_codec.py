@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.codecs.codec import (
+from diloco_jax.core.codecs import (
     encode_with_feedback,
     get_codec,
 )

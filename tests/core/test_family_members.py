@@ -9,17 +9,16 @@ import pytest
 
 from diloco_jax.config import Config, ConfigError, OuterConfig, RunConfig, SyncConfig
 from diloco_jax.core import members
+from diloco_jax.core.families import MERGE_RULES, OUTER_OPTIMIZERS
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.members import load
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.merging import may_cut
-from diloco_jax.core.merge.rda import RDA
-from diloco_jax.core.outer import OPTIMIZERS
+from diloco_jax.core.merge_rules import RDA
+from diloco_jax.core.merging import may_cut
 
 OWN = """\
 import jax.numpy as jnp
 
-from diloco_jax.core.merge.rule import Elementwise
+from diloco_jax.core.families import Elementwise
 
 
 class Sign(Elementwise):
@@ -45,14 +44,14 @@ def refusal(**sync: str) -> str:
 
 
 def test_bundled_members_are_found_by_name() -> None:
-    assert RULES.find("rda") is RDA
+    assert MERGE_RULES.find("rda") is RDA
 
 
 def test_a_member_in_a_file_is_found_once_and_passes(tmp_path: Path) -> None:
     name = written(tmp_path, "mean")
     Config(run=RunConfig(sync=SyncConfig(merge=name))).validate()
-    assert RULES.find(name) is RULES.find(name)
-    assert RULES.find(name).needs == "elementwise"
+    assert MERGE_RULES.find(name) is MERGE_RULES.find(name)
+    assert MERGE_RULES.find(name).needs == "elementwise"
 
 
 def test_a_member_imports_what_lies_beside_its_file(tmp_path, monkeypatch) -> None:
@@ -84,8 +83,8 @@ def test_an_unfit_member_is_refused_with_field_and_line(
 CLAIMS = """\
 import jax.numpy as jnp
 
-from diloco_jax.core.merge.rda import Rda
-from diloco_jax.core.merge.rule import Elementwise, Fold, WeightedSum
+from diloco_jax.core.merge_rules import Rda
+from diloco_jax.core.families import Elementwise, Fold, WeightedSum
 
 
 class Lengths(Rda):
@@ -143,7 +142,7 @@ def test_a_rule_that_is_wrong_of_going_element_by_element_is_refused(
     """By lengths of whole pieces; by a block of tiles; only after a crash."""
     (tmp_path / "own.py").write_text(CLAIMS)
     with pytest.raises(ValueError, match="set by_element = False") as refused:
-        RULES.check(f"{tmp_path / 'own.py'}:{name}")
+        MERGE_RULES.check(f"{tmp_path / 'own.py'}:{name}")
     said = "it has by_element = True, but what it makes of an element depends on"
     assert str(refused.value).startswith(f"line {line}: ValueError: {said}")
 
@@ -198,14 +197,14 @@ def test_an_optimizer_that_is_wrong_of_going_element_by_element_is_refused(
     """By lengths of tensors, of the fragment; by rows; after a crash; by the shape."""
     (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
     with pytest.raises(ValueError, match="leave elementwise out") as refused:
-        OPTIMIZERS.check(f"{tmp_path / 'own.py'}:{name}")
+        OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:{name}")
     said = "it has elementwise = True, but its update of an element depends on other"
     assert f"ValueError: {said}" in str(refused.value)
 
 
 def test_an_optimizer_that_goes_element_by_element_is_taken(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OPTIMIZER_CLAIMS)
-    OPTIMIZERS.check(f"{tmp_path / 'own.py'}:adam")
+    OUTER_OPTIMIZERS.check(f"{tmp_path / 'own.py'}:adam")
 
 
 def test_a_wrong_claim_of_an_optimizer_is_refused_before_anything_starts(
@@ -225,8 +224,8 @@ def test_a_rule_says_if_its_pieces_may_be_cut(
 ) -> None:
     (tmp_path / "own.py").write_text(CLAIMS)
     merge = f"{tmp_path / 'own.py'}:{name}"
-    RULES.check(merge)
-    assert may_cut(Piece(("w",), -1, (8, 4), False), RULES.find(merge)) == is_cut
+    MERGE_RULES.check(merge)
+    assert may_cut(Piece(("w",), -1, (8, 4), False), MERGE_RULES.find(merge)) == is_cut
 
 
 def test_a_file_that_cannot_be_executed_is_refused_with_its_line(

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.core import blocks
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core import tiles
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.core.outer import OuterSettings
 
 PIECES = (
     Piece(("a",), -1, (256, 512), False),
@@ -28,7 +28,7 @@ def merger(rule: str = "rda", optimizer: str = "nesterov") -> FragmentMerge:
         pieces=PIECES,
         up=get_codec("int8"),
         down=get_codec("int8"),
-        rule=RULES.find(rule),
+        rule=MERGE_RULES.find(rule),
         settings=OuterSettings(
             optimizer=optimizer, learning_rate=0.5, momentum=0.9, norm_guard=1.1
         ),
@@ -65,7 +65,7 @@ def same(one: tuple, other: tuple) -> None:
 def test_the_size_of_blocks_changes_no_bit(rule, optimizer, monkeypatch) -> None:
     whole = merged(merger(rule, optimizer))
     for elements in (1, 5000):
-        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
         same(merged(merger(rule, optimizer)), whole)
 
 
@@ -91,7 +91,7 @@ def test_the_size_of_blocks_changes_no_bit_of_what_recovery_makes(
     """The guard cuts the later merges."""
     whole = replayed(merger(optimizer=optimizer))
     for elements in (1, 5000):
-        monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
         others = replayed(merger(optimizer=optimizer))
         jax.tree.map(np.testing.assert_array_equal, others, whole)
     guards = [state.outer[0]["guard"] for state in whole]
@@ -102,7 +102,7 @@ def test_an_optimizer_that_sees_whole_fragments_takes_the_same_steps(
     monkeypatch,
 ) -> None:
     state, _, norm = merged(merger())
-    monkeypatch.setattr("diloco_jax.core.outer.nesterov.Nesterov.elementwise", False)
+    monkeypatch.setattr("diloco_jax.core.outer.Nesterov.elementwise", False)
     other, _, also = merged(merger())
     assert norm == pytest.approx(also, rel=1e-6)
     for one, two in zip(state.theta, other.theta, strict=True):
@@ -149,11 +149,11 @@ from pathlib import Path
 islands, cores = map(int, sys.argv[1:])
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 import numpy as np
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.core.families import MERGE_RULES
+from diloco_jax.core.outer import OuterSettings
 from diloco_jax.machine import give_memory_back
 
 shape = (1024, 4096)
@@ -161,7 +161,7 @@ merge = FragmentMerge(
     pieces=(Piece(("w",), -1, shape, False),),
     up=get_codec("int8"),
     down=get_codec("int8"),
-    rule=RULES.find("rda"),
+    rule=MERGE_RULES.find("rda"),
     settings=OuterSettings(optimizer="nesterov", learning_rate=0.5, momentum=0.9),
 )
 rng = np.random.default_rng(0)

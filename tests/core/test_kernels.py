@@ -11,19 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core import blocks
+from diloco_jax.core import outer, tiles
 from diloco_jax.core.changes import publish_tiles
-from diloco_jax.core.codecs import CODECS
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import CODECS, MERGE_RULES
 from diloco_jax.core.fragment_merge import FragmentMerge
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.kernels.library import CODECS as KNOWN
-from diloco_jax.core.kernels.library import Step, tile_bytes
-from diloco_jax.core.kernels.passes import Passes
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.deltas import Encoded
-from diloco_jax.core.outer import optimizer as outer
-from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.core.kernels import CODECS as KNOWN
+from diloco_jax.core.kernels import Passes, Step, tile_bytes
+from diloco_jax.core.merging import Encoded
+from diloco_jax.core.outer import OuterSettings
 from diloco_jax.merge_route import passes_of
 
 pytestmark = pytest.mark.optimized
@@ -82,9 +79,7 @@ def test_they_know_the_codecs_of_the_package() -> None:
 def test_squares(passes, codec, elements, seed) -> None:
     (delta,) = deltas(np.random.default_rng(seed), codec, 1, (2, elements))
     decoded = get_codec(codec).decode_tiles(delta, elements)
-    assert passes.kernels.squares(codec, delta, elements) == blocks.tile_squares(
-        decoded
-    )
+    assert passes.kernels.squares(codec, delta, elements) == tiles.tile_squares(decoded)
     assert passes.squares(codec, delta, elements) == pytest.approx(
         float(np.sum(np.square(np.asarray(decoded), dtype=np.float64))), rel=1e-12
     )
@@ -232,7 +227,7 @@ def merger(passes: Passes | None, rule: str, optimizer: str, codec: str):
         pieces=PIECES,
         up=get_codec(codec),
         down=get_codec(codec),
-        rule=RULES.find(rule),
+        rule=MERGE_RULES.find(rule),
         settings=OuterSettings(
             optimizer=optimizer, learning_rate=0.5, momentum=0.9, norm_guard=1.1
         ),
@@ -291,7 +286,7 @@ def test_merges_are_those_of_the_other_route(passes, codec, optimizer) -> None:
 def test_what_the_functions_do_not_have_goes_by_the_other_route(
     passes, rule, monkeypatch
 ) -> None:
-    monkeypatch.setattr("diloco_jax.core.outer.nesterov.Nesterov.native_step", None)
+    monkeypatch.setattr("diloco_jax.core.outer.Nesterov.native_step", None)
     made = [merged(merger(p, rule, "nesterov", "int8")) for p in (passes, None)]
     assert_same(*made)
 
@@ -301,5 +296,5 @@ def test_neither_blocks_nor_threads_change_a_bit(passes, monkeypatch) -> None:
     with ThreadPoolExecutor(4) as pool:
         divided = Passes(passes.kernels, pool.map)
         for elements in (1, 5000):
-            monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", elements)
+            monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", elements)
             assert_same(merged(merger(divided, "rda", "nesterov", "int8")), whole)

@@ -10,14 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import merge_deltas
 
+from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS, MergeRule
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.deltas import Plain
-from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import rule_for
-from diloco_jax.core.merge.rda import RDA
-from diloco_jax.core.merge.rule import MergeRule
-from diloco_jax.core.weighting import WEIGHTINGS, weight
+from diloco_jax.core.merge_rules import MEAN, RDA, weight
+from diloco_jax.core.merging import Plain, rule_for
 
 SHAPE = (6, 5)
 weights_of = st.lists(st.floats(0.01, 1e9), min_size=1, max_size=5)
@@ -76,7 +72,9 @@ def test_so_it_does_where_directions_cancel() -> None:
 def test_orthogonal_deltas_keep_their_length_under_rda_only() -> None:
     deltas = [np.eye(4, dtype=np.float32)[i : i + 1] for i in range(4)]
     lengths = {
-        name: float(jnp.linalg.norm(merge_deltas(deltas, [1] * 4, RULES.find(name))))
+        name: float(
+            jnp.linalg.norm(merge_deltas(deltas, [1] * 4, MERGE_RULES.find(name)))
+        )
         for name in ("rda", "mean")
     }
     assert lengths == {"rda": pytest.approx(1), "mean": pytest.approx(0.5)}
@@ -126,7 +124,7 @@ def test_unfit_weights_are_refused(
     with pytest.raises(ValueError, match=message):
         merge_deltas(deltas_of(0, deltas), weights, RDA)
     with pytest.raises(ValueError, match="no merge rule 'median'"):
-        RULES.find("median")
+        MERGE_RULES.find("median")
     for share in (0.0, -0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="share"):
             merge_deltas(deltas_of(0, 1), [1.0], MEAN, share)
@@ -145,12 +143,12 @@ def test_weightings() -> None:
 def test_a_trimmed_mean_of_eight_lies_between_the_honest_six(wrong: float) -> None:
     honest = [np.full(SHAPE, 1 + i / 10, np.float32) for i in range(6)]
     lies = [np.full(SHAPE, wrong, np.float32)] * 2
-    merged = merge_deltas([*lies, *honest], [1.0] * 8, RULES.find("trimmed_mean"))
+    merged = merge_deltas([*lies, *honest], [1.0] * 8, MERGE_RULES.find("trimmed_mean"))
     assert 1.0 <= merged.min() <= merged.max() <= 1.5
 
 
 def test_a_clipped_mean_shortens_what_is_longer_than_most() -> None:
-    rule, x, y = RULES.find("clipped_mean"), np.zeros(2), np.zeros(2)
+    rule, x, y = MERGE_RULES.find("clipped_mean"), np.zeros(2), np.zeros(2)
     x[0], y[1] = 1, 1
     deltas = [v.astype(np.float32) for v in (x, 3 * x, 1e6 * y)]
     np.testing.assert_allclose(
@@ -166,7 +164,9 @@ def test_a_clipped_mean_shortens_what_is_longer_than_most() -> None:
 def test_rules_against_liars_are_for_all_pieces_and_the_last_merge() -> None:
     embedding = Piece(("e",), -1, SHAPE, True)
     for name in ("trimmed_mean", "clipped_mean"):
-        assert rule_for(embedding, RULES.find(name), final=True) is RULES.find(name)
+        assert rule_for(
+            embedding, MERGE_RULES.find(name), final=True
+        ) is MERGE_RULES.find(name)
 
 
 def test_embeddings_are_merged_by_mean() -> None:

@@ -12,19 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pieces import merge_deltas
 
-from diloco_jax.core import blocks
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core import merging, tiles
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.contracts import merges_bands_alike
+from diloco_jax.core.families import MERGE_RULES, MergeRule
 from diloco_jax.core.fragments import Piece
-from diloco_jax.core.merge import RULES, merging
-from diloco_jax.core.merge.checking import merges_bands_alike
-from diloco_jax.core.merge.deltas import Encoded, Plain
-from diloco_jax.core.merge.mean import MEAN
-from diloco_jax.core.merge.merging import merge_piece, rule_for, start
-from diloco_jax.core.merge.rule import MergeRule
+from diloco_jax.core.merge_rules import MEAN
+from diloco_jax.core.merging import Encoded, Plain, merge_piece, rule_for, start
 
 SHAPES = [(6, 5), (7,), (2, 3, 4)]
-NAMES = names(RULES, "merge")
-FOLDS = [name for name in NAMES if RULES.find(name).needs == "fold"]
+NAMES = names(MERGE_RULES, "merge")
+FOLDS = [name for name in NAMES if MERGE_RULES.find(name).needs == "fold"]
 weights_of = st.lists(st.floats(0.01, 1e6), min_size=1, max_size=5)
 few = settings(max_examples=15, deadline=None)
 
@@ -32,7 +30,7 @@ few = settings(max_examples=15, deadline=None)
 @pytest.fixture(params=NAMES, ids=brief)
 def rule(request: pytest.FixtureRequest) -> MergeRule:
     """Every member."""
-    return RULES.find(request.param)
+    return MERGE_RULES.find(request.param)
 
 
 def drawn(seed: int, count: int, shape: tuple[int, ...] = (6, 5)) -> list[np.ndarray]:
@@ -56,7 +54,7 @@ def test_a_merged_delta_has_the_shape_of_the_deltas(rule, shape) -> None:
 @few
 @pytest.mark.parametrize("name", NAMES, ids=brief)
 def test_the_order_of_islands_does_not_matter(name, seed, weights, random) -> None:
-    rule = RULES.find(name)
+    rule = MERGE_RULES.find(name)
     pairs = list(zip(drawn(seed, len(weights)), weights, strict=True))
     first = merge_deltas(*zip(*pairs, strict=True), rule)
     again = merge_deltas(*zip(*pairs, strict=True), rule)
@@ -69,7 +67,7 @@ def test_the_order_of_islands_does_not_matter(name, seed, weights, random) -> No
 @few
 @pytest.mark.parametrize("name", NAMES, ids=brief)
 def test_only_ratios_of_weights_matter(name, seed, weights, factor) -> None:
-    rule, deltas = RULES.find(name), drawn(seed, len(weights))
+    rule, deltas = MERGE_RULES.find(name), drawn(seed, len(weights))
     one = merge_deltas(deltas, weights, rule)
     other = merge_deltas(deltas, [w * factor for w in weights], rule)
     assert distance(other, one) < 1e-4
@@ -88,7 +86,7 @@ def test_equal_deltas_merge_to_themselves_where_the_rule_says_so(rule, scale) ->
 def test_a_share_of_the_work_goes_as_far_as_its_share(
     name, seed, weights, share
 ) -> None:
-    rule, deltas = RULES.find(name), drawn(seed, len(weights))
+    rule, deltas = MERGE_RULES.find(name), drawn(seed, len(weights))
     whole = merge_deltas(deltas, weights, rule)
     part = merge_deltas(deltas, weights, rule, share)
     assert distance(part, share * whole) < 1e-4
@@ -138,7 +136,7 @@ def test_blocks_of_tiles_do_not_change_a_merge(rule, monkeypatch) -> None:
     deltas, shape = drawn(2, 3, (64, 128)), (64, 128)
     state = start(rule, shape)
     whole = merge_piece(rule, Plain(deltas), [1, 2, 3], 1.0, state).delta
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1)
     cut = merge_piece(rule, Plain(deltas), [1, 2, 3], 1.0, state).delta
     np.testing.assert_array_equal(cut, whole)
 
@@ -183,7 +181,7 @@ class Counted(Sequence):
 
 @pytest.mark.parametrize("name", FOLDS, ids=brief)
 def test_a_fold_holds_no_more_deltas_the_more_islands_there_are(name: str) -> None:
-    rule = RULES.find(name)
+    rule = MERGE_RULES.find(name)
     for islands in (3, 9):
         deltas = Counted(drawn(3, islands))
         merge_piece(rule, deltas, [1.0] * islands, 1.0, start(rule, (6, 5)))

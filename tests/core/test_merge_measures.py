@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from diloco_jax.core.codecs import CODECS
-from diloco_jax.core.codecs.codec import get_codec
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.deltas import Encoded, Plain
-from diloco_jax.core.merge.measures import (
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import CODECS, MERGE_RULES
+from diloco_jax.core.fragment_merge import (
     SAMPLED,
     Measuring,
     MergeMeasures,
@@ -19,7 +17,7 @@ from diloco_jax.core.merge.measures import (
     sample_bytes,
     sampled,
 )
-from diloco_jax.core.merge.merging import merge_piece
+from diloco_jax.core.merging import Encoded, Plain, merge_piece
 from diloco_jax.core.tiles import TileGrid
 
 SHAPES = [(6, 5), (7,)]
@@ -43,7 +41,7 @@ def measured(
     """Merge by that rule, take an outer step of that rate, and measure both."""
     measuring, before, after = Measuring(WEIGHTS), [], []
     for deltas in pieces:
-        merged = merge_piece(RULES.find(rule), Plain(deltas), WEIGHTS)
+        merged = merge_piece(MERGE_RULES.find(rule), Plain(deltas), WEIGHTS)
         measuring.add(Plain(deltas), merged)
         before.append(sample(np.ones_like(merged.total)))
         after.append(before[-1] - sample(rate * merged.factor * merged.total))
@@ -151,7 +149,7 @@ def test_sampled_deltas_agree_about_as_all_of_them(shape: tuple[int, int]) -> No
     exact, _ = measured(pieces, "rda")
     encoded = Encoded(codec, shape, [codec.encode(d) for d in pieces[0]])
     measuring = Measuring(WEIGHTS)
-    measuring.add(encoded, merge_piece(RULES.find("mean"), encoded, WEIGHTS))
+    measuring.add(encoded, merge_piece(MERGE_RULES.find("mean"), encoded, WEIGHTS))
     found = measuring.finish([], [], [])
     assert found.pairwise_cosine == pytest.approx(exact.pairwise_cosine, abs=0.02)
     assert found.pairwise_cosine != exact.pairwise_cosine
@@ -180,5 +178,5 @@ def test_directions_that_do_not_exist_are_none() -> None:
     assert measured(zeros, "rda")[1].directions == (None,) * 3
     two = Measuring(WEIGHTS[:2])
     deltas = Plain(drawn(0)[0][:2])
-    two.add(deltas, merge_piece(RULES.find("rda"), deltas, WEIGHTS[:2]))
+    two.add(deltas, merge_piece(MERGE_RULES.find("rda"), deltas, WEIGHTS[:2]))
     assert two.directions == ()

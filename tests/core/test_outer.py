@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.core.outer.optimizer import (
+from diloco_jax.core.outer import (
     OuterSettings,
     advance_over_publish,
     flush_step,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from family_members import brief, names
 
-from diloco_jax.core.outer import OPTIMIZERS
-from diloco_jax.core.outer.optimizer import (
+from diloco_jax.core.families import OUTER_OPTIMIZERS
+from diloco_jax.core.outer import (
     Arrays,
     OuterSettings,
     advance_over_publish,
@@ -18,7 +18,7 @@ from diloco_jax.core.outer.optimizer import (
     outer_step,
 )
 
-NAMES = [*names(OPTIMIZERS, "outer"), "adam"]
+NAMES = [*names(OUTER_OPTIMIZERS, "outer"), "adam"]
 GUARDED = {"warmup_merges": 5, "norm_guard": 10.0}
 PLAIN: dict[str, Any] = {}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.payload import Box, Coverage, PayloadLayout, tiles_of
 from diloco_jax.core.tiles import TileGrid

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.core.changes import apply_publish, publish
-from diloco_jax.core.codecs.codec import SMALLEST_NORMAL, get_codec
+from diloco_jax.core.codecs import SMALLEST_NORMAL, get_codec
 
 SHAPE = (8, 40)
 

@@ -10,9 +10,14 @@ import pytest
 from oracle import RoundIsland, RoundResult, RoundSettings, run
 from pieces import to_pieces
 
-from diloco_jax.core.bands import Bands
-from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces, plan_fragments
-from diloco_jax.core.outer.optimizer import OuterSettings
+from diloco_jax.core.fragments import (
+    Bands,
+    FragmentPlan,
+    Params,
+    from_pieces,
+    plan_fragments,
+)
+from diloco_jax.core.outer import OuterSettings
 
 AXES = {
     "embed": ("vocab", "embed"),

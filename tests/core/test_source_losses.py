@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.core.source_losses import by_source
+from diloco_jax.core.inner import by_source
 
 
 def test_each_row_counts_for_its_own_source():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.core.merge.trimmed_mean import TRIMMED_MEAN, comparators
+from diloco_jax.core.merge_rules import TRIMMED_MEAN, comparators
 
 
 @given(st.lists(st.integers(0, 5) | st.integers(), max_size=130))

@@ -8,7 +8,8 @@ from family_members import brief, names
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.core.weighting import WEIGHTINGS, capped, weight
+from diloco_jax.core.families import WEIGHTINGS
+from diloco_jax.core.merge_rules import capped, weight
 
 NAMES = names(WEIGHTINGS, "weighting")
 counts = st.integers(1, 10**15)

@@ -6,7 +6,7 @@ import queue
 import pytest
 from link_support import DEADLINES, IDENTITY, PIECES, WAIT_S, Coordinator, hello, serve
 
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.link import Link, Targets

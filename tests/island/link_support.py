@@ -4,7 +4,7 @@ import queue
 
 import numpy as np
 
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol import messages

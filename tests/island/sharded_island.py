@@ -15,7 +15,7 @@ import test_held
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import InnerConfig, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import tiles_of
 from diloco_jax.core.tiles import TileGrid
@@ -32,7 +32,7 @@ from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.network.offers import Offers
 from diloco_jax.models.attention import ATTENTION
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.hlo import group_size
 from diloco_jax.protocol.values import Version

@@ -25,7 +25,7 @@ from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island import checkpoints
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.rule import moved
-from diloco_jax.core.changes import adopt, apply_publish, delta, publish
-from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
+from diloco_jax.core.changes import adopt, apply_publish, delta, moved, publish
+from diloco_jax.core.codecs import encode_with_feedback, get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
@@ -112,7 +111,7 @@ def test_take_and_adopt_are_those_of_core(rule, codec):
             )
             new_anchor = apply_publish(coder, a, publication)
             same(exchange.anchors()[piece.name], new_anchor)
-            want = adopt(RULES.find(rule), local, b, new_anchor, np.float32(0.3))
+            want = adopt(ADOPT_RULES.find(rule), local, b, new_anchor, np.float32(0.3))
             same(get_piece(params, piece), want)
 
 
@@ -135,7 +134,7 @@ def test_a_chain_is_adopted_once_against_the_old_base():
     params = exchange.adopt(arrival, place(local))
     old = jnp.asarray(get_piece(anchor, piece))
     want = adopt(
-        RULES.find("rebase"),
+        ADOPT_RULES.find("rebase"),
         jnp.asarray(get_piece(local, piece)),
         old,
         anchors[piece],
@@ -165,7 +164,9 @@ def test_a_version_without_the_last_take_is_adopted_beside_it(memory):
     kept = moved(local, before, beside)
     same(get_piece(params, PLAN.fragments[0][0]), kept)
     params = exchange.adopt(arrivals[1], params)
-    want = adopt(RULES.find("rebase"), kept, moved(base, before, beside), after, 0.5)
+    want = adopt(
+        ADOPT_RULES.find("rebase"), kept, moved(base, before, beside), after, 0.5
+    )
     same(get_piece(params, PLAN.fragments[0][0]), want)
 
 

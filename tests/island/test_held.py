@@ -9,7 +9,7 @@ import pytest
 from test_exchange import V1
 
 from diloco_jax.config import SyncConfig
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device import held

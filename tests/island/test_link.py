@@ -17,7 +17,7 @@ from link_support import (
     wait_for_news,
 )
 
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.network.link import Link, Targets

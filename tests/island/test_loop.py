@@ -8,8 +8,8 @@ from loop_support import Network
 from pieces import to_pieces
 
 from diloco_jax import config as configs
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.reader import BatchReader

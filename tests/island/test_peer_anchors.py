@@ -16,8 +16,7 @@ from link_support import DEADLINES, WAIT_S
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.core.fragments import get_piece, plan_fragments
 from diloco_jax.core.payload import Box
-from diloco_jax.core.tile_digests import tile_digests
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import TileGrid, tile_digests
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings
 from diloco_jax.island.mailbox import Arrival

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import IslandConfig, SyncConfig
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.mesh import make_mesh, param_shardings

@@ -11,7 +11,7 @@ from diloco_jax.config import ConfigError
 from diloco_jax.config.validation import LANES
 from diloco_jax.models import transformer
 from diloco_jax.models.attention import ATTENTION
-from diloco_jax.models.layout import Layout
+from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import preset
 
 LAYOUT = Layout.of_one_device()

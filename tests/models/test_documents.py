@@ -10,8 +10,8 @@ from test_families import loaded
 
 from diloco_jax.config.validation import LANES
 from diloco_jax.models import transformer
+from diloco_jax.models.layers import restarted
 from diloco_jax.models.model import split_batch
-from diloco_jax.models.rotary import restarted
 
 T = LANES
 ROWS = ((60, 40, 29), (2, 77))

@@ -17,7 +17,7 @@ from diloco_jax.config import ModelConfig
 from diloco_jax.models import transformer
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.generation import Cache, make_decode
-from diloco_jax.models.layout import Layout
+from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.weights import families
 from diloco_jax.weights.files import read_json

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.models.flops import count_flops
-from diloco_jax.models.flops_by_formula import analytic_flops, layer_weights
+from diloco_jax.models.flops import analytic_flops, count_flops, layer_weights
 from diloco_jax.models.presets import preset
 
 RUN = RunConfig(model=preset("12b"), sequence_length=4096)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.models.layout import Layout
-from diloco_jax.models.loss import positions_at_a_time, token_losses
+from diloco_jax.models.model import Layout
+from diloco_jax.models.transformer import positions_at_a_time, token_losses
 
 LAYOUT = Layout.of_one_device()
 B, T, D, V = 2, 21, 8, 50

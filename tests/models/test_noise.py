@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.models import noise
+from diloco_jax.models import transformer
 
 PEAK = """
 import jax
-from diloco_jax.models.noise import normal
+from diloco_jax.models.transformer import normal
 
 def resident(what):
     lines = open("/proc/self/status").read().splitlines()
@@ -29,27 +29,30 @@ print((resident("VmHWM") - before) / (4 << 25))
 
 @pytest.mark.parametrize("count", [1, 256, 257, 1000, 4096])
 def test_the_values_are_those_of_jax(monkeypatch, count):
-    monkeypatch.setattr(noise, "BLOCK", 256)
+    monkeypatch.setattr(transformer, "BLOCK", 256)
     key = jax.random.key(7)
-    drawn = jax.jit(noise.normal, static_argnums=1)(key, count)
+    drawn = jax.jit(transformer.normal, static_argnums=1)(key, count)
     alike = jax.jit(lambda key: jax.random.normal(key, (count,)))(key)
     np.testing.assert_array_equal(drawn, alike)
 
 
 def test_values_beyond_the_reach_of_32_bits_have_indices_of_their_own():
-    blocks = 2**32 // noise.BLOCK
+    blocks = 2**32 // transformer.NOISE_BLOCK
     for index, high in ((blocks - 1, 0), (blocks, 1), (2 * blocks + 3, 2)):
-        upper, lower = noise.counters(jnp.uint32(index))
+        upper, lower = transformer.counters(jnp.uint32(index))
         assert set(np.unique(upper)) == {high}
-        first = index * noise.BLOCK - high * 2**32
-        assert (int(lower[0]), int(lower[-1])) == (first, first + noise.BLOCK - 1)
+        first = index * transformer.NOISE_BLOCK - high * 2**32
+        assert (int(lower[0]), int(lower[-1])) == (
+            first,
+            first + transformer.NOISE_BLOCK - 1,
+        )
 
 
 def test_another_generator_draws_its_own_values(monkeypatch):
-    monkeypatch.setattr(noise, "BLOCK", 256)
+    monkeypatch.setattr(transformer, "BLOCK", 256)
     key = jax.random.key(7, impl="rbg")
     np.testing.assert_array_equal(
-        noise.normal(key, 1000), jax.random.normal(key, (1000,))
+        transformer.normal(key, 1000), jax.random.normal(key, (1000,))
     )
 
 

@@ -17,8 +17,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, ModelConfig, Ru
 from diloco_jax.config.resolving import with_absolute_paths
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.models.build import build
-from diloco_jax.models.flops import count_flops, least_sequence_flops
-from diloco_jax.models.flops_by_formula import least_flops
+from diloco_jax.models.flops import count_flops, least_flops, least_sequence_flops
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.report import fragments_of
 

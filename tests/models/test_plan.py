@@ -7,8 +7,7 @@ from config_support import load_config
 
 from diloco_jax.config import OuterConfig, RunConfig, SyncConfig
 from diloco_jax.core.fragments import EVEN
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import PRESETS, preset
 
 CONFIGS = Path(__file__).parents[2] / "configs"

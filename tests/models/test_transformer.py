@@ -11,9 +11,8 @@ import pytest
 
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.models import transformer
-from diloco_jax.models.layers import rms_norm
+from diloco_jax.models.layers import frequencies, rms_norm, rotate, rotations
 from diloco_jax.models.presets import PRESETS, preset
-from diloco_jax.models.rotary import frequencies, rotate, rotations
 
 TINY = preset("tiny")
 VARIANTS = {

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.core.merge.trimmed_mean import comparators
+from diloco_jax.core.merge_rules import comparators
 from diloco_jax.hardware.rates import CONSTANTS, NATIVE
 from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
 from diloco_jax.planning import terms as planning_terms
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 RAW = ROOT / "docs" / "results" / "raw" / "merging.json"
 MIXED = ROOT / "configs" / "mixed_12b.py"
 OWN = """
-from diloco_jax.core.merge.rule import Elementwise
+from diloco_jax.core.families import Elementwise
 
 
 class First(Elementwise):

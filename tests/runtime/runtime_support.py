@@ -30,8 +30,7 @@ from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.host import Host
 from diloco_jax.island.joined_host import JoinedHost
 from diloco_jax.island.main import LeadingHost
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.state import State

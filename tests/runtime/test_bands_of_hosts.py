@@ -15,10 +15,9 @@ from runtime_support import make_config, placed, with_run
 from tiny import SEQUENCE_LENGTH
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 
 pytestmark = pytest.mark.dist
 

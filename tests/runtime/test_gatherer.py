@@ -28,11 +28,11 @@ from runtime_support import (
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.transformer import build
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

@@ -44,7 +44,7 @@ from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, IslandConfig, Placement, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.models import transformer
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

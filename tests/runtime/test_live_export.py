@@ -23,8 +23,7 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.evaluation import kept_facts
 from diloco_jax.evaluation import run as evaluate
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 

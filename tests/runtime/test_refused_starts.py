@@ -18,10 +18,9 @@ from diloco_jax import cli, merge_route
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.wire.errors import SecurityError
 
 

@@ -16,7 +16,7 @@ from runtime_support import (
     upload_start,
 )
 
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.protocol import messages
 

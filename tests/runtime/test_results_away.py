@@ -31,8 +31,7 @@ from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.core.fragments import digest_all, digest_arrays
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.evaluation import load_params
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol.values import Version
 from diloco_jax.workdir import read_summary

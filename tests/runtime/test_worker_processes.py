@@ -32,8 +32,7 @@ from diloco_jax.coordinator import kept as kept_cycles
 from diloco_jax.coordinator import snapshots
 from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.core.fragments import digest_arrays
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
     AnchorKept,

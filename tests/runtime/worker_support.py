@@ -18,8 +18,7 @@ from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.workers.holder import WorkersHolder
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import (
     Commit,
     DeltaArrived,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig, SyncConfig
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox

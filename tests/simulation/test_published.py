@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.core.fragment_merge import FragmentState, MergeResult
-from diloco_jax.core.merge.measures import MergeMeasures
+from diloco_jax.core.fragment_merge import FragmentState, MergeMeasures, MergeResult
 from diloco_jax.protocol.values import Record, Version
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import (

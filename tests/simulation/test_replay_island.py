@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.index import GlobalIndex
 from diloco_jax.data.reader import BatchReader
@@ -19,7 +19,7 @@ from diloco_jax.data.windows import Windows
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.island.pace import Pace, goal_of
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision

@@ -28,7 +28,7 @@ from diloco_jax.config.resolving import resolve, resolve_outer
 from diloco_jax.coordinator import main
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.models import lora
+from diloco_jax.models import transformer
 from diloco_jax.models.build import build
 from diloco_jax.weights import adapted, files, names
 from diloco_jax.weights.adapter import CONFIG, TENSORS, write_adapter
@@ -178,7 +178,7 @@ def test_the_files_are_those_of_peft(tmp_path):
         ours = merged["layers"][tensor.path[1]][tensor.path[2]][tensor.layer]
         np.testing.assert_allclose(tensor.view(weight), ours, rtol=1e-5, atol=1e-6)
         found += 1
-    assert found == model.num_layers * len(lora.INPUT_AXES)
+    assert found == model.num_layers * len(transformer.ADAPTED_AXES)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_a_run_leaves_as_adapters_or_merged(begun, tmp_path):
     assert said["base_model_name_or_path"] == str(FAMILIES / "smollm2")
     assert not (tmp_path / "adapter" / "config.json").exists()
     pairs = load_file(tmp_path / "adapter" / TENSORS)
-    assert len(pairs) == 2 * model.num_layers * len(lora.INPUT_AXES)
+    assert len(pairs) == 2 * model.num_layers * len(transformer.ADAPTED_AXES)
     assert all(pairs[n].any() == ("lora_A" in n) for n in pairs)
     assert cli.main(["export", str(workdir), str(tmp_path / "whole"), "--merged"]) == 0
     whole = files.read_tensors(tmp_path / "whole")

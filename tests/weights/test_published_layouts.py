@@ -30,9 +30,8 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.resolving import resolve
 from diloco_jax.core.fragments import get_piece
-from diloco_jax.models.build import build
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.generation import generate
-from diloco_jax.models.plan import build_plan
 from diloco_jax.weights import adapted
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import end_tokens, first_params, started_from

@@ -19,8 +19,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights.first import first_params

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from diloco_jax.core.codecs.codec import from_octets, round_to_bf16, to_octets
+from diloco_jax.core.codecs import from_octets, round_to_bf16, to_octets
 
 ONE_IN = 16
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.merge.rule import Fold, Shape
+from diloco_jax.core.families import Fold, Shape
 
 MOMENTUM = 0.9
 ALIGNED = 0.2

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.merge.rule import State, Whole
+from diloco_jax.core.families import State, Whole
 
 RANK = 1e-6
 """Singular values below this share of the largest are rounding error in f32."""

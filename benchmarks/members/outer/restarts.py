@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco_jax.core.outer.rule import Arrays
+from diloco_jax.core.families import Arrays
 
 PERIOD = 10
 

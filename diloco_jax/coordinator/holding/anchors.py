@@ -16,7 +16,7 @@ import msgspec
 from diloco_jax.coordinator.holding.inbox import Inbox
 from diloco_jax.coordinator.holding.saver import Saver
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece, digest_arrays
 from diloco_jax.core.payload import Buffer, PayloadLayout
 from diloco_jax.machine import give_memory_back

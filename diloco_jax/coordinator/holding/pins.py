@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.core.fragment_merge import Arrays
-from diloco_jax.core.tile_digests import tile_digests
+from diloco_jax.core.tiles import tile_digests
 from diloco_jax.protocol.values import Version
 
 PINNED_VERSIONS = 2

@@ -22,12 +22,15 @@ from diloco_jax.config import RunConfig
 from diloco_jax.coordinator.holding.pins import Pins, watch
 from diloco_jax.coordinator.holding.spares import Spares
 from diloco_jax.coordinator.settings import outer_settings
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
+from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS
 from diloco_jax.core.fragment_merge import (
     FragmentMerge,
     FragmentState,
     MergeResult,
+    Sample,
     Squares,
+    sampled,
 )
 from diloco_jax.core.fragments import (
     FragmentPlan,
@@ -37,14 +40,11 @@ from diloco_jax.core.fragments import (
     from_pieces,
     get_piece,
 )
-from diloco_jax.core.kernels.passes import Passes
-from diloco_jax.core.merge import RULES
-from diloco_jax.core.merge.deltas import Encoded
-from diloco_jax.core.merge.measures import Sample, sampled
-from diloco_jax.core.merge.merging import rule_for
+from diloco_jax.core.kernels import Passes
+from diloco_jax.core.merge_rules import capped, tokens, weight
+from diloco_jax.core.merging import Encoded, rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.core.weighting import WEIGHTINGS, capped, tokens, weight
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk_server import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
@@ -98,7 +98,7 @@ class Store:
                 pieces=pieces,
                 up=get_codec(run.sync.codec_up),
                 down=get_codec(run.sync.codec_down),
-                rule=RULES.find(run.sync.merge),
+                rule=MERGE_RULES.find(run.sync.merge),
                 settings=outer_settings(run),
                 empty=self._spares.array,
                 passes=passes,

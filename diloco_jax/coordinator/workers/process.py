@@ -33,8 +33,7 @@ from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.faults import worker_name
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.process import end_process
 from diloco_jax.protocol.holding import (

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.core.adopt.rule import moved
+from diloco_jax.core.changes import moved
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.leaves import Leaves, Listed, with_leaves
 from diloco_jax.island.device.piece_layout import PieceLayout, donated

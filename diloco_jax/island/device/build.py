@@ -16,10 +16,8 @@ from diloco_jax.island.device.mesh import layout, make_mesh
 from diloco_jax.island.device.replica import Replica, Restored
 from diloco_jax.island.device.step import Trainer, TrainState
 from diloco_jax.island.device.watched import WatchedModel
-from diloco_jax.models.build import build
-from diloco_jax.models.inner import build_inner
+from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.model import Model, Params
-from diloco_jax.models.plan import build_plan
 
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Statuses of a failed compilation that another attempt may cure, as where a device or

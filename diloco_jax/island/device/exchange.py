@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.codecs.codec import get_codec
+from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
 from diloco_jax.island.device.held import Held, held_of

@@ -22,10 +22,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory, SyncConfig
-from diloco_jax.core.adopt import RULES
-from diloco_jax.core.adopt.rule import moved
-from diloco_jax.core.changes import delta
-from diloco_jax.core.codecs.codec import encode_with_feedback, get_codec
+from diloco_jax.core.changes import delta, moved
+from diloco_jax.core.codecs import encode_with_feedback, get_codec
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import Piece
 from diloco_jax.core.tiles import TileGrid
 from diloco_jax.island.device.mesh import tile_spec
@@ -271,7 +270,7 @@ def _sum_rows(landed: jax.Array) -> jax.Array:
 
 @_kept
 def _arrive(layout: PieceLayout, codec: str, name: str) -> Any:
-    down, rule = get_codec(codec), RULES.find(name)
+    down, rule = get_codec(codec), ADOPT_RULES.find(name)
 
     def arrive(
         stacked: Any, index: Any, base: Any, anchor: Any, encoded: Any, alpha: Any
@@ -300,7 +299,7 @@ def _advance(layout: PieceLayout, codec: str) -> Any:
 
 @_kept
 def _adopt(layout: PieceLayout, name: str) -> Any:
-    rule = RULES.find(name)
+    rule = ADOPT_RULES.find(name)
 
     def take_over(stacked: Any, index: Any, base: Any, anchor: Any, alpha: Any) -> Any:
         return layout.adopt(rule, stacked, index, layout.fetch(base, anchor), alpha)

@@ -26,7 +26,7 @@ from diloco_jax.before_jax import HOST_DEVICES
 from diloco_jax.config import ConfigError, IslandConfig
 from diloco_jax.core.fragments import LAYERS
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.models.layout import Layout
+from diloco_jax.models.model import Layout
 
 MESH_AXES = ("data", "fsdp", "tensor")
 

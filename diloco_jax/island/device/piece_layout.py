@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco_jax.config import AnchorMemory
-from diloco_jax.core.adopt.rule import AdoptRule
-from diloco_jax.core.bands import Bands
 from diloco_jax.core.changes import adopt, apply_publish
-from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.codecs import Codec
+from diloco_jax.core.families import AdoptRule
+from diloco_jax.core.fragments import Bands
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from diloco_jax.island.hosts.following import (
 )
 from diloco_jax.island.hosts.world import Hosts, HostsError
 from diloco_jax.island.parts import L, Parts
-from diloco_jax.models.plan import other_model
+from diloco_jax.models.build import other_model
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity

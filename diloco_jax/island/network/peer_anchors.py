@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import Config
 from diloco_jax.core.payload import Box, Part, PayloadLayout, overlap, tiles_of, within
-from diloco_jax.core.tile_digests import DIGEST_BYTES, tile_digests
+from diloco_jax.core.tiles import DIGEST_BYTES, tile_digests
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.protocol.island.fetching import Fetch, order_of_peers

@@ -54,8 +54,8 @@ of the last take."""
 
 
 class AdoptTraits(Protocol):
-    """The facts about an adopt rule that books and boundaries depend on. The rules of
-    `core/adopt/` state them."""
+    """The facts about an adopt rule that books and boundaries depend on: those of
+    `core.families.AdoptRule`."""
 
     adopts_first: bool
     """True if a boundary with both adopts a fragment before taking it."""

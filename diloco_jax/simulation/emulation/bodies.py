@@ -25,8 +25,8 @@ from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
-from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.reasons import NON_FINITE

@@ -42,7 +42,7 @@ from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
 from diloco_jax.faults import COORDINATOR, Fault, parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build_plan
 from diloco_jax.observability.history import History, outages
 from diloco_jax.observability.terminal import Dashboard, closing_report
 from diloco_jax.protocol.holding import Merge

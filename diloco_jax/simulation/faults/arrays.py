@@ -2,8 +2,8 @@
 
 An anchor's value is a digest over all publishes that made it. An island's local value
 is the range of its own steps that have an effect in (local - base), which is the
-content of its next delta (see `core.adopt`). `protocol.island.books` must give the same
-range.
+content of its next delta (see `core.changes`). `protocol.island.books` must give the
+same range.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax.config import GraceWindow
-from diloco_jax.core.adopt import RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.values import LEAD
 from diloco_jax.simulation.faults import kinds, liveness
 from diloco_jax.simulation.faults.boasting import Boast
@@ -80,7 +80,7 @@ def draw(seed: int) -> Schedule:
     # These have generators of their own, so that a seed's other choices stay as they
     # are.
     hosts = random.Random(f"hosts {seed}")
-    rules = {name: RULES.find(name).adopts_first for name in RULES.table}
+    rules = {name: ADOPT_RULES.find(name).adopts_first for name in ADOPT_RULES.table}
     first = [name for name, adopts_first in rules.items() if adopts_first]
     others = [name for name, adopts_first in rules.items() if not adopts_first]
     lossless = random.Random(f"lossless {seed}").choice(first)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.config import RunConfig
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.simulation.faults.arrays import Anchor, DigestBody
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator

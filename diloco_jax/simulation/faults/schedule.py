@@ -16,7 +16,7 @@ from diloco_jax.config.fields import (
     within,
 )
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.families import check_member
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.books import AdoptTraits

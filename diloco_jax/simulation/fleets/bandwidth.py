@@ -22,8 +22,8 @@ import dataclasses
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
-from diloco_jax.core.codecs import CODECS
-from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.codecs import Codec
+from diloco_jax.core.families import CODECS
 from diloco_jax.families import check_member
 from diloco_jax.simulation.fleets.checks import (
     FRAGMENTS,

@@ -26,8 +26,8 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.core.codecs import CODECS
-from diloco_jax.core.codecs.codec import Codec
+from diloco_jax.core.codecs import Codec
+from diloco_jax.core.families import CODECS
 from diloco_jax.families import check_member
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedPositions
 from diloco_jax.island.mailbox import Arrival

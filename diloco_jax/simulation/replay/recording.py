@@ -20,7 +20,7 @@ from diloco_jax.protocol.records import from_tape
 from diloco_jax.protocol.values import Contribution, Record, Version
 
 if TYPE_CHECKING:
-    from diloco_jax.core.kernels.passes import Passes
+    from diloco_jax.core.kernels import Passes
 
 SAME_BITS = (
     "diloco_jax",

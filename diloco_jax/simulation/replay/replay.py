@@ -31,8 +31,7 @@ from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.data.loading import load_data
 from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import require_writable
-from diloco_jax.models.build import build
-from diloco_jax.models.plan import build_plan
+from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.values import FIRST_VERSION, Version

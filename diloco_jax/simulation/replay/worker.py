@@ -38,8 +38,8 @@ from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
+from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
-from diloco_jax.models.plan import build_plan
 from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.pipe import Call, Setup, decode, encode

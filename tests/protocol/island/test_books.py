@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.values import Span, Version
 

@@ -4,7 +4,7 @@ import coordinator_says as says
 import msgspec
 import pytest
 
-from diloco_jax.core.adopt import RULES as ADOPT_RULES
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import (
     Adoption,

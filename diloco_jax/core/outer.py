@@ -1,15 +1,18 @@
-"""The outer step, which applies a merged delta to the global parameters.
+"""The outer step, which applies a merged delta to the global parameters; and the
+package's outer optimizers.
 
 A step takes one fragment, a tuple of f32 piece arrays. The merged delta is the gradient
 of an optimizer of the family, after a guard of its length and before a learning rate.
+`piece_step` is the step of one piece, ready for the merge route "native".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +21,80 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from diloco_jax.core.blocks import CutTree, Empty, blocks, tile_squares
-from diloco_jax.core.kernels.library import StepKind
-from diloco_jax.core.outer import OPTIMIZERS
-from diloco_jax.core.outer.rule import Arrays
+from diloco_jax.core import inner
+from diloco_jax.core.families import OUTER_OPTIMIZERS, Arrays, OuterOptimizer
+from diloco_jax.core.kernels import Step, StepKind, Values
+from diloco_jax.core.tiles import CutTree, Empty, blocks, tile_squares
+
+
+class Sgd:
+    """A step along the merged delta: Theta' = Theta - lr d."""
+
+    elementwise = True
+    native_step: StepKind = "sgd"
+
+    def __call__(self, momentum: float) -> optax.GradientTransformation:
+        """Make the optimizer; the momentum is ignored."""
+        return optax.scale(-1.0)
+
+    def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
+        """Return d = -u."""
+        deltas: Arrays = jax.tree.map(lambda u: -u, updates)
+        return deltas
+
+
+SGD = Sgd()
+
+
+class Nesterov:
+    """SGD with Nesterov momentum, as in DiLoCo (arXiv 2311.08105) and Decoupled DiLoCo
+    (arXiv 2604.21428). With momentum mu and learning rate lr:
+
+        b' = mu b + d;    Theta' = Theta - lr (d + mu b')
+    """
+
+    elementwise = True
+    native_step: StepKind = "nesterov"
+
+    def __call__(self, momentum: float) -> optax.GradientTransformation:
+        """Make the optimizer, whose state is b."""
+        trace = optax.trace(momentum, nesterov=True)
+        return optax.chain(trace, optax.scale(-1.0))
+
+    def delta_of(self, updates: Arrays, state: Any, momentum: float) -> Arrays:
+        """Return d = (-u - mu^2 b) / (1 + mu)."""
+        mu, trace = momentum, state[0].trace
+        deltas: Arrays = jax.tree.map(
+            lambda u, b: (-u - mu**2 * b) / (1 + mu), updates, trace
+        )
+        return deltas
+
+
+NESTEROV = Nesterov()
+
+
+MOMENTA = ("momentum", "b1")
+
+
+def find_outer(name: str) -> OuterOptimizer:
+    """Find an optimizer of optax. `outer.momentum` is its `momentum` or its `b1`; other
+    arguments keep optax's defaults.
+
+    Raises:
+      ValueError: optax has none of that name that takes a learning rate.
+    """
+    known = ", ".join(OUTER_OPTIMIZERS.table)
+    function = inner.find_in_optax(
+        name, f"choose {known}, or name your own as 'path/to/file.py:name'"
+    )
+    takes = inspect.signature(function).parameters
+
+    def make(momentum: float) -> optax.GradientTransformation:
+        own = {n: momentum for n in MOMENTA if n in takes}
+        return function(**{inner.RATE: 1.0, **own})
+
+    return functools.wraps(function)(make)
+
 
 GUARD_AFTER_MERGES = 3
 
@@ -42,7 +115,7 @@ class OuterSettings:
 
     def __post_init__(self) -> None:
         try:
-            OPTIMIZERS.find(self.optimizer)
+            OUTER_OPTIMIZERS.find(self.optimizer)
         except ValueError as error:
             raise ValueError(f"outer.optimizer = {self.optimizer!r}: {error}") from None
         if not 0 <= self.momentum < 1:
@@ -69,7 +142,7 @@ def make_outer(settings: OuterSettings) -> optax.GradientTransformationExtraArgs
     Its state is a dict: "guard" if there is one, "optimizer" and "rate". An update
     takes `norm`, the length of the fragment's merged delta, where it is given a part.
     """
-    optimizer = OPTIMIZERS.find(settings.optimizer)
+    optimizer = OUTER_OPTIMIZERS.find(settings.optimizer)
     links = [("optimizer", optimizer(settings.momentum)), ("rate", _rate(settings))]
     if settings.norm_guard:
         links.insert(0, ("guard", norm_guard(settings.norm_guard)))
@@ -117,7 +190,7 @@ class StepScalars(NamedTuple):
 
 def step_scalars(settings: OuterSettings, state: Any, norm: np.float32) -> StepScalars:
     """Return the numbers of the next outer step, for a step that is taken elsewhere
-    (`core/kernels/`). norm: the length of the fragment's merged delta."""
+    (`core/kernels.py`). norm: the length of the fragment's merged delta."""
     guard, rate, after = _scalars(
         settings, {k: v for k, v in state.items() if k != "optimizer"}, norm
     )
@@ -210,20 +283,22 @@ def _squares(
 def is_elementwise(optimizer: str) -> bool:
     """Tell whether the named optimizer treats each element by itself, so that a
     fragment can be cut as one likes."""
-    return bool(getattr(OPTIMIZERS.find(optimizer), "elementwise", False))
+    return bool(getattr(OUTER_OPTIMIZERS.find(optimizer), "elementwise", False))
 
 
 def native_step(optimizer: str) -> StepKind | None:
-    """Return the kind of step in `core/kernels/` that computes the named optimizer;
+    """Return the kind of step in `core/kernels.py` that computes the named optimizer;
     None if there is none.
     """
-    kind: StepKind | None = getattr(OPTIMIZERS.find(optimizer), "native_step", None)
+    kind: StepKind | None = getattr(
+        OUTER_OPTIMIZERS.find(optimizer), "native_step", None
+    )
     return kind
 
 
 def is_invertible(settings: OuterSettings) -> bool:
     """Tell whether the optimizer's state can be advanced by a published change."""
-    return hasattr(OPTIMIZERS.find(settings.optimizer), "delta_of")
+    return hasattr(OUTER_OPTIMIZERS.find(settings.optimizer), "delta_of")
 
 
 class GuardState(NamedTuple):
@@ -273,7 +348,7 @@ def _counted(state: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _inferred(settings: OuterSettings, state: Any, change: Arrays) -> Arrays:
     """Return the delta that made this change."""
-    invertible: Any = OPTIMIZERS.find(settings.optimizer)
+    invertible: Any = OUTER_OPTIMIZERS.find(settings.optimizer)
     lr = _learning_rate(settings)(state["rate"].count)
     updates = jax.tree.map(lambda c: c / lr, change)
     delta: Arrays = invertible.delta_of(updates, state["optimizer"], settings.momentum)
@@ -296,3 +371,53 @@ def _learning_rate(settings: OuterSettings) -> optax.Schedule:
     return optax.linear_schedule(
         first, settings.learning_rate, max(settings.warmup_merges, 1)
     )
+
+
+class PieceStep(NamedTuple):
+    """An outer step of one piece."""
+
+    step: Step
+    trace: Values | None
+    """The momentum before the step, if there is any."""
+    new_trace: Values | None
+    """The place of the new momentum."""
+    after: Any
+    """The state of the outer optimizer after the step; it holds `new_trace`."""
+
+
+def piece_step(
+    settings: OuterSettings,
+    state: Any,
+    factor: float,
+    norm: np.float32,
+    empty: Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]],
+) -> PieceStep | None:
+    """Return the outer step of a piece in C; None if the optimizer has none.
+
+    Args:
+      settings: the outer optimizer, which goes element by element.
+      state: its state for the piece, in the order of the tiles.
+      factor: multiplies the sum of the deltas.
+      norm: length of the whole fragment's merged delta.
+      empty: makes the array of the new momentum.
+    """
+    kind = native_step(settings.optimizer)
+    if kind is None:
+        return None
+    scalars = step_scalars(settings, state, norm)
+    # The sum of momentum and a delta that the guard scaled is rounded otherwise.
+    guarded = kind == "nesterov" and settings.norm_guard > 0
+    step = Step(
+        kind="guarded_nesterov" if guarded else kind,
+        factor=factor,
+        guard=scalars.guard,
+        momentum=settings.momentum,
+        rate=scalars.rate,
+    )
+    kept, structure = jax.tree.flatten(state["optimizer"])
+    if not kept:
+        return PieceStep(step, None, None, scalars.after)
+    (trace,) = kept
+    new_trace = empty(trace.shape, np.float32)
+    scalars.after["optimizer"] = jax.tree.unflatten(structure, [new_trace])
+    return PieceStep(step, trace, new_trace, scalars.after)

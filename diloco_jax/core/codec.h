@@ -1,4 +1,4 @@
-/* How tiles are encoded, as in core/codecs/, for merge.c. */
+/* How tiles are encoded, as in core/codecs.py, for merge.c. */
 
 #include <stdint.h>
 #include <stdlib.h>

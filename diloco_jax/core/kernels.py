@@ -1,22 +1,26 @@
-"""Binds the compiled functions of `merge.c`.
+"""The merge route "native": passes over tiles in C, for rules, codecs and optimizers of
+the package.
 
-Each goes over some tiles of a piece, f32[tiles, elements], in one call that holds no
-lock of the interpreter: callers may divide the tiles among threads. It makes the bits
-that the functions compiled by XLA make (`fragment_merge.py`, `merging.py`).
+`Kernels` binds the compiled functions of `merge.c`. Each goes over some tiles of a
+piece, f32[tiles, elements], in one call that holds no lock of the interpreter: callers
+may divide the tiles among threads. It makes the bits that the functions compiled by XLA
+make (`fragment_merge.py`, `merging.py`). `Passes` go over whole pieces, cut into blocks
+of tiles, which `each` may give to threads: no bit depends on the cut.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax.core.tiles import MOST_ELEMENTS
+from diloco_jax.core.tiles import MOST_ELEMENTS, blocks
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("merge.c", "codec.h"))
 """The file to compile, and what it includes."""
@@ -178,6 +182,91 @@ def _parts(elements: int) -> int:
 
 
 def _summed(halved: npt.NDArray[np.float64]) -> list[float]:
-    """Add up f64[tiles, parts] tile by tile, as `blocks.tile_squares` does."""
+    """Add up f64[tiles, parts] tile by tile, as `tiles.tile_squares` does."""
     found: list[float] = halved.sum(axis=1).tolist()
     return found
+
+
+Each = Callable[[Callable[[slice], Any], Iterable[slice]], Iterable[Any]]
+"""A `map`: it returns the results in order, whatever computes them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The passes of one process."""
+
+    kernels: Kernels
+    each: Each = map
+
+    def knows(self, codec: str) -> bool:
+        """Tell whether there are functions in C for this codec, by its name in the
+        config.
+        """
+        return codec in CODECS
+
+    def squares(self, codec: str, encoded: Octets, elements: int) -> float:
+        """Return the sum of the squares of a delta, uint8[tiles, tile_bytes]."""
+
+        def of(rows: slice) -> list[float]:
+            return self.kernels.squares(codec, encoded[rows], elements)
+
+        return math.fsum(self._flat(of, (len(encoded), elements)))
+
+    def sum(
+        self,
+        codec: str,
+        encoded: Sequence[Octets],
+        factors: Sequence[float],
+        total: Values,
+    ) -> list[float]:
+        """Sum deltas times their factors into `total`; return each tile's sum of
+        squares.
+
+        Deltas are uint8[tiles, tile_bytes] each, `total` is f32[tiles, elements].
+        """
+        given: npt.NDArray[np.float32] = np.array(factors, np.float32)
+
+        def of(rows: slice) -> list[float]:
+            parts = [delta[rows] for delta in encoded]
+            return self.kernels.sum(codec, parts, given, total[rows])
+
+        return self._flat(of, total.shape)
+
+    def finish(
+        self,
+        codec: str,
+        step: Step,
+        *,
+        old: Values,
+        trace: Values | None,
+        anchor: Values,
+        theta: Values,
+        new_trace: Values | None,
+        new_anchor: Values,
+        encoded: Octets,
+    ) -> None:
+        """Take the outer step of a piece and encode its publish: see
+        `Kernels.finish`."""
+
+        def of(rows: slice) -> None:
+            self.kernels.finish(
+                codec,
+                step,
+                old=old[rows],
+                trace=None if trace is None else trace[rows],
+                anchor=anchor[rows],
+                theta=theta[rows],
+                new_trace=None if new_trace is None else new_trace[rows],
+                new_anchor=new_anchor[rows],
+                encoded=encoded[rows],
+            )
+
+        for _ in self.each(of, blocks(*theta.shape)):
+            pass
+
+    def _flat(
+        self, of: Callable[[slice], list[float]], shape: tuple[int, ...]
+    ) -> list[float]:
+        tiles, elements = shape
+        found = self.each(of, blocks(tiles, elements))
+        return [value for block in found for value in block]

@@ -1,0 +1,314 @@
+"""Codecs: arrays as bytes, in tiles that do not depend on a mesh.
+
+An array is cut into a grid of equal tiles (`tiles.py`), and each tile is encoded by
+itself: f32[shape] <-> uint8[*grid, tile_bytes]. So an encode or decode that is sharded
+on tile boundaries needs no communication, and the bytes do not depend on the sharding.
+The member of the family decides how to encode a tile, in a fixed number of bytes.
+
+Values below the smallest normal f32 are zeros on both sides, because some devices and
+compilers flush them and others do not. A value that is not finite must decode as one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from diloco_jax.core.families import CODECS, TileCodec
+from diloco_jax.core.tiles import ArrayLike, TileGrid
+
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """One way to write f32 arrays as bytes. Hashable: a static argument of a jit."""
+
+    name: str
+    """The member's name, as a config has it."""
+
+    @property
+    def member(self) -> TileCodec:
+        """The member of the family, which encodes tiles."""
+        return CODECS.find(self.name)
+
+    def tile_bytes(self, elements: int) -> int:
+        """Return the bytes of an encoded tile with that many elements."""
+        return self.member.tile_bytes(elements)
+
+    def encoded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return (*grid, tile_bytes) of an array with that shape."""
+        grid = TileGrid.of(shape)
+        return (*grid.grid, self.tile_bytes(grid.elements))
+
+    def encode(self, x: ArrayLike) -> jax.Array:
+        """Encode f32[shape] -> uint8[*grid, tile_bytes]."""
+        encoded: jax.Array = _encode(self, x)
+        return encoded
+
+    def decode(self, encoded: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+        """Decode uint8[*grid, tile_bytes] -> f32[shape], the shape before encoding.
+
+        Raises:
+          ValueError: `encoded` does not have the shape that `shape` encodes to.
+        """
+        if encoded.shape != self.encoded_shape(shape):
+            raise ValueError(
+                f"{self.name} encodes {shape} as {self.encoded_shape(shape)}, got "
+                f"{encoded.shape}; sender and receiver disagree on shape or codec"
+            )
+        decoded: jax.Array = _decode(self, encoded, tuple(shape))
+        return decoded
+
+    def decode_tiles(
+        self, encoded: ArrayLike, elements: int, every: int = 1
+    ) -> jax.Array:
+        """Decode some of an array's tiles, uint8[n, tile_bytes] -> f32[n, elements]; of
+        each only the elements at multiples of `every`."""
+        decoded: jax.Array = _decode_tiles(self, encoded, elements, every)
+        return decoded
+
+    def encode_tiles(self, tiles: ArrayLike) -> jax.Array:
+        """Encode f32[n, elements] -> uint8[n, tile_bytes]."""
+        encoded: jax.Array = _encode_tiles(self, tiles)
+        return encoded
+
+
+def get_codec(name: str) -> Codec:
+    """Return the codec of that name; ValueError with the known names if unknown."""
+    CODECS.find(name)
+    return Codec(name)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encode_with_feedback(
+    codec: Codec, x: jax.Array, residual: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Encode x + residual; return (encoded, new residual that the encoding lost).
+
+    Nothing is donated: the old residual is needed again if the delta is refused.
+
+    Args:
+      codec: static.
+      x: f32[shape].
+      residual: f32[shape], the loss of earlier encodings; zeros at first.
+    """
+    total = x + residual
+    encoded = codec.encode(total)
+    return encoded, total - codec.decode(encoded, x.shape)
+
+
+def flush_subnormals(x: jax.Array) -> jax.Array:
+    """Return x with everything below the smallest normal f32 replaced by +0."""
+    return jnp.where(jnp.abs(x) < SMALLEST_NORMAL, 0.0, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(codec: Codec, x: jax.Array) -> jax.Array:
+    encoded: jax.Array = _encode_tiles(codec, TileGrid.of(x.shape).split(x))
+    return encoded
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode_tiles(codec: Codec, tiles: jax.Array) -> jax.Array:
+    return codec.member.encode(flush_subnormals(tiles.astype(jnp.float32)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _decode(codec: Codec, encoded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    grid = TileGrid.of(shape)
+    whole: jax.Array = grid.join(codec.member.decode(encoded, grid.elements))
+    return whole
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _decode_tiles(
+    codec: Codec, encoded: jax.Array, elements: int, every: int
+) -> jax.Array:
+    decoded = codec.member.decode(encoded, elements)
+    return decoded if every == 1 else lax.slice_in_dim(decoded, 0, None, every, axis=1)
+
+
+def to_octets(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Convert f32[..., n] -> uint8[..., n * width of dtype]."""
+    octets = lax.bitcast_convert_type(x.astype(dtype), jnp.uint8)
+    return octets.reshape(*x.shape[:-1], -1)
+
+
+def from_octets(octets: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Invert `to_octets`; subnormals become zeros."""
+    width = jnp.dtype(dtype).itemsize
+    octets = octets.reshape(*octets.shape[:-1], -1, width)
+    values = lax.bitcast_convert_type(octets, dtype).astype(jnp.float32)
+    return flush_subnormals(values)
+
+
+def round_to_bf16(x: jax.Array) -> jax.Array:
+    """Return x rounded to the nearest bf16, as f32."""
+    # A cast to bf16 and back may be optimised away; this operation may not.
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+class Float32:
+    """4 bytes per element, nothing lost."""
+
+    def tile_bytes(self, elements: int) -> int:
+        """Return 4 bytes per element."""
+        return 4 * elements
+
+    def encode(self, tiles: jax.Array) -> jax.Array:
+        """Write the values as octets, unchanged."""
+        return to_octets(tiles, jnp.float32)
+
+    def decode(self, octets: jax.Array, elements: int) -> jax.Array:
+        """Return the values unchanged."""
+        return from_octets(octets, jnp.float32)
+
+    def largest_error(self, tiles: jax.Array) -> jax.Array:
+        """Return zeros."""
+        return jnp.zeros_like(tiles)
+
+
+F32 = Float32()
+
+
+class BFloat16:
+    """2 bytes per element, rounded to nearest even."""
+
+    def tile_bytes(self, elements: int) -> int:
+        """Return 2 bytes per element."""
+        return 2 * elements
+
+    def encode(self, tiles: jax.Array) -> jax.Array:
+        """Round the values and write them as octets."""
+        return to_octets(round_to_bf16(tiles), jnp.bfloat16)
+
+    def decode(self, octets: jax.Array, elements: int) -> jax.Array:
+        """Return the rounded values."""
+        return from_octets(octets, jnp.bfloat16)
+
+    def largest_error(self, tiles: jax.Array) -> jax.Array:
+        """Return half a step of an 8-bit significand."""
+        return jnp.abs(tiles) * 2.0**-8
+
+
+BF16 = BFloat16()
+
+
+class BlockCodec:
+    """A `TileCodec` of integers from -peak to peak, with a scale per block of a tile; a
+    subclass defines their layout.
+
+    An encoded tile is its integers and then one bf16 scale per block of consecutive
+    elements. An integer times a bf16 scale is exact in f32, so all machines decode the
+    same bits, fused or not. A block with a NaN or an infinity has a NaN scale.
+    """
+
+    def __init__(self, block: int, peak: int) -> None:
+        """block: number of elements that share one scale."""
+        self.block, self.peak = block, peak
+
+    def payload_bytes(self, elements: int) -> int:
+        """Return the bytes of that many integers."""
+        raise NotImplementedError
+
+    def pack(self, octets: jax.Array) -> jax.Array:
+        """Pack two's complement uint8[..., elements] -> uint8[..., payload_bytes]."""
+        raise NotImplementedError
+
+    def unpack(self, payload: jax.Array) -> jax.Array:
+        """Invert `pack`; more elements may follow."""
+        raise NotImplementedError
+
+    def tile_bytes(self, elements: int) -> int:
+        """Return the bytes of the integers, plus 2 per block."""
+        return self.payload_bytes(elements) + 2 * -(-elements // self.block)
+
+    def encode(self, tiles: jax.Array) -> jax.Array:
+        """Round to the nearest integer, in units of the block's scale."""
+        elements = tiles.shape[-1]
+        blocks = self._to_blocks(tiles)
+        # NaNs are made infinite: a compiled maximum may pass over a NaN.
+        magnitude = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf)
+        scale = jnp.max(magnitude, axis=-1, keepdims=True) * (1.0 / self.peak)
+        scale = round_to_bf16(flush_subnormals(scale))
+        usable = jnp.isfinite(scale) & (scale > 0)
+        quantized = jnp.round(blocks / jnp.where(usable, scale, 1.0))
+        clipped = jnp.clip(quantized, -self.peak, self.peak)
+        quantized = jnp.where(usable, clipped, 0.0)
+        flat = quantized.astype(jnp.int8).reshape(*tiles.shape[:-1], -1)[..., :elements]
+        payload = self.pack(lax.bitcast_convert_type(flat, jnp.uint8))
+        scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)[..., 0]
+        return jnp.concatenate([payload, to_octets(scale, jnp.bfloat16)], axis=-1)
+
+    def decode(self, octets: jax.Array, elements: int) -> jax.Array:
+        """Multiply integers by scales."""
+        cut = self.payload_bytes(elements)
+        scale = from_octets(octets[..., cut:], jnp.bfloat16)
+        payload = self.unpack(octets[..., :cut])[..., :elements]
+        quantized = lax.bitcast_convert_type(payload, jnp.int8).astype(jnp.float32)
+        blocks = self._to_blocks(quantized) * scale[..., None]
+        return blocks.reshape(*octets.shape[:-1], -1)[..., :elements]
+
+    def largest_error(self, tiles: jax.Array) -> jax.Array:
+        """Return half a scale, or slightly more because the scale is rounded."""
+        blocks = jnp.abs(self._to_blocks(tiles))
+        largest = jnp.max(blocks, axis=-1, keepdims=True) / self.peak * 0.51
+        spread = jnp.broadcast_to(largest, blocks.shape)
+        return spread.reshape(*tiles.shape[:-1], -1)[..., : tiles.shape[-1]]
+
+    def _to_blocks(self, tiles: jax.Array) -> jax.Array:
+        """Reshape [..., n] -> [..., ceil(n / block), block], padded with zeros."""
+        missing = -tiles.shape[-1] % self.block
+        tiles = jnp.pad(tiles, [(0, 0)] * (tiles.ndim - 1) + [(0, missing)])
+        return tiles.reshape(*tiles.shape[:-1], -1, self.block)
+
+
+class Int8(BlockCodec):
+    """A byte per element, and a bf16 scale per 256 elements."""
+
+    def payload_bytes(self, elements: int) -> int:
+        """Return one byte per element."""
+        return elements
+
+    def pack(self, octets: jax.Array) -> jax.Array:
+        """Return the octets unchanged."""
+        return octets
+
+    def unpack(self, payload: jax.Array) -> jax.Array:
+        """Return the payload unchanged."""
+        return payload
+
+
+INT8 = Int8(block=256, peak=127)
+
+
+class Int4(BlockCodec):
+    """Half a byte per element, and a bf16 scale per 32 elements.
+
+    Element i of n is the low half of byte i, element i + ceil(n / 2) the high one.
+    """
+
+    def payload_bytes(self, elements: int) -> int:
+        """Return half a byte per element, rounded up."""
+        return -(-elements // 2)
+
+    def pack(self, octets: jax.Array) -> jax.Array:
+        """Pack the first half of the elements low, the second half high."""
+        missing = octets.shape[-1] % 2
+        octets = jnp.pad(octets, [(0, 0)] * (octets.ndim - 1) + [(0, missing)])
+        low, high = jnp.split(octets, 2, axis=-1)
+        return (low & 0xF) | (high << 4)
+
+    def unpack(self, payload: jax.Array) -> jax.Array:
+        """Invert `pack`, up to padding at the end; signs are extended."""
+        nibbles = jnp.concatenate([payload & 0xF, payload >> 4], axis=-1)
+        return (nibbles ^ 8) - 8
+
+
+INT4 = Int4(block=32, peak=7)

@@ -1,0 +1,299 @@
+"""Check members from outside the package on tiny pieces.
+
+A check raises an error that describes the fault of the member, if it has one. Members
+of the package have tests instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import optax
+
+from diloco_jax.core.changes import adopt
+from diloco_jax.core.families import (
+    AdoptRule,
+    Arrays,
+    MergeRule,
+    OuterOptimizer,
+    TileCodec,
+    Weighting,
+)
+from diloco_jax.core.fragments import (
+    FragmentPlan,
+    from_pieces,
+    get_piece,
+    plan_fragments,
+)
+from diloco_jax.core.merging import Plain, merge_piece, recovered, start
+from diloco_jax.core.tiles import ArrayLike, TileGrid
+
+
+def check_weighting(weighting: Weighting) -> None:
+    """Try a weighting from outside the package; raise an error if it is unfit."""
+    for tokens, steps in ((1, 1), (600, 3), (10**12, 10**6)):
+        found = weighting(tokens, steps)
+        if not isinstance(found, int | float) or not 0 < found < math.inf:
+            raise ValueError(
+                f"it gives {found!r} to a delta of {tokens} tokens in {steps} steps; a "
+                f"weight is a finite number above 0"
+            )
+
+
+ADOPTED = (4, 6)
+ADOPT_FACTS = ("adopts_first", "keeps_pending", "loses_steps")
+
+
+def check_adopt_rule(rule: AdoptRule) -> None:
+    """Raise an error that describes the fault of the rule, if it has one."""
+    for fact in ADOPT_FACTS:
+        if not isinstance(getattr(rule, fact, None), bool):
+            raise ValueError(
+                f"{fact} = {getattr(rule, fact, None)!r}; an adopt rule is an object "
+                f"that says True or False of it: make one of a class derived from "
+                f"diloco_jax.core.families.AdoptRule"
+            )
+    rng = np.random.default_rng(0)
+    local, base, anchor = rng.standard_normal((3, *ADOPTED)).astype(np.float32)
+    found = adopt(rule, local, base, anchor, 0.5)
+    if (found.shape, found.dtype) != (ADOPTED, jnp.float32):
+        raise ValueError(
+            f"adopt made {found.dtype}{list(found.shape)} of local values of float32"
+            f"{list(ADOPTED)}; it must keep shape and dtype"
+        )
+    if not np.isfinite(found).all():
+        raise ValueError("adopt made numbers that are not finite of finite ones")
+
+
+TILES, ELEMENTS = 3, 40
+
+
+def check_codec(codec: TileCodec) -> None:
+    """Raise an error that describes the fault of the codec, if it has one."""
+    nbytes = codec.tile_bytes(ELEMENTS)
+    if not isinstance(nbytes, int) or nbytes < 1:
+        raise ValueError(f"tile_bytes({ELEMENTS}) = {nbytes!r}; it must be an int > 0")
+    rng = np.random.default_rng(0)
+    tiles = jnp.asarray(rng.standard_normal((TILES, ELEMENTS)), jnp.float32)
+    octets = jax.jit(codec.encode)(tiles)
+    if (octets.shape, octets.dtype) != ((TILES, nbytes), jnp.uint8):
+        raise ValueError(
+            f"encode made {octets.dtype}{list(octets.shape)} of float32"
+            f"{list(tiles.shape)}; with tile_bytes = {nbytes} it must make uint8"
+            f"{[TILES, nbytes]}"
+        )
+    decoded = jax.jit(codec.decode, static_argnums=1)(octets, ELEMENTS)
+    if (decoded.shape, decoded.dtype) != (tiles.shape, jnp.float32):
+        raise ValueError(
+            f"decode made {decoded.dtype}{list(decoded.shape)}; it must make float32"
+            f"{list(tiles.shape)}, as was encoded"
+        )
+    if not np.isfinite(decoded).all():
+        raise ValueError("decode made numbers that are not finite of finite ones")
+    bad = codec.decode(codec.encode(tiles.at[0, 1].set(jnp.nan)), ELEMENTS)
+    if np.isfinite(bad[0]).all():
+        raise ValueError(
+            "a NaN is not seen after decode; it must stay one, or infinite"
+        )
+
+
+ROUNDING = 1e-4
+"""Relative difference of two results that are equal but for rounding."""
+
+
+def equal_but_for_rounding(found: ArrayLike, wanted: ArrayLike) -> bool:
+    """Tell whether two arrays of one shape are equal but for rounding.
+
+    Each element may differ by `ROUNDING` times itself or the largest element.
+    """
+    most = float(np.abs(wanted).max())
+    return bool(np.allclose(found, wanted, ROUNDING, ROUNDING * most))
+
+
+SHAPES = ((64, 64), (5,))
+"""Shapes of the pieces: of four tiles, and of one."""
+ISLANDS = 3
+BANDED = 4
+"""Fragments of the first shape, which is larger than one and comes in bands."""
+WHOLE = "whole"
+"""Name of the tensor."""
+MERGE_KINDS = ("sum", "fold", "elementwise", "whole")
+
+
+def check_merge_rule(rule: MergeRule) -> None:
+    """Raise an error that describes the fault of the rule, if it has one."""
+    needs = getattr(rule, "needs", None)
+    if needs not in MERGE_KINDS:
+        raise ValueError(
+            f"needs = {needs!r}; a merge rule is an object whose `needs` is one of "
+            f"{', '.join(MERGE_KINDS)}: make one of a class in diloco_jax.core.families"
+        )
+    for shape in SHAPES:
+        state, rng = start(rule, shape), np.random.default_rng(0)
+        like = jax.tree.map(jnp.shape, state)
+        for islands in (ISLANDS, 1):
+            for scale in (1.0, 0.0):
+                drawn = rng.standard_normal((islands, *shape)) * scale
+                deltas = Plain(list(drawn.astype(np.float32)))
+                weights = [1.0 + i for i in range(islands)]
+                merged = merge_piece(rule, deltas, weights, 0.5, state)
+                if not np.isfinite(merged.delta).all():
+                    raise ValueError(
+                        "it made numbers that are not finite of finite deltas, which "
+                        "may be zero"
+                    )
+                if jax.tree.map(jnp.shape, merged.state) != like:
+                    raise ValueError(
+                        f"a merge makes a state of shapes "
+                        f"{jax.tree.map(jnp.shape, merged.state)} of one of {like}; it "
+                        f"must keep its structure"
+                    )
+                state = merged.state
+    if rule.by_element and not merges_bands_alike(rule):
+        raise ValueError(
+            "it has by_element = True, but what it makes of an element depends on "
+            "other elements too, or on the shape: bands of a piece are merged "
+            "otherwise than the whole; set by_element = False, in a rule that sees "
+            "whole pieces (needs = 'fold' or 'whole')"
+        )
+
+
+def merges_bands_alike(rule: MergeRule) -> bool:
+    """Tell whether merging a piece band by band gives the same result as merging it
+    whole.
+
+    It tries two merges with a crash in between.
+    """
+    rng, shape = np.random.default_rng(0), SHAPES[0]
+    # The ratio of the islands' lengths differs from row to row.
+    lengths = 10.0 ** np.outer(np.arange(ISLANDS), np.linspace(0, 1, shape[0]))
+    deltas = [
+        (rng.standard_normal(shape) * rows[:, None]).astype(np.float32)
+        for rows in lengths
+    ]
+    given, axes = {WHOLE: shape}, {WHOLE: (None, None)}
+    whole, cut = (
+        _merged(
+            rule, plan_fragments(given, axes, count, may_cut=lambda _: True), deltas
+        )
+        for count in (1, BANDED)
+    )
+    return equal_but_for_rounding(cut, whole)
+
+
+def _merged(
+    rule: MergeRule, plan: FragmentPlan, deltas: Sequence[npt.NDArray[np.float32]]
+) -> npt.NDArray[np.float32]:
+    """Return what two merges of the plan's pieces make: f32[2, *shape]."""
+    weights = [1.0 + i for i in range(ISLANDS)]
+    first: dict[str, npt.NDArray[np.float32]] = {}
+    second: dict[str, npt.NDArray[np.float32]] = {}
+    for piece in plan.pieces:
+        own = Plain([get_piece({WHOLE: delta}, piece) for delta in deltas])
+        state = start(rule, piece.shape)
+        for found in (first, second):
+            merged = merge_piece(rule, own, weights, 0.5, state)
+            found[piece.name] = merged.delta
+            state = recovered(rule, merged.state, merged.delta)
+    return np.stack([from_pieces(plan, found)[WHOLE] for found in (first, second)])
+
+
+"""Shapes of the pieces: of four tiles, and of one."""
+MOMENTUM = 0.5
+OUTER_STEPS = 2
+
+
+def check_outer_optimizer(optimizer: OuterOptimizer) -> None:
+    """Raise an error that describes the fault of the optimizer, if it has one."""
+    tx = optimizer(MOMENTUM)
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(
+            f"it returned {type(tx).__name__}; it must return an "
+            f"optax.GradientTransformation"
+        )
+    rng = np.random.default_rng(0)
+    theta = tuple(jnp.asarray(rng.standard_normal(s), jnp.float32) for s in SHAPES)
+    state = tx.init(theta)
+    for _ in range(OUTER_STEPS):
+        updates, after = jax.jit(tx.update)(theta, state, theta)
+        for update, shape in zip(updates, SHAPES, strict=True):
+            if (update.shape, update.dtype) != (shape, jnp.float32):
+                raise ValueError(
+                    f"its update of float32{list(shape)} is "
+                    f"{update.dtype}{list(update.shape)}; it must be of that shape and "
+                    f"dtype"
+                )
+            if not np.isfinite(update).all():
+                raise ValueError("its update of a finite delta is not finite")
+        if jax.tree.map(jnp.shape, after) != jax.tree.map(jnp.shape, state):
+            raise ValueError("its state changes its structure from step to step")
+        state = after
+    claims = getattr(optimizer, "elementwise", False)
+    if claims and not steps_tiles_alike(optimizer):
+        raise ValueError(
+            "it has elementwise = True, but its update of an element depends on other "
+            "elements too, or on the shape: tiles of a fragment, one by one, are "
+            "updated otherwise than the whole; leave elementwise out, and it is given "
+            "whole fragments"
+        )
+
+
+def steps_tiles_alike(optimizer: OuterOptimizer) -> bool:
+    """Tell whether stepping a fragment tile by tile gives the same result as stepping
+    it whole.
+
+    It compares the new parameters and, if the optimizer has `delta_of`, the deltas that
+    it finds.
+    """
+    rng = np.random.default_rng(0)
+    # Tiles differ in length, so that what is scaled by a length differs.
+    lengths = np.logspace(0, 1, SHAPES[0][0])[:, None], np.ones(())
+    theta, *deltas = (
+        tuple(
+            jnp.asarray(rng.standard_normal(shape) * length, jnp.float32)
+            for shape, length in zip(SHAPES, lengths, strict=True)
+        )
+        for _ in range(1 + OUTER_STEPS)
+    )
+    whole = _in_tiles(_results(optimizer, theta, deltas))
+    parts = [
+        _results(optimizer, (values,), [(own,) for own in given])
+        for values, *given in zip(*_in_tiles([theta, *deltas]), strict=True)
+    ]
+    return all(
+        equal_but_for_rounding(tile, wanted)
+        for results, *each in zip(whole, *parts, strict=True)
+        for (tile,), wanted in zip(each, results, strict=True)
+    )
+
+
+def _results(
+    optimizer: OuterOptimizer, theta: Arrays, deltas: Sequence[Arrays]
+) -> list[Arrays]:
+    """Return the updates of each step, and the deltas that are found for them."""
+    tx = optimizer(MOMENTUM)
+    state, results = tx.init(theta), []
+    for delta in deltas:
+        updates, after = tx.update(delta, state, theta)
+        results.append(updates)
+        if delta_of := getattr(optimizer, "delta_of", None):
+            results.append(delta_of(updates, state, MOMENTUM))
+        state = after
+    return results
+
+
+def _in_tiles(fragments: Sequence[Arrays]) -> list[list[jax.Array]]:
+    """Return the tiles of all pieces of each fragment: f32[1, elements] each."""
+    return [
+        [
+            tile[None]
+            for piece in fragment
+            for tile in TileGrid.of(piece.shape).to_tiles(piece)
+        ]
+        for fragment in fragments
+    ]
