@@ -57,7 +57,7 @@ from machine import cpu_seconds, number_of, peak_memory
 from pinned import PinnedRun, cores, pinned_run
 from synthetic import Deltas, SyntheticIsland, train
 
-from diloco_jax import sealed
+from diloco_jax import storage
 from diloco_jax.config import (
     Config,
     DataConfig,
@@ -188,7 +188,7 @@ def bytes_per_s_written(folder: Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         began = time.perf_counter()
         for number in range(DISK_FILES):
-            sealed.write(Path(scratch) / f"{number}", {}, [block])
+            storage.write_sealed(Path(scratch) / f"{number}", {}, [block])
         return DISK_FILES * DISK_BYTES / (time.perf_counter() - began)
 
 

@@ -37,7 +37,6 @@ from diloco_jax.island.network.sender import Sender
 from diloco_jax.island.pace import goal_of
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending
-from diloco_jax.protocol.island.conversation import Order
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import Hello, Measures
 from diloco_jax.wire import principal
@@ -205,7 +204,7 @@ class SyntheticIsland:
             Targets(
                 want=self._receiver.want,
                 resend=self._sender.resend,
-                order=_follows_none,
+                profile=_profiles_nothing,
             )
         )
         self._sender.start()
@@ -268,8 +267,8 @@ class SyntheticIsland:
         )
 
 
-def _follows_none(_: Order) -> None:
-    """Leave an operator's order out: a synthetic island computes nothing."""
+def _profiles_nothing(_: ProfileRequest) -> None:
+    """Leave an operator's request out: a synthetic island computes nothing."""
 
 
 def train(islands: Sequence[SyntheticIsland], step_s: float) -> Mapping[str, float]:
