@@ -20,7 +20,7 @@ from diloco_jax.core.codecs.codec import Codec, encode_with_feedback
 from diloco_jax.core.merge import RULES
 from diloco_jax.families import FIELDS
 from diloco_jax.planning.coordinator import plan_coordinator
-from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.plan import fragments_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 EXAMPLES = dict(

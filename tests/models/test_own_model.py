@@ -20,7 +20,7 @@ from diloco_jax.models.build import build
 from diloco_jax.models.flops import count_flops, least_sequence_flops
 from diloco_jax.models.flops_by_formula import least_flops
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.plan import fragments_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 MODEL = """
