@@ -43,9 +43,8 @@ from diloco_jax.data.reader import BatchReader
 from diloco_jax.data.stream import LeasedStream
 from diloco_jax.data.tokenizers.tokenizer import Placed
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.arithmetic import plan_by_arithmetic
-from diloco_jax.planning.options import PlanOptions
-from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.options import Assumptions
+from diloco_jax.planning.plan import fragments_of, plan_run
 from diloco_jax.protocol.values import Span
 
 HOST = IslandConfig(topology="v6e:2x4", batch_size=64, mesh_fsdp=8, remat="none")
@@ -151,10 +150,8 @@ def planned_step_s() -> float:
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     run = RunConfig(model=preset("gemma3_1b"), sequence_length=LENGTH)
     config = Config(run=run, islands={"host": HOST}).validate()
-    plan = plan_by_arithmetic(
-        "", config, fragments_of(config), PlanOptions().link_gbit_per_s, {}
-    )
-    return plan.step_seconds["host"]
+    plan = plan_run("", config, fragments_of(config), Assumptions())
+    return plan.islands["host"].step_seconds
 
 
 def write(folder: Path, name: str) -> dict[str, Any]:

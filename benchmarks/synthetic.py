@@ -38,7 +38,7 @@ from diloco_jax.island.pace import goal_of
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
-from diloco_jax.protocol.messages import Hello, Measures
+from diloco_jax.protocol.messages import Hello, Measures, ProfileRequest
 from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
 from diloco_jax.wire.client import Client

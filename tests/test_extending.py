@@ -20,7 +20,7 @@ from diloco_jax.core.codecs import Codec, encode_with_feedback
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.families import FIELDS
 from diloco_jax.planning.coordinator import plan_coordinator
-from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.plan import fragments_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
 EXAMPLES = dict(

@@ -22,7 +22,6 @@ from diloco_jax.coordinator.holding.restoring import make_store
 from diloco_jax.launch.submit import Command, LaunchStep, Submitter
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability import terminal
-from diloco_jax.planning.command import _bars
 from diloco_jax.weights.first import first_params
 
 RUN_S = 300.0
@@ -55,8 +54,8 @@ def command(*words: str) -> Callable[[Given], None]:
 
 
 def plan(given: Given) -> None:
-    with _bars(Console(stderr=True), ["island"]) as report:
-        report("island", "compiling", 0.5)
+    with terminal.bar(Console(stderr=True), "island") as report:
+        report(0.5)
 
 
 def launch(given: Given) -> None:

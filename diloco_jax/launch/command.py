@@ -20,7 +20,12 @@ from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Backend, Order, make_order
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.launch.variables import flag_notes
-from diloco_jax.planning import price
+from diloco_jax.planning.options import (
+    parse_prices,
+    price_per_hour,
+    price_sentence,
+    require_prices,
+)
 
 BACKENDS = {"tpu_vm": tpu_vm, "gke": gke, "sky": sky}
 
@@ -93,7 +98,7 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
 
     Raises ConfigError or SecurityError before anything is run.
     """
-    prices = price.parse_prices(options.price)
+    prices = parse_prices(options.price)
     on, action = _backend_of(options), options.action
     order = make_order(config, path, on, options.init)
     planned: list[str] = []
@@ -157,20 +162,17 @@ def require_planned(config: Config) -> list[str]:
 
     # The laptop's devices play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
-    from diloco_jax.planning.arithmetic import plan_by_arithmetic
-    from diloco_jax.planning.changes import shown
-    from diloco_jax.planning.checks import refusals
+    from diloco_jax.planning.checks import Terms, refusals, shown
     from diloco_jax.planning.options import Assumptions
-    from diloco_jax.planning.report import fragments_of
-    from diloco_jax.planning.terms import Terms
+    from diloco_jax.planning.plan import fragments_of, plan_run
 
-    fragments, link = fragments_of(config), Assumptions().link_gbit_per_s
+    fragments, world = fragments_of(config), Assumptions()
     terms = Terms(
         config=resolve_outer(config),
         fragments=fragments,
         hosts={n: slice_of(n, island).hosts for n, island in config.islands.items()},
         step_seconds=dict.fromkeys(config.islands, SLOW_STEP_S),
-        link_gbit_per_s=link,
+        link_gbit_per_s=world.link_gbit_per_s,
         steps_known=False,
     )
     wrong = [found.text for found in refusals(terms) if found.check in OF_NO_STEP]
@@ -180,7 +182,7 @@ def require_planned(config: Config) -> list[str]:
         )
     if config.run.model.factory:
         return []  # Nobody knows its FLOPs before it is compiled.
-    plan = plan_by_arithmetic("", config, fragments, link, {})
+    plan = plan_run("", config, fragments, world).run
     notes = [f"plan at peak rates, REFUSED: {r.text}" for r in plan.refusals]
     if len(notes) > 1 and plan.mending:
         notes.append(f"all of them together: set {shown(plan.mending)}")
@@ -240,7 +242,7 @@ def _show_notes(
 ) -> None:
     """Show what to know before machines are made, and what they cost."""
     if prices:
-        price.require_prices(config, prices)
+        require_prices(config, prices)
     notes = (
         *flag_notes(config),
         *_image_notes(order),
@@ -286,7 +288,7 @@ def _costs(config: Config, prices: dict[str, float]) -> list[str]:
     limit = f"{config.launch.max_hours:g} hours" if config.launch.max_hours else "none"
     end = f"launch.max_hours: {limit}; at the end of the run: {config.launch.when_done}"
     if prices:
-        return [price.sentence(price.price_per_hour(config, prices)), end]
+        return [price_sentence(price_per_hour(config, prices)), end]
     return [f"price per hour: unknown, give --price; {end}"]
 
 

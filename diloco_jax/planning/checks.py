@@ -3,27 +3,38 @@
 Everything here is arithmetic from the config, the sizes of fragments and the islands'
 steps, so a change is tried by doing the arithmetic again. A change that would break
 another check is not proposed.
+
+Every byte crosses an island's link once, however many hosts and copies of the model it
+has: its hosts fetch disjoint parts, and the slice's own interconnect spreads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from diloco_jax.config import Config
 from diloco_jax.coordinator.settings import admitted, room_needed
+from diloco_jax.coordinator.sizes import payload_bytes
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     MIB,
     MOST_DISK_GB,
+    Machine,
+    disk_bytes_per_s,
     machine_of,
     smallest_machine,
 )
-from diloco_jax.planning.changes import shown
-from diloco_jax.planning.terms import Needs, Terms, changed, needs_of
+from diloco_jax.hardware.rates import MachineRates, constants_of
+from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
+from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.restart_time import outage_seconds
+from diloco_jax.simulation.fleets.bandwidth import BandwidthConfig
 from diloco_jax.wire.acceptor import MOST_PLACES
 
+LINK_UTILISATION = BandwidthConfig.link_utilisation
 MOST_MEMORY = 0.95
 """Share of a machine's memory that may be planned for."""
 MOST_DISK = 0.9
@@ -36,6 +47,151 @@ MOST_CHANGES = 16
 """Changes that are tried one after the other before a plan knows no set of them."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Gbit/s in one direction."""
+
+    mean: float
+    """Mean rate over a cycle of the run."""
+    peak: float
+    """Rate while the largest fragment is under way; each direction has half of the
+    overlap window.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IslandNetwork:
+    """Rates of one island's link."""
+
+    up: Rates
+    down: Rates
+    join_seconds: float
+    """Seconds in which the link carries all anchors in f32."""
+
+
+Change = dict[str, Any]
+"""Values by field: "sync.steps_per_cycle", "islands.NAME.batch_size"."""
+
+
+def changed(config: Config, change: Change) -> Config:
+    """Return a config with other values of these fields."""
+    for path, value in change.items():
+        section, _, rest = path.partition(".")
+        name, _, field = rest.rpartition(".")
+        new = {field: value}
+        if section == "islands":
+            island = dataclasses.replace(config.islands[name], **new)
+            islands = {**config.islands, name: island}
+            config = dataclasses.replace(config, islands=islands)
+        elif section == "sync":
+            sync = dataclasses.replace(config.run.sync, **new)
+            run = dataclasses.replace(config.run, sync=sync)
+            config = dataclasses.replace(config, run=run)
+        else:
+            part = dataclasses.replace(getattr(config, section), **new)
+            config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+def shown(change: Change) -> str:
+    """Format the change as fields and values."""
+    return " and ".join(f"{path} = {_value(value)}" for path, value in change.items())
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """Every input of a plan's arithmetic."""
+
+    config: Config
+    """With a resolved outer optimizer."""
+    fragments: FragmentPlan
+    hosts: Mapping[str, int]
+    step_seconds: Mapping[str, float]
+    link_gbit_per_s: float
+    steps_known: bool = True
+    """False: `step_seconds` are made up, and a disk is judged by the bytes that do not
+    depend on them."""
+
+    @property
+    def rates(self) -> MachineRates:
+        """Rates of the coordinator's machine by the config's merge route."""
+        return constants_of(self.config.placement.merge_route)
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Rate of the coordinator's disk, each way: as published."""
+        launch = self.config.launch
+        return min(
+            disk_bytes_per_s(launch.coordinator_disk_gb),
+            machine_of(launch.coordinator_machine).disk_bytes_per_s,
+        )
+
+    def changed(self, change: Change) -> Terms:
+        """Return the terms with other values of fields of the config."""
+        return dataclasses.replace(self, config=changed(self.config, change))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Needs of the coordinator and of each link."""
+
+    pacing_step_seconds: float
+    cycle_seconds: float
+    coordinator: CoordinatorPlan
+    restart_seconds: float
+    networks: dict[str, IslandNetwork]
+
+
+def needs_of(terms: Terms) -> Needs:
+    """Do the arithmetic. Raises ConfigError."""
+    config, sync = terms.config, terms.config.run.sync
+    pace = schedule.pace(sync.quorum, list(terms.step_seconds.values()))
+    cycle_s = sync.steps_per_cycle * pace
+    coordinator = plan_coordinator(
+        config.run,
+        config.placement,
+        terms.fragments,
+        len(terms.hosts),
+        cycle_s,
+        machine_of(config.launch.coordinator_machine).cores,
+        terms.disk_bytes_per_s,
+        terms.rates,
+        cycles=config.merges_per_fragment(),
+        apart=config.launch.workers_apart or bool(config.placement.worker_addresses),
+    )
+
+    def rates_of(codec: str, own_seconds: float) -> Rates:
+        sizes = payload_bytes(codec, terms.fragments)
+        mean = _gbit(sum(sizes)) / cycle_s
+        # Without overlap an island waits; a window of one step is a fair share.
+        window = max(1, sync.overlap_steps) * own_seconds / 2
+        return Rates(mean=mean, peak=max(mean, _gbit(max(sizes)) / window))
+
+    return Needs(
+        pacing_step_seconds=pace,
+        cycle_seconds=cycle_s,
+        coordinator=coordinator,
+        restart_seconds=coordinator.restart_seconds(terms.disk_bytes_per_s),
+        networks={
+            name: IslandNetwork(
+                up=rates_of(sync.codec_up, seconds),
+                down=rates_of(sync.codec_down, seconds),
+                join_seconds=_gbit(4 * terms.fragments.total) / terms.link_gbit_per_s,
+            )
+            for name, seconds in terms.step_seconds.items()
+        },
+    )
+
+
+def _gbit(octets: int) -> float:
+    """Return the gigabits that a link must be able to carry for a payload."""
+    return 8e-9 * octets / LINK_UTILISATION
+
+
 class Check(NamedTuple):
     """One need, and what there is for it."""
 
@@ -44,8 +200,8 @@ class Check(NamedTuple):
     available: float
     text: str
     """Sentence without the remedy."""
-    changes: Callable[[], Iterator[dict[str, Any]]]
-    """Changes that may help, the smallest first: values by field."""
+    changes: Iterable[Change]
+    """Changes that may help, the smallest first."""
 
     @property
     def holds(self) -> bool:
@@ -60,7 +216,7 @@ class Shortfall:
     check: str
     text: str
     """Sentence with the need, what there is, and the change."""
-    change: dict[str, Any]
+    change: Change
     """Values by field, with which all of the plan's checks of this kind hold; empty if
     no single field does it.
     """
@@ -71,48 +227,47 @@ def refusals(terms: Terms) -> list[Shortfall]:
 
     Raises ConfigError.
     """
-    failing = {c.name for c in _checks(terms) if not c.holds}
-    return [_refusal(terms, c, failing) for c in _checks(terms) if not c.holds]
+    failing, found = _failing(terms), []
+    for name, check in failing.items():
+        change, said = Change(), "; no single setting that this plan knows is enough"
+        for one in check.changes:
+            after = set(_failing(terms.changed(one)))
+            if name not in after and after <= set(failing):
+                change, said = one, f": set {shown(one)}"
+                break
+        text = f"{check.text}{said}"
+        found.append(Shortfall(check=name, text=text, change=change))
+    return found
 
 
-def _refusal(terms: Terms, check: Check, failing: set[str]) -> Shortfall:
-    for change in check.changes():
-        after = {c.name for c in _checks(changed(terms, change)) if not c.holds}
-        if check.name not in after and after <= failing:
-            said = f"{check.text}: set {shown(change)}"
-            return Shortfall(check=check.name, text=said, change=change)
-    text = f"{check.text}; no single setting that this plan knows is enough"
-    return Shortfall(check=check.name, text=text, change={})
-
-
-def mending(terms: Terms) -> dict[str, Any]:
+def mending(terms: Terms) -> Change:
     """Return one set of changes with which no check refuses; empty if none is known.
 
     It is found change by change, each planned with those before it: what mends one
     check may ask more of another. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    found = Change()
     for _ in range(MOST_CHANGES):
-        after = changed(terms, found)
-        failing = [check for check in _checks(after) if not check.holds]
-        if not failing:
+        after = terms.changed(found)
+        if not (failing := _failing(after)):
             break
-        tried = ((c.name, change) for c in failing for change in c.changes())
-        change = next((change for n, change in tried if _mends(after, n, change)), None)
-        if change is None:
-            return {}
-        found |= change
+        tried = ((name, one) for name, c in failing.items() for one in c.changes)
+        for name, one in tried:
+            if name not in _failing(after.changed(one)):
+                found |= one
+                break
+        else:
+            return Change()
     else:
-        return {}
+        return Change()
     for field in list(found):
         fewer = {name: value for name, value in found.items() if name != field}
-        if all(check.holds for check in _checks(changed(terms, fewer))):
+        if not _failing(terms.changed(fewer)):
             found = fewer
     return found
 
 
-def _mends(terms: Terms, name: str, change: dict[str, Any]) -> bool:
-    """Tell whether a check holds after a change."""
-    return all(c.holds for c in _checks(changed(terms, change)) if c.name == name)
+def _failing(terms: Terms) -> dict[str, Check]:
+    return {check.name: check for check in _checks(terms) if not check.holds}
 
 
 def _checks(terms: Terms) -> list[Check]:
@@ -135,40 +290,23 @@ def _checks(terms: Terms) -> list[Check]:
 def _link(terms: Terms, needs: Needs) -> Check:
     means = {n: max(i.up.mean, i.down.mean) for n, i in needs.networks.items()}
     name = max(means, key=lambda name: means[name])
-    needed = means[name]
-    has, sync = terms.link_gbit_per_s, terms.config.run.sync
-
-    def changes() -> Iterator[dict[str, Any]]:
-        cycle = math.ceil(sync.steps_per_cycle * needed / has)
-        yield {"sync.steps_per_cycle": cycle}
-        yield {"sync.steps_per_cycle": cycle + 1}
-
+    needed, has, steps = means[name], terms.link_gbit_per_s, _steps(terms)
     return Check(
         "link",
         needed,
         has,
         f"islands.{name}: its link must carry {needed:.3g} Gbit/s on average and has "
-        f"{has:g} (sync.steps_per_cycle = {sync.steps_per_cycle})",
-        changes,
+        f"{has:g} (sync.steps_per_cycle = {steps})",
+        _longer(terms, needed / has),
     )
 
 
 def _egress(terms: Terms, needs: Needs) -> Check:
     """Count what the coordinator sends: publishes to all islands, and to its disk."""
-    sync = terms.config.run.sync
-    machine = machine_of(terms.config.launch.coordinator_machine)
-    plan = needs.coordinator
+    machine, plan = _machine(terms), needs.coordinator
     fetched = plan.share_served * sum(n.down.mean for n in needs.networks.values())
     needed = fetched + 8e-9 * DISK_EGRESS * plan.busiest_disk.bytes_per_s
     has = machine.egress_gbit_per_s or math.inf
-
-    def changes() -> Iterator[dict[str, Any]]:
-        yield from _machines(needs, egress_gbit_per_s=needed)
-        # Only the rounds of snapshots do not get longer with the cycle.
-        for cycle in range(1, 5):
-            longer = math.ceil(sync.steps_per_cycle * needed / has * cycle)
-            yield {"sync.steps_per_cycle": longer}
-
     return Check(
         "egress",
         needed,
@@ -176,21 +314,22 @@ def _egress(terms: Terms, needs: Needs) -> Check:
         f"the coordinator sends {needed:.3g} Gbit/s on average{plan.for_machine}, "
         f"{fetched:.3g} of it to {len(needs.networks)} islands and the rest to its "
         f"disk, and {machine.name} sends {has:g} at most",
-        changes,
+        [
+            *_machines(needs, egress_gbit_per_s=needed),
+            # Only the rounds of snapshots do not get longer with the cycle.
+            *(
+                {"sync.steps_per_cycle": math.ceil(_steps(terms) * needed / has * more)}
+                for more in range(1, 5)
+            ),
+        ],
     )
 
 
 def _join(terms: Terms, needs: Needs) -> Check:
-    placement = terms.config.placement
+    placement, octets = terms.config.placement, 4 * terms.fragments.total
     needed = max(network.join_seconds for network in needs.networks.values())
-    octets = 4 * terms.fragments.total
-    has = placement.deadlines.join_s(octets)
-
-    def changes() -> Iterator[dict[str, Any]]:
-        missing = (needed - has) / placement.deadlines.pin_s
-        budget = math.ceil(placement.time_budget_s * (1 + missing))
-        yield {"placement.time_budget_s": float(budget)}
-
+    has, pin_s = placement.deadlines.join_s(octets), placement.deadlines.pin_s
+    budget = math.ceil(placement.time_budget_s * (1 + (needed - has) / pin_s))
     return Check(
         "join",
         needed,
@@ -198,13 +337,12 @@ def _join(terms: Terms, needs: Needs) -> Check:
         f"a join of {octets / GB:.0f} GB takes {needed:.0f} s on a link of "
         f"{terms.link_gbit_per_s:g} Gbit/s, and hosts wait for it for {has:.0f} s "
         f"(placement.time_budget_s = {placement.time_budget_s:g})",
-        changes,
+        [{"placement.time_budget_s": float(budget)}],
     )
 
 
 def _memory(terms: Terms, needs: Needs) -> Check:
-    machine = machine_of(terms.config.launch.coordinator_machine)
-    needed = needs.coordinator.machine_memory
+    machine, needed = _machine(terms), needs.coordinator.machine_memory
     return Check(
         "memory",
         needed,
@@ -212,7 +350,7 @@ def _memory(terms: Terms, needs: Needs) -> Check:
         f"the coordinator needs {needed / GB:.0f} GB of memory"
         f"{needs.coordinator.for_whom} and {machine.name} has "
         f"{machine.memory / GB:.0f}, of which {MOST_MEMORY:.0%} may be used",
-        lambda: _machines_or_fewer_workers(needs, machine.cores),
+        _machines_or_fewer_workers(needs, machine.cores),
     )
 
 
@@ -228,45 +366,44 @@ def _buffer(terms: Terms) -> Check:
         f"deltas of the largest fragment from {len(admitted(config))} islands take "
         f"{needed / workers / GB:.3g} GB{each} and placement.merge_buffer_bytes is "
         f"{has / GB:.3g} GB",
-        lambda: iter(({"placement.merge_buffer_bytes": needed},)),
+        [{"placement.merge_buffer_bytes": needed}],
     )
 
 
 def _cores(terms: Terms, needs: Needs) -> Check:
-    machine = machine_of(terms.config.launch.coordinator_machine)
+    machine, needed = _machine(terms), needs.coordinator.machine_cores
     return Check(
         "cores",
-        needs.coordinator.machine_cores,
+        needed,
         machine.cores,
-        f"the coordinator needs {needs.coordinator.machine_cores} cores"
-        f"{needs.coordinator.for_whom} and {machine.name} has {machine.cores}",
-        lambda: _machines_or_fewer_workers(needs, machine.cores),
+        f"the coordinator needs {needed} cores{needs.coordinator.for_whom} and "
+        f"{machine.name} has {machine.cores}",
+        _machines_or_fewer_workers(needs, machine.cores),
     )
 
 
 def _merging(terms: Terms, needs: Needs) -> Check:
     """Count what one process can do in a cycle: more cores than its merges keep busy
     are of no use to it."""
-    merges, sync = needs.coordinator.merges, terms.config.run.sync
-    cost, placement = merges.cost, terms.config.placement
-    took, summed = merges.seconds, merges.seconds_of_weighted_sum
+    merges, workers = needs.coordinator.merges, terms.config.placement.workers
+    cost, took, summed = merges.cost, merges.seconds, merges.seconds_of_weighted_sum
     less = f"; a weighted sum such as rda takes {summed:.3g} s" * (summed < took)
-    each = f" in the largest of {placement.workers} workers" * (placement.workers > 1)
+    each = f" in the largest of {workers} workers" * (workers > 1)
 
-    def changes() -> Iterator[dict[str, Any]]:
+    def changes() -> Iterator[Change]:
         yield {"placement.merge_route": "native"}
         # None of more workers has more cores than one has now.
-        least = max(placement.workers + 1, math.ceil(placement.workers * merges.share))
+        least = max(workers + 1, math.ceil(workers * merges.share))
         most = len(terms.fragments.fragments)
-        more = [{"placement.workers": count} for count in range(least, most + 1)]
+        more: list[Change] = [
+            {"placement.workers": count} for count in range(least, most + 1)
+        ]
         yield from more
         yield from _machines(needs)
         for change in more:
-            for machine in _machines(needs_of(changed(terms, change))):
+            for machine in _machines(needs_of(terms.changed(change))):
                 yield change | machine
-        cycle = math.ceil(sync.steps_per_cycle * merges.share)
-        yield {"sync.steps_per_cycle": cycle}
-        yield {"sync.steps_per_cycle": cycle + 1}
+        yield from _longer(terms, merges.share)
 
     return Check(
         "merging",
@@ -274,13 +411,96 @@ def _merging(terms: Terms, needs: Needs) -> Check:
         needs.cycle_seconds,
         f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
         f"cycle {needs.cycle_seconds:.3g} s, with {cost.deltas} deltas, sync.merge = "
-        f"{cost.rule!r}, sync.steps_per_cycle = {sync.steps_per_cycle} and the merge "
-        f"route {terms.rates.merge_route!r}{less}",
-        changes,
+        f"{cost.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
+        f"{terms.rates.merge_route!r}{less}",
+        changes(),
     )
 
 
-def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[dict[str, Any]]:
+def _disk_bytes(terms: Terms, needs: Needs) -> Check:
+    has, plan = terms.config.launch.coordinator_disk_gb, needs.coordinator
+    disk = plan.fullest_disk if terms.steps_known else plan.fullest_disk_at_least
+    needed, held = disk.bytes, disk.expected
+    if not terms.steps_known:
+        needed, held = disk.least, disk.least - disk.deltas - disk.spared
+    enough = terms.config.placement.merge_buffer_bytes + plan.disk.deltas
+    left = MOST_MEMORY * _machine(terms).memory - (plan.memory - plan.merge_buffer)
+    in_memory: list[Change] = [{"placement.merge_buffer_bytes": enough}]
+    return Check(
+        "disk bytes",
+        needed,
+        MOST_DISK * has * GB,
+        f"the coordinator is expected to hold {held / GB:.0f} GB on its disk"
+        f"{plan.for_machine}, must have room for {(needed - held) / GB:.0f} more, and "
+        f"has a disk of {has} GB, of which {MOST_DISK:.0%} may be used",
+        [*(in_memory if disk.deltas and enough <= left else ()), *_sizes(terms)],
+    )
+
+
+def _disk_speed(terms: Terms, needs: Needs) -> Check:
+    disk, rate = needs.coordinator.busiest_disk, terms.disk_bytes_per_s
+    size, has = terms.config.launch.coordinator_disk_gb, MOST_DISK * rate
+    left, rarer = has - disk.log_bytes_per_s, list[Change]()
+    if left > 0 and not disk.in_bucket:
+        every = math.ceil(disk.round_seconds * disk.snapshot_bytes_per_s / left)
+        rarer = [{"placement.snapshot_every_s": float(every)}]
+    asked = disk.bytes_per_s / MOST_DISK / MIB
+    return Check(
+        "disk speed",
+        disk.bytes_per_s,
+        has,
+        f"log and snapshots write {disk.bytes_per_s / 1e6:.0f} MB/s to a disk of "
+        f"{size} GB, which takes {rate / 1e6:.0f}, of which {MOST_DISK:.0%} may be "
+        f"used (a round of snapshots in {disk.round_seconds:.0f} s)",
+        [*rarer, *_sizes(terms), *_machines(needs, disk_mib_per_s=asked)],
+    )
+
+
+def _restart(terms: Terms, needs: Needs) -> Check:
+    takes = math.ceil(needs.restart_seconds)
+    has = outage_seconds(terms.config, terms.fragments.total)
+    return Check(
+        "restart",
+        needs.restart_seconds,
+        has,
+        f"a restart of the coordinator takes {takes} s and islands have data for "
+        f"{math.floor(has)} (placement.outage_budget_s = "
+        f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
+        f"state)",
+        [{"placement.outage_budget_s": float(takes)}],
+    )
+
+
+def _places(terms: Terms) -> Check:
+    """Count the transfers that may run at once: one per host and channel, each way."""
+    channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
+    needed, most = 2 * channels * hosts, MOST_PLACES // (2 * hosts)
+    return Check(
+        "places",
+        needed,
+        MOST_PLACES,
+        f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
+        f"transfers together, and it has places for {MOST_PLACES}; others would wait",
+        [{"placement.bulk_channels": most}] if most >= 1 else [],
+    )
+
+
+def _steps(terms: Terms) -> int:
+    return terms.config.run.sync.steps_per_cycle
+
+
+def _machine(terms: Terms) -> Machine:
+    return machine_of(terms.config.launch.coordinator_machine)
+
+
+def _longer(terms: Terms, factor: float) -> Iterator[Change]:
+    """Propose cycles that are longer by a factor."""
+    cycle = math.ceil(_steps(terms) * factor)
+    yield {"sync.steps_per_cycle": cycle}
+    yield {"sync.steps_per_cycle": cycle + 1}
+
+
+def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[Change]:
     yield from _machines(needs)
     workers = len(needs.coordinator.workers)
     most = 0 if needs.coordinator.apart else min(workers, cores)
@@ -289,7 +509,7 @@ def _machines_or_fewer_workers(needs: Needs, cores: int) -> Iterator[dict[str, A
 
 def _machines(
     needs: Needs, *, egress_gbit_per_s: float = 0.0, disk_mib_per_s: float = 0.0
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Change]:
     memory = needs.coordinator.machine_memory / MOST_MEMORY
     cores = needs.coordinator.machine_cores
     machine = smallest_machine(memory, cores, egress_gbit_per_s, disk_mib_per_s)
@@ -297,99 +517,9 @@ def _machines(
         yield {"launch.coordinator_machine": machine.name}
 
 
-def _disk_bytes(terms: Terms, needs: Needs) -> Check:
-    has, plan = terms.config.launch.coordinator_disk_gb, needs.coordinator
-    if terms.steps_known:
-        disk = plan.fullest_disk
-        needed, held = disk.bytes, disk.expected
-    else:
-        disk = plan.fullest_disk_at_least
-        needed, held = disk.least, disk.least - disk.deltas - disk.spared
-    enough = terms.config.placement.merge_buffer_bytes + plan.disk.deltas
-
-    def changes() -> Iterator[dict[str, Any]]:
-        machine = machine_of(terms.config.launch.coordinator_machine)
-        left = MOST_MEMORY * machine.memory - (plan.memory - plan.merge_buffer)
-        if disk.deltas and enough <= left:
-            yield {"placement.merge_buffer_bytes": enough}
-        yield from _sizes(terms)
-
-    return Check(
-        "disk bytes",
-        needed,
-        MOST_DISK * has * GB,
-        f"the coordinator is expected to hold {held / GB:.0f} GB on its disk"
-        f"{plan.for_machine}, must have room for {(needed - held) / GB:.0f} more, and "
-        f"has a disk of {has} GB, of which {MOST_DISK:.0%} may be used",
-        changes,
-    )
-
-
-def _disk_speed(terms: Terms, needs: Needs) -> Check:
-    disk = needs.coordinator.busiest_disk
-    size, rate = terms.config.launch.coordinator_disk_gb, terms.disk_bytes_per_s
-    has = MOST_DISK * rate
-
-    def changes() -> Iterator[dict[str, Any]]:
-        left = has - disk.log_bytes_per_s
-        if left > 0 and not disk.in_bucket:
-            every = disk.round_seconds * disk.snapshot_bytes_per_s / left
-            yield {"placement.snapshot_every_s": float(math.ceil(every))}
-        yield from _sizes(terms)
-        asked = disk.bytes_per_s / MOST_DISK / MIB
-        yield from _machines(needs, disk_mib_per_s=asked)
-
-    return Check(
-        "disk speed",
-        disk.bytes_per_s,
-        has,
-        f"log and snapshots write {disk.bytes_per_s / 1e6:.0f} MB/s to a disk of "
-        f"{size} GB, which takes {rate / 1e6:.0f}, of which {MOST_DISK:.0%} may be "
-        f"used (a round of snapshots in {disk.round_seconds:.0f} s)",
-        changes,
-    )
-
-
-def _sizes(terms: Terms) -> Iterator[dict[str, Any]]:
+def _sizes(terms: Terms) -> Iterator[Change]:
     """Propose larger disks, each by a tenth. They are faster, too."""
     size = terms.config.launch.coordinator_disk_gb
     while size < MOST_DISK_GB:
         size = min(MOST_DISK_GB, math.ceil(size * 1.1 / 100) * 100)
         yield {"launch.coordinator_disk_gb": size}
-
-
-def _restart(terms: Terms, needs: Needs) -> Check:
-    has = outage_seconds(terms.config, terms.fragments.total)
-
-    def changes() -> Iterator[dict[str, Any]]:
-        yield {"placement.outage_budget_s": float(math.ceil(needs.restart_seconds))}
-
-    return Check(
-        "restart",
-        needs.restart_seconds,
-        has,
-        f"a restart of the coordinator takes {math.ceil(needs.restart_seconds)} s and "
-        f"islands have data for {math.floor(has)} (placement.outage_budget_s = "
-        f"{terms.config.placement.outage_budget_s:g}, and more by the size of the "
-        f"state)",
-        changes,
-    )
-
-
-def _places(terms: Terms) -> Check:
-    """Count the transfers that may run at once: one per host and channel, each way."""
-    channels, hosts = terms.config.placement.bulk_channels, sum(terms.hosts.values())
-    needed = 2 * channels * hosts
-
-    def changes() -> Iterator[dict[str, Any]]:
-        if (most := MOST_PLACES // (2 * hosts)) >= 1:
-            yield {"placement.bulk_channels": most}
-
-    return Check(
-        "places",
-        needed,
-        MOST_PLACES,
-        f"{hosts} hosts with placement.bulk_channels = {channels} may begin {needed} "
-        f"transfers together, and it has places for {MOST_PLACES}; others would wait",
-        changes,
-    )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from rich import progress as bars
 from rich.console import Console
 
 from diloco_jax.config import Config
@@ -19,20 +18,19 @@ from diloco_jax.hardware.chips import chip_of
 from diloco_jax.hardware.machines import machine_of
 from diloco_jax.hardware.slices import slice_of
 from diloco_jax.observability.logs import setup_logging
-from diloco_jax.observability.terminal import progress_lines
-from diloco_jax.planning.options import PlanOptions
-from diloco_jax.planning.price import parse_prices, require_prices
-from diloco_jax.planning.processes import (
+from diloco_jax.observability.terminal import bar
+from diloco_jax.planning.compiler import (
     PlanError,
     Report,
     compile_islands,
     require_libtpu,
 )
+from diloco_jax.planning.options import PlanOptions, parse_prices, require_prices
 
 if TYPE_CHECKING:
     from diloco_jax.core.fragments import FragmentPlan
     from diloco_jax.planning.compiling import IslandPlan
-    from diloco_jax.planning.report import Plan
+    from diloco_jax.planning.plan import Plan
 
 
 def run(config: Config, path: str, options: PlanOptions) -> int:
@@ -41,7 +39,7 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
     Raises ConfigError before anything is compiled.
     """
     options.validate()
-    # The simulated islands of `goodput` must not log.
+    # The simulated islands of a plan must not log.
     setup_logging("ERROR")
     for name, island in config.islands.items():
         chip_of(slice_of(name, island))
@@ -52,29 +50,30 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
         require_libtpu()
     import jax
 
-    from diloco_jax.planning.arithmetic import plan_by_arithmetic
-    from diloco_jax.planning.report import fragments_of
-    from diloco_jax.planning.table import render, render_arithmetic
+    from diloco_jax.planning import plan as planning
+    from diloco_jax.planning.report import render
 
     # TPUs of this machine play no part.
     jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
     began = time.monotonic()
     console = Console(stderr=True, markup=False)
     with console.status("cutting the model into fragments"):
-        fragments = fragments_of(config)
-    if options.arithmetic:
-        with console.status("checking links and coordinator"):
-            guess = plan_by_arithmetic(
-                path, config, fragments, options.link_gbit_per_s, prices
-            )
-        if options.json:
-            print(json.dumps(guess.as_json()))
-        else:
-            render_arithmetic(guess, console)
-            _took(began, console)
-        return EXIT_DONE if guess.fits else EXIT_CONFIG
+        fragments = planning.fragments_of(config)
     try:
-        plan = _plan(path, config, options, fragments, prices, console)
+        with ExitStack() as shown:
+            if options.arithmetic:
+                shown.enter_context(console.status("checking links and coordinator"))
+                bars = {}
+            else:
+                bars = {n: shown.enter_context(bar(console, n)) for n in config.islands}
+            plan = _plan(
+                path,
+                config,
+                options,
+                fragments,
+                prices,
+                lambda name, share: bars[name](share),
+            )
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -82,13 +81,9 @@ def run(config: Config, path: str, options: PlanOptions) -> int:
         print(json.dumps(plan.as_json()))
     else:
         render(plan, console)
-        _took(began, console)
+        took = f"(this plan took {time.monotonic() - began:.0f} s)"
+        console.print(took, highlight=False, style="dim")
     return EXIT_DONE if plan.fits else EXIT_CONFIG
-
-
-def _took(began: float, console: Console) -> None:
-    seconds = time.monotonic() - began
-    console.print(f"(this plan took {seconds:.0f} s)", highlight=False, style="dim")
 
 
 def _plan(
@@ -97,71 +92,43 @@ def _plan(
     options: PlanOptions,
     fragments: FragmentPlan,
     prices: Mapping[str, float],
-    console: Console,
+    report: Report,
 ) -> Plan:
     """Compile, plan, and try what may be better."""
+    import dataclasses
+
     import msgspec
 
+    from diloco_jax.planning import plan as planning
     from diloco_jax.planning.advice import advise
     from diloco_jax.planning.compiling import IslandPlan
-    from diloco_jax.planning.report import fragments_of, plan_run
 
-    first = config
-    versions = {n: metadata.version(n) for n in ("diloco-jax", "jax", "libtpu")}
+    packages = () if options.arithmetic else ("diloco-jax", "jax", "libtpu")
+    versions = {name: metadata.version(name) for name in packages}
 
-    def plan_of(config: Config, compiled: Mapping[str, IslandPlan]) -> Plan:
-        return plan_run(
-            path,
-            config,
-            compiled,
-            fragments if config.run == first.run else fragments_of(config),
-            options.assumptions,
-            versions,
-            prices,
+    def plan_of(
+        then: Config,
+        cut: FragmentPlan | None,
+        compiled: Mapping[str, IslandPlan] | None,
+    ) -> Plan:
+        if cut is None:
+            same = then.run == config.run
+            cut = fragments if same else planning.fragments_of(then)
+        return planning.plan_run(
+            path, then, cut, options.assumptions, compiled, versions, prices
         )
 
-    with _bars(console, list(config.islands)) as report:
+    def compiled_of(config: Config, *names: str) -> dict[str, IslandPlan]:
+        made: Any = compile_islands(config, report, names)
+        return msgspec.convert(made, dict[str, IslandPlan])
 
-        def compiled_of(config: Config, *names: str) -> dict[str, IslandPlan]:
-            made: Any = compile_islands(config, report, names)
-            return msgspec.convert(made, dict[str, IslandPlan])
-
-        compiled = compiled_of(config)
-        for name in config.islands:
-            report(name, "simulating the run", 1.0)
-        plan = plan_of(config, compiled)
-        return plan.with_advice(
-            advise(
-                config,
-                plan,
-                fragments,
-                plan_of,
-                lambda config, name: compiled_of(config, name)[name],
-            )
-        )
-
-
-@contextmanager
-def _bars(console: Console, names: list[str]) -> Iterator[Report]:
-    """Show one bar per island on a terminal, and remove them when all are done;
-    elsewhere lines of text."""
-    if not console.is_terminal:
-        plain = {name: progress_lines(console, name) for name in names}
-        yield lambda name, doing, share: plain[name](share)
-        return
-    columns = (
-        bars.TextColumn("{task.fields[island]}"),
-        bars.BarColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
-        bars.TextColumn("{task.description}"),
+    compiled = None if options.arithmetic else compiled_of(config)
+    plan = plan_of(config, fragments, compiled)
+    advice = advise(
+        config,
+        plan,
+        fragments,
+        plan_of,
+        lambda config, name: compiled_of(config, name)[name],
     )
-    with bars.Progress(*columns, console=console, transient=True) as shown:
-        tasks = {
-            name: shown.add_task("waiting", total=1.0, island=name) for name in names
-        }
-
-        def report(name: str, doing: str, share: float) -> None:
-            shown.update(tasks[name], description=doing, completed=share)
-
-        yield report
+    return dataclasses.replace(plan, advice=tuple(advice))

@@ -3,36 +3,254 @@
 `python -m diloco_jax.planning.compiling CONFIG_JSON ISLAND` prints one JSON object per
 line on standard output: its progress, and last the `IslandPlan`. Messages of libtpu go
 to standard error. No TPU is touched, and no array is made.
+
+Whether it fits HBM is the compiler's own word. The fastest possible step follows from
+published rates of the chips. Each resource has a time of its own. Work that overlaps
+costs as much time as the longest part. Collectives that the compiler did not make
+asynchronous come on top, because the chip waits for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig
+from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import read_config
+from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.hardware.chips import chip_of
+from diloco_jax.hardware.chips import chip_of, ici_bytes_per_s
 from diloco_jax.hardware.slices import Slice, slice_of
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
-from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.device.step import TrainState
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.flops import Flops, count_flops
-from diloco_jax.planning import hlo, memory, traffic
-from diloco_jax.planning.collectives import (
+from diloco_jax.planning.program import (
     CollectiveSum,
-    find_collectives,
+    Program,
+    hbm_bytes,
+    parse,
     sum_collectives,
 )
-from diloco_jax.planning.memory import Hbm
-from diloco_jax.planning.roofline import Roofline, ici_seconds, roofline
-from diloco_jax.planning.workers import tell
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+AMOUNT = r"([\d.]+)([KMGT]?)"
+REFUSAL = re.compile(rf"{AMOUNT}\)? exceeds available HBM \(?{AMOUNT}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hbm:
+    """Bytes in the HBM of one chip, unless a field says otherwise."""
+
+    parameters: int
+    optimizer: int
+    watched: int
+    """The copy of the merged model, in the compute dtype, with
+    `placement.watch_every`."""
+    anchors: int
+    residuals: int
+    """Residuals of the error feedback."""
+    open_takes: int
+    """Bases, and residuals as they were at the take, of the fragments under way."""
+    late_takes: int
+    """The same for all other fragments, if every delta of the island misses its merge.
+    No other figure counts these bytes, so there must be room for them as well.
+    """
+    temporaries: int | None = None
+    """Activations, gradients and gathered weights: the compiler's share beyond the
+    fields above. None if the compiler refuses the step.
+    """
+    used: int = 0
+    """All bytes used, as the compiler reports them."""
+    available: int = 0
+    missing: int = 0
+    """Bytes by which the step does not fit; 0 if it fits."""
+    pinned_host: int
+    """Bytes of anchors, residuals and takes, if they lie in the chip's share of its
+    host's memory."""
+
+    @property
+    def beside(self) -> int:
+        """Bytes in HBM that a step does not touch."""
+        exchange = self.anchors + self.residuals + self.open_takes
+        return self.watched + (0 if self.pinned_host else exchange)
+
+    @property
+    def share_of_activations(self) -> float:
+        """The share of the activations for which there is room, with everything else
+        that grows with the batch; at most 1.
+        """
+        resident = self.used - self.parameters - self.optimizer - self.beside
+        return min(1.0, 1 - self.missing / max(1, resident))
+
+    def with_takes(self, now: SyncConfig, then: SyncConfig) -> Hbm:
+        """Return the memory with another number of fragments under way, which changes
+        nothing else in a step."""
+        factor = open_fragments(then) / open_fragments(now)
+        more = round(self.open_takes * (factor - 1))
+        used = self.used + (0 if self.pinned_host else more)
+        return dataclasses.replace(
+            self,
+            open_takes=self.open_takes + more,
+            late_takes=max(0, self.late_takes - more),
+            used=used,
+            missing=max(0, used - self.available),
+            pinned_host=self.pinned_host + (more if self.pinned_host else 0),
+        )
+
+    def accepted(self, stats: Any, available: int) -> Hbm:
+        """Return the memory of a step that compiled.
+
+        stats: `Compiled.memory_analysis()`.
+        """
+        used = stats.peak_memory_in_bytes + stats.generated_code_size_in_bytes
+        known = self.parameters + self.optimizer + self.beside
+        return dataclasses.replace(
+            self,
+            temporaries=used - known,
+            used=used,
+            available=available,
+            missing=max(0, used - available),
+        )
+
+    def refused(self, message: str) -> Hbm | None:
+        """Return the memory of a step that the compiler refused; None if HBM was not
+        the reason."""
+        found = REFUSAL.search(message)
+        if not found:
+            return None
+        used, available = (int(float(found[i]) * UNITS[found[i + 1]]) for i in (1, 3))
+        missing = max(0, used - available)
+        return dataclasses.replace(
+            self, used=used, available=available, missing=missing
+        )
+
+
+def held_between_steps(
+    plan: FragmentPlan,
+    sync: SyncConfig,
+    state: Any,
+    kinds: dict[Piece, Kind],
+    *,
+    in_host_memory: bool,
+    watched_dtype: str | None = None,
+) -> Hbm:
+    """Compute what an island holds from shapes and shardings alone.
+
+    state: `Trainer.abstract_state()`. watched_dtype: of the merged model's copy; None:
+    there is none.
+    """
+    size = np.dtype(np.float32).itemsize
+    share = {
+        piece: math.prod(kind.piece.shard_shape(piece.shape)) * size
+        for piece, kind in kinds.items()
+    }
+    anchors = sum(share.values())
+    largest = max(sum(share[p] for p in pieces) for pieces in plan.fragments)
+    feedback = bool(sync.error_feedback)
+    under_way = largest * open_fragments(sync)
+    residuals, open_takes = anchors * feedback, under_way * (1 + feedback)
+    is_late = ADOPT_RULES.find(sync.adopt).keeps_pending + feedback
+    return Hbm(
+        parameters=_bytes(state.params),
+        optimizer=_bytes(state.opt_state),
+        watched=_bytes(state.params, watched_dtype) if watched_dtype else 0,
+        anchors=anchors,
+        residuals=residuals,
+        open_takes=open_takes,
+        late_takes=max(0, anchors - under_way) * is_late,
+        pinned_host=in_host_memory * (anchors + residuals + open_takes),
+    )
+
+
+def open_fragments(sync: SyncConfig) -> int:
+    """Count the fragments that an island has taken and not adopted yet.
+
+    One fragment is taken every H / P steps and adopted tau steps later. An adoption
+    that is late, because its merge waited for other islands, counts as a late take.
+    """
+    under_way = math.ceil(sync.overlap_steps * sync.fragments / sync.steps_per_cycle)
+    return min(max(1, under_way), sync.fragments)
+
+
+def _bytes(tree: Any, dtype: str | None = None) -> int:
+    """Bytes of the shards that one chip holds, in their own dtype or in another."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape))
+        * jnp.dtype(dtype or leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+Resource = Literal["compute", "hbm", "ici"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Seconds of one step by resource, and the rates that follow."""
+
+    compute_seconds: float
+    hbm_seconds: float
+    ici_seconds: float
+    """Seconds of all collectives."""
+    waiting_seconds: float
+    """Seconds of the collectives that overlap with nothing, part of `ici_seconds`."""
+    binding: Resource
+    """The resource that takes longest."""
+    step_seconds: float
+    """The longest of the overlapping times plus the waiting time."""
+    model_flops_utilisation: float
+    """Share of the peak rate that forward and backward pass reach in that step."""
+
+
+def roofline(
+    found: Slice,
+    *,
+    model_flops: float,
+    executed_flops: float,
+    hbm_bytes: int,
+    collectives: list[CollectiveSum],
+) -> Roofline:
+    """Return the roofline of one step.
+
+    flops: of the whole island; bytes: of one chip.
+    """
+    chip = chip_of(found)
+    sent = sum(c.sent_bytes for c in collectives)
+    hidden = sum(c.overlapping_bytes for c in collectives)
+    seconds: dict[Resource, float] = {
+        "compute": executed_flops / found.chips / chip.flops_per_s,
+        "hbm": hbm_bytes / chip.hbm_bytes_per_s,
+        "ici": ici_seconds(found, sent),
+    }
+    waiting = ici_seconds(found, sent - hidden)
+    overlapped = seconds["ici"] - waiting
+    step = max(seconds["compute"], seconds["hbm"], overlapped) + waiting
+    return Roofline(
+        compute_seconds=seconds["compute"],
+        hbm_seconds=seconds["hbm"],
+        ici_seconds=seconds["ici"],
+        waiting_seconds=waiting,
+        binding=max(seconds, key=lambda name: seconds[name]),
+        step_seconds=step,
+        model_flops_utilisation=model_flops / found.chips / chip.flops_per_s / step,
+    )
+
+
+def ici_seconds(found: Slice, sent_bytes: float) -> float:
+    """Return the seconds in which a chip sends this many bytes over all its links."""
+    return sent_bytes / ici_bytes_per_s(found) if sent_bytes else 0.0
+
 
 FUNCTIONS = ("take", "gather", "arrive")
 """Functions of `Kind` that every tick runs; "gather" where hosts fetch parts."""
@@ -97,7 +315,7 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
     report("counting", 0, parts)
     flops = count_flops(run, island)
     report("step", 1, parts)
-    held = memory.resident(
+    hbm = held_between_steps(
         plan,
         run.sync,
         state,
@@ -105,41 +323,30 @@ def plan_island(config: Config, name: str, report: Report) -> IslandPlan:
         in_host_memory=island.anchor_memory == "pinned_host",
         watched_dtype=island.compute_dtype if config.placement.watch_every else None,
     )
-    compiled, refusal = _compile_step(trainer, run.sequence_length, held.beside)
+    lowered, refusal = trainer.lower(run.sequence_length, hbm.beside), ""
+    moved: int | None = None
+    collectives: list[CollectiveSum] | None = None
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        without = hbm.refused(str(error))
+        if without is None:
+            raise
+        hbm, refusal = without, "\n".join(str(error).splitlines()[:3])
+    else:
+        program = _program(compiled)
+        moved, collectives = hbm_bytes(program), sum_collectives(program)
+        hbm = hbm.accepted(compiled.memory_analysis(), chip_of(found).hbm_bytes)
     exchange = []
     for done, (kind, pieces) in enumerate(kinds):
         report(pieces[0].name, 2 + done, parts)
         exchange.append(_plan_exchange(run, found, kind, pieces, state))
-    return _conclude(found, run, island, held, flops, compiled, refusal, exchange)
-
-
-def _conclude(
-    found: Slice,
-    run: RunConfig,
-    island: IslandConfig,
-    held: memory.Resident,
-    flops: Flops,
-    compiled: Any,
-    refusal: str,
-    exchange: list[ExchangePlan],
-) -> IslandPlan:
-    moved: int | None = None
-    collectives: list[CollectiveSum] | None = None
-    if compiled is None:
-        hbm = memory.refused(held, refusal)
-        assert hbm, "refusals without figures are raised"
-    else:
-        program = _program(compiled)
-        moved = traffic.hbm_bytes(program)
-        collectives = sum_collectives(find_collectives(program))
-        available = chip_of(found).hbm_bytes
-        hbm = memory.accepted(held, compiled.memory_analysis(), available)
     return IslandPlan(
         topology=found.topology,
         chips=found.chips,
         hosts=found.hosts,
         tokens_per_step=island.batch_size * run.sequence_length,
-        fits=compiled is not None,
+        fits=not refusal,
         refusal=refusal,
         hbm=hbm,
         flops=flops,
@@ -154,17 +361,6 @@ def _conclude(
             collectives=collectives or [],
         ),
     )
-
-
-def _compile_step(trainer: Trainer, length: int, beside: int) -> tuple[Any, str]:
-    """Return the compiled step, or None and the first lines of the refusal."""
-    lowered = trainer.lower(length, beside)
-    try:
-        return lowered.compile(), ""
-    except jax.errors.JaxRuntimeError as error:
-        if not memory.REFUSAL.search(str(error)):
-            raise
-        return None, "\n".join(str(error).splitlines()[:3])
 
 
 def _kinds(
@@ -190,12 +386,9 @@ def _plan_exchange(
     programs = {
         name: _program(lowered[name].compile()) for name in FUNCTIONS if name in lowered
     }
-    collectives = {
-        name: sum_collectives(find_collectives(program))
-        for name, program in programs.items()
-    }
+    collectives = {name: sum_collectives(p) for name, p in programs.items()}
     sent = sum(c.sent_bytes for sums in collectives.values() for c in sums)
-    moved = sum(map(traffic.hbm_bytes, programs.values()))
+    moved = sum(map(hbm_bytes, programs.values()))
     return ExchangePlan(
         piece=piece.name,
         pieces=len(pieces),
@@ -205,10 +398,10 @@ def _plan_exchange(
     )
 
 
-def _program(compiled: jax.stages.Compiled) -> hlo.Program:
+def _program(compiled: jax.stages.Compiled) -> Program:
     text = compiled.as_text()
     assert text, "compilers of devices have a text"
-    return hlo.parse(text)
+    return parse(text)
 
 
 def _cuts(spec: Any) -> list[Any]:
@@ -232,19 +425,21 @@ def _devices(found: Slice) -> Any:
     return topologies.get_topology_desc(platform="tpu", **facts).devices
 
 
-def main(arguments: list[str]) -> None:
+def main(path: str, name: str) -> None:
     """Print the lines that the module's docstring describes."""
-    path, name = arguments
+
+    def tell(**line: Any) -> None:
+        print(json.dumps(line), flush=True)
 
     def report(doing: str, done: int, parts: int) -> None:
-        tell({"doing": doing, "done": done, "parts": parts})
+        tell(doing=doing, done=done, parts=parts)
 
     try:
         plan = plan_island(read_config(path), name, report)
-        tell({"result": dataclasses.asdict(plan)})
+        tell(result=dataclasses.asdict(plan))
     except ConfigError as error:
-        tell({"config_error": str(error)})
+        tell(config_error=str(error))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,128 +1,209 @@
-"""The whole plan of a run, put together from the plans of its islands."""
+"""A plan as text for people."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
+from rich.console import Console
+from rich.table import Table
 
-from diloco_jax.config import Config
-from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.models.build import build, build_plan
-from diloco_jax.planning.checks import mending, refusals
+from diloco_jax.planning.checks import Change, Shortfall, shown
 from diloco_jax.planning.compiling import IslandPlan
-from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
-from diloco_jax.planning.options import Assumptions
-from diloco_jax.planning.price import price_per_hour
-from diloco_jax.planning.results import Advice, PlannedIsland, RunPlan
-from diloco_jax.planning.terms import Terms, needs_of
-
-SECONDS_PER_DAY = 86400
+from diloco_jax.planning.coordinator import CoordinatorPlan, DiskPlan
+from diloco_jax.planning.options import price_sentence
+from diloco_jax.planning.plan import ExpectedGoodput, Plan, PlannedIsland, RunPlan
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Plan of all islands and of the run."""
-
-    config: str
-    fits: bool
-    versions: dict[str, str]
-    islands: dict[str, PlannedIsland]
-    run: RunPlan
-    advice: tuple[Advice, ...] = ()
-
-    def with_advice(self, advice: Sequence[Advice]) -> Plan:
-        """Return the plan with this advice."""
-        return dataclasses.replace(self, advice=tuple(advice))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the plan as Python builtins."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
-
-
-def fragments_of(config: Config) -> FragmentPlan:
-    """Cut the run's model into fragments; ConfigError if the config wants too many."""
-    return build_plan(config.run, build(config.run))
-
-
-def plan_run(
-    path: str,
-    config: Config,
-    compiled: Mapping[str, IslandPlan],
-    fragments: FragmentPlan,
-    assumptions: Assumptions,
-    versions: dict[str, str],
-    prices: Mapping[str, float] | None = None,
-) -> Plan:
-    """Plan the run from its compiled islands, without advice. Raises ConfigError.
-
-    versions: versions of the packages that compiled. prices: see `price_per_hour`.
-    """
-    resolved = resolve_outer(config)
-    run, sync = resolved.run, config.run.sync
-    machines = {
-        name: SimulatedIsland(
-            chips=island.chips,
-            tokens_per_step=island.tokens_per_step,
-            step_seconds=max(
-                island.roofline.step_seconds
-                + island.exchange_seconds / sync.steps_per_cycle,
-                config.islands[name].step_seconds,
-            ),
-            hosts=island.hosts,
+def render(plan: Plan, console: Console) -> None:
+    """Print the islands side by side, then the run, refusals and advice."""
+    run, lines = plan.run, list[str]()
+    if plan.compiled:
+        console.print(_islands(plan))
+        lines.append(
+            f"run: {run.params / 1e9:.4g} B parameters, a cycle of "
+            f"{run.cycle_seconds:.4g} s, {run.tokens_per_second:,.0f} tokens/s at best"
         )
-        for name, island in compiled.items()
-    }
-    terms = Terms(
-        config=resolved,
-        fragments=fragments,
-        hosts={name: machine.hosts for name, machine in machines.items()},
-        step_seconds={name: m.step_seconds for name, m in machines.items()},
-        link_gbit_per_s=assumptions.link_gbit_per_s,
-    )
-    needs = needs_of(terms)
-    goodput = expected_goodput(
-        sync,
-        fragments.total,
-        machines,
-        merge_seconds=needs.coordinator.merges.fragment_core_seconds,
-        assumptions=assumptions,
-    )
-    rate = sum(machine.tokens_per_second for machine in machines.values())
-    merged_per_day = rate * goodput.goodput * SECONDS_PER_DAY
-    islands = {
-        name: PlannedIsland(
-            compiled=compiled[name],
-            step_seconds=machine.step_seconds,
-            exchange_seconds=compiled[name].exchange_seconds,
-            tokens_per_second=machine.tokens_per_second,
-            network=needs.networks[name],
+    else:
+        lines.append(
+            f"arithmetic, nothing compiled, HBM not checked: {run.params / 1e9:.4g} B "
+            f"parameters, a cycle of {run.cycle_seconds:.4g} s"
         )
-        for name, machine in machines.items()
-    }
-    summary = RunPlan(
-        params=fragments.total,
-        pacing_step_seconds=needs.pacing_step_seconds,
-        cycle_seconds=needs.cycle_seconds,
-        tokens_per_second=rate,
-        goodput=goodput,
-        tokens_per_day=merged_per_day,
-        days=run.total_tokens / merged_per_day if merged_per_day else None,
-        coordinator=needs.coordinator,
-        restart_seconds=needs.restart_seconds,
-        refusals=refusals(terms),
-        mending=mending(terms),
-        rates=terms.rates,
-        price_per_hour=price_per_hour(config, prices) if prices else None,
+        for name, island in plan.islands.items():
+            up, down = island.network.up, island.network.down
+            lines.append(
+                f"{name}: step {island.step_seconds:.4g} s at peak rates, Gbit/s up "
+                f"{_rates(up.mean, up.peak)}, down {_rates(down.mean, down.peak)}, "
+                f"join {island.network.join_seconds:.0f} s"
+            )
+    lines += _expected(run, run.goodput) if run.goodput else ()
+    lines += _coordinator(run.coordinator, run.restart_seconds)
+    lines += run.rates.lines(run.coordinator.merges.cost.rule)
+    lines += [price_sentence(run.price_per_hour)] if run.price_per_hour else ()
+    lines += _refused(run.refusals, run.mending)
+    lines += (f"- {advice.text}" for advice in plan.advice)
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    if plan.versions:
+        versions = ", ".join(f"{name} {value}" for name, value in plan.versions.items())
+        console.print(f"({versions})", highlight=False, style="dim")
+
+
+def _refused(refusals: Sequence[Shortfall], mending: Change) -> Iterator[str]:
+    yield from (f"REFUSED: {refusal.text}" for refusal in refusals)
+    if len(refusals) > 1:
+        yield (
+            f"all of them together: set {shown(mending)}"
+            if mending
+            else "no set of changes that this plan knows mends all of them"
+        )
+
+
+def _islands(plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    compiled = plan.compiled
+    for name in plan.islands:
+        table.add_column(name, justify="right", no_wrap=True)
+    for title, cell in ROWS:
+        table.add_row(title, *(cell(plan.islands[n], c) for n, c in compiled.items()))
+    for kind in sorted(
+        {c.kind for i in compiled.values() for c in i.collectives or ()}
+    ):
+        table.add_row(f"  {kind}", *(_collective(c, kind) for c in compiled.values()))
+    exchange = [
+        ", ".join(e.piece for e in i.exchange if e.collectives) or "none"
+        for i in compiled.values()
+    ]
+    table.add_row("  in takes, adoptions", *exchange)
+    return table
+
+
+def _fits(_: PlannedIsland, island: IslandPlan) -> str:
+    if island.fits:
+        return f"yes, {island.hbm.used / island.hbm.available:.0%} used"
+    return f"NO, {_size(island.hbm.missing)} missing"
+
+
+def _size(octets: float | None) -> str:
+    if octets is None:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if octets < 1000:
+            return f"{octets:.3g} {unit}"
+        octets /= 1000
+    return f"{octets:.2f} GB" if octets < 10_000 else f"{octets / 1000:.1f} TB"
+
+
+def _collective(island: IslandPlan, kind: str) -> str:
+    for found in island.collectives or ():
+        if found.kind == kind:
+            hidden = found.overlapping_bytes / max(found.sent_bytes, 1)
+            return f"{found.count} x, {_size(found.sent_bytes)}, {hidden:.0%}"
+    return "-" if island.collectives is None else "none"
+
+
+def _rates(mean: float, peak: float) -> str:
+    return f"{mean:.3g} ({peak:.3g})"
+
+
+def _hbm(field: str) -> Cell:
+    return lambda _, c: _size(getattr(c.hbm, field))
+
+
+def _seconds(field: str) -> Cell:
+    return lambda _, c: f"{getattr(c.roofline, field):.4g} s"
+
+
+def _flops(field: str) -> Cell:
+    def cell(_: PlannedIsland, island: IslandPlan) -> str:
+        count = getattr(island.flops, field)
+        return "-" if count is None else f"{count:.4g}"
+
+    return cell
+
+
+Cell = Callable[[PlannedIsland, IslandPlan], str]
+ROWS: tuple[tuple[str, Cell], ...] = (
+    ("topology", lambda _, c: c.topology),
+    ("chips", lambda _, c: str(c.chips)),
+    ("fits", _fits),
+    ("HBM per chip", _hbm("available")),
+    ("  parameters", _hbm("parameters")),
+    ("  optimizer", _hbm("optimizer")),
+    ("  merged model", _hbm("watched")),
+    ("  anchors", _hbm("anchors")),
+    ("  residuals", _hbm("residuals")),
+    ("  open takes", _hbm("open_takes")),
+    ("  late takes, more at most", _hbm("late_takes")),
+    ("  of these, on the host", _hbm("pinned_host")),
+    ("  activations and the rest", _hbm("temporaries")),
+    ("tokens per step", lambda _, c: f"{c.tokens_per_step:,}"),
+    ("FLOPs per step", _flops("model")),
+    ("  by the formula", _flops("analytic")),
+    ("  with recomputation", _flops("executed")),
+    ("at peak rates: compute", _seconds("compute_seconds")),
+    ("  HBM", _seconds("hbm_seconds")),
+    ("  ICI", _seconds("ici_seconds")),
+    ("  of it not overlapped", _seconds("waiting_seconds")),
+    ("  takes, adoptions, per cycle", lambda i, _: f"{i.exchange_seconds:.3g} s"),
+    ("bound by", lambda _, c: c.roofline.binding),
+    ("step at best", lambda i, _: f"{i.step_seconds:.4g} s"),
+    ("tokens/s at best", lambda i, _: f"{i.tokens_per_second:,.0f}"),
+    (
+        "Gbit/s up, mean (peak)",
+        lambda i, _: _rates(i.network.up.mean, i.network.up.peak),
+    ),
+    (
+        "Gbit/s down, mean (peak)",
+        lambda i, _: _rates(i.network.down.mean, i.network.down.peak),
+    ),
+    ("seconds of a join", lambda i, _: f"{i.network.join_seconds:.0f}"),
+    ("per step: times, sent, overlap", lambda *_: ""),
+)
+
+
+def _expected(run: RunPlan, goodput: ExpectedGoodput) -> Iterator[str]:
+    days = "no end" if run.days is None else f"{run.days:.3g} days"
+    outages = ", ".join(
+        f"{name} every {hours:,.0f} h"
+        for name, hours in goodput.mean_hours_between.items()
+        if hours is not None
     )
-    return Plan(
-        config=path,
-        fits=all(i.fits for i in compiled.values()) and not summary.refusals,
-        islands=islands,
-        run=summary,
-        versions=versions,
+    yield (
+        f"expected goodput {goodput.goodput:.1%} ({goodput.undisturbed:.1%} without "
+        f"interruptions{'; ' if outages else ''}{outages}), participation "
+        f"{goodput.participation:.1%}"
+    )
+    yield f"{run.tokens_per_day:.4g} tokens per day, {days} to the config's total"
+
+
+def _coordinator(plan: CoordinatorPlan, restart_seconds: float) -> tuple[str, ...]:
+    disks = [("its disk", plan.disk)]
+    if plan.disks:
+        largest = max(plan.disks[1:], key=lambda disk: disk.bytes)
+        disks = [("the lead's disk", plan.disks[0]), ("a worker's, at most", largest)]
+    workers: tuple[str, ...] = ()
+    if plan.workers:
+        most = max(plan.workers, key=lambda worker: worker.params)
+        workers = (
+            f"its {len(plan.workers)} workers: each at most {most.fragments} fragments "
+            f"of {most.params / 1e9:.4g} B parameters, {_size(most.memory)} of memory, "
+            f"{most.cores:.2g} cores on average",
+        )
+    return (
+        f"coordinator: {_size(plan.memory)} of memory ({_size(plan.joins)} of it while "
+        f"islands join), {plan.cores} cores, back {restart_seconds:.0f} s after it "
+        f"dies",
+        *(_disk(whose, disk) for whose, disk in disks),
+        *workers,
+        plan.merges.line,
+    )
+
+
+def _disk(whose: str, disk: DiskPlan) -> str:
+    where = "bucket" if disk.in_bucket else "disk"
+    return (
+        f"{whose}: {_size(disk.expected)} expected, {_size(disk.reserve)} in reserve, "
+        f"log {disk.log_bytes_per_s / 1e6:.3g} MB/s; "
+        f"snapshots to the {where}: {_size(disk.snapshots)}, "
+        f"{disk.snapshot_bytes_per_s / 1e6:.3g} MB/s"
     )

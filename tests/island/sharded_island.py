@@ -34,7 +34,7 @@ from diloco_jax.island.network.offers import Offers
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.hlo import group_size
+from diloco_jax.planning.program import group_size
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest
 

@@ -13,7 +13,7 @@ from config_support import load_config
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.launch.command import LaunchOptions, require_planned, run
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.changes import changed
+from diloco_jax.planning.checks import changed
 
 MANY = 32
 MIXED = Path(__file__).parents[2] / "configs/mixed_12b.py"

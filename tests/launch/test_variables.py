@@ -15,7 +15,7 @@ from diloco_jax.launch.gke import deployment as on_gke
 from diloco_jax.launch.order import make_order
 from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
 from diloco_jax.launch.variables import OF_THE_LAUNCH, flag_notes
-from diloco_jax.planning.processes import environment_of, flags_of
+from diloco_jax.planning.compiler import environment_of, flags_of
 
 OFF = "--xla_tpu_use_tc_device_shape_on_sc=false"
 GIVEN = {

@@ -19,7 +19,7 @@ from diloco_jax.island.device.build import build_trainer
 from diloco_jax.models.build import build
 from diloco_jax.models.flops import count_flops, least_flops, least_sequence_flops
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.plan import fragments_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 MODEL = """

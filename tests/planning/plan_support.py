@@ -9,10 +9,8 @@ from diloco_jax.config import Config, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.hardware.slices import find_slice
 from diloco_jax.models.flops import Flops
 from diloco_jax.models.presets import preset
-from diloco_jax.planning.collectives import CollectiveSum
-from diloco_jax.planning.compiling import ExchangePlan, IslandPlan
-from diloco_jax.planning.memory import Hbm
-from diloco_jax.planning.roofline import roofline
+from diloco_jax.planning.compiling import ExchangePlan, Hbm, IslandPlan, roofline
+from diloco_jax.planning.program import CollectiveSum
 
 GB = 10**9
 

@@ -6,12 +6,16 @@ import plan_support
 import pytest
 from plan_support import CONFIG, GB, HBM
 
-from diloco_jax.config import ConfigError
-from diloco_jax.planning.advice import UNBALANCED, advise
-from diloco_jax.planning.changes import changed
-from diloco_jax.planning.collectives import CollectiveSum
+from diloco_jax import cli
+from diloco_jax.config import Config, ConfigError, RunConfig, SyncConfig
+from diloco_jax.config.loading import write_config_json
+from diloco_jax.core.fragments import EVEN
+from diloco_jax.models.presets import preset
+from diloco_jax.planning.advice import UNBALANCED, advise, unevenness
+from diloco_jax.planning.checks import Shortfall, changed
 from diloco_jax.planning.options import Assumptions
-from diloco_jax.planning.report import fragments_of, plan_run
+from diloco_jax.planning.plan import fragments_of, plan_run
+from diloco_jax.planning.program import CollectiveSum
 
 WORLD = Assumptions(mtbi_years=0.0, step_spread=0.0, link_gbit_per_s=1000.0)
 
@@ -90,13 +94,13 @@ def config_of(big=None, small=None, **sync):
 
 def planned(config, compiler, link=1000.0):
     compiled = {name: compiler(config, name) for name in config.islands}
-    return replanned(link)(config, compiled)
+    return replanned(link)(config, None, compiled)
 
 
 def replanned(link):
     world = dataclasses.replace(WORLD, link_gbit_per_s=link)
-    return lambda config, compiled: plan_run(
-        "x.py", config, compiled, fragments_of(config), world, {}
+    return lambda config, cut, compiled: plan_run(
+        "x.py", config, cut or fragments_of(config), world, compiled
     )
 
 
@@ -114,32 +118,33 @@ def longest_over_shortest(plan):
 # ---- islands that do not fit -----------------------------------------------------
 
 UNFIT = [
-    ({}, Compiler(activations_gb=9.0), {"remat"}),
-    ({"remat": "full"}, Compiler(activations_gb=30.0), {"accumulation"}),
+    ({}, Compiler(activations_gb=9.0), {"remat": "full"}),
+    # No more rounds than the missing bytes ask for.
+    ({"remat": "full"}, Compiler(activations_gb=30.0), {"accumulation": 2}),
     (
         {"remat": "full", "mesh_data": 4, "mesh_fsdp": 4, "batch_size": 16},
         Compiler(state_gb=100.0),
-        {"mesh_data", "mesh_fsdp"},
+        {"mesh_data": 1, "mesh_fsdp": 16},
     ),
     (
         {"remat": "full", "batch_size": 16},
         Compiler(state_gb=320.0, activations_gb=1.0),
-        {"anchor_memory"},
+        {"anchor_memory": "pinned_host"},
     ),
     (
         {"batch_size": 64},
         Compiler(activations_gb=30.0, remat=0.5),
-        {"remat", "accumulation"},
+        {"remat": "full", "accumulation": 4},
     ),
     # Remat helps too, but what comes after it is enough alone.
     (
         {"batch_size": 32, "mesh_data": 2, "mesh_fsdp": 8},
         Compiler(state_gb=200.0, activations_gb=1.5),
-        {"mesh_data", "mesh_fsdp"},
+        {"mesh_data": 1, "mesh_fsdp": 16},
     ),
     # Remat does not help here, so it is not kept.
-    ({}, Compiler(activations_gb=9.0, remat=1.0), {"accumulation"}),
-    ({}, Compiler(activations_gb=9.0, refuses=("full",)), {"accumulation"}),
+    ({}, Compiler(activations_gb=9.0, remat=1.0), {"accumulation": 2}),
+    ({}, Compiler(activations_gb=9.0, refuses=("full",)), {"accumulation": 2}),
 ]
 
 
@@ -149,7 +154,7 @@ def test_an_island_that_does_not_fit_fits_with_the_change(big, compiler, fields)
     plan, (advice,) = advised(config, compiler)
     assert not plan.islands["big"].compiled.fits
     (change,) = advice.changes
-    assert set(change) == {f"islands.big.{field}" for field in fields}
+    assert change == {f"islands.big.{field}": v for field, v in fields.items()}
     assert "compiled so, it fits and uses" in advice.text
     assert planned(changed(config, change), compiler).fits
 
@@ -159,27 +164,15 @@ def test_what_fits_and_is_refused_otherwise_is_not_proposed():
     big = {"remat": "full", "batch_size": 64, "anchor_memory": "pinned_host"}
     config, compiler = config_of(big), Compiler(activations_gb=45.0)
     plan = planned(config, compiler)
-    _, (free,) = advised(config, compiler)
-    assert free.changes == ({"islands.big.accumulation": 2},)
 
     def only_by_batch(config, name):
-        island = config.islands[name]
-        rounds = dataclasses.replace(island, accumulation=1)
-        without = changed(config, {f"islands.{name}.accumulation": 1})
-        assert rounds == without.islands[name]
-        return compiler(without, name)
+        return compiler(changed(config, {f"islands.{name}.accumulation": 1}), name)
 
     _, (free,) = advised(config, only_by_batch)
     assert free.changes == ({"islands.big.batch_size": 32},)
     link = 1.2 * max(i.network.down.mean for i in plan.islands.values())
     _, (tight,) = advised(config, only_by_batch, link)
     assert tight.changes == ()
-
-
-def test_no_more_rounds_than_the_missing_bytes_ask_for():
-    config, compiler = config_of({"remat": "full"}), Compiler(activations_gb=30.0)
-    _, (advice,) = advised(config, compiler)
-    assert advice.changes == ({"islands.big.accumulation": 2},)
 
 
 def test_what_is_not_enough_is_told_as_that_and_is_an_improvement():
@@ -200,88 +193,82 @@ def test_where_nothing_helps_nothing_is_proposed():
     assert "no setting that was tried helps" in advice.text
 
 
-# ---- islands that could do better ------------------------------------------------
+# ---- islands and links that could do better --------------------------------------
+
+BETTER = [
+    ({"batch_size": 128}, {}, {}, "a step of", {"islands.big.batch_size": 64}),
+    # Its batch cannot be lower.
+    (
+        {"batch_size": 16},
+        {"batch_size": 8, "accumulation": 2},
+        {},
+        "a step of",
+        {"islands.big.batch_size": 64},
+    ),
+    (
+        {"batch_size": 32, "accumulation": 2},
+        {"batch_size": 8},
+        {},
+        "a step of",
+        {"islands.small.batch_size": 4},
+    ),
+    # Half of the large batch would leave most of the step's traffic.
+    (
+        {"batch_size": 128},
+        {},
+        {"weights_gb": 9000.0},
+        "a step of",
+        {"islands.small.batch_size": 16},
+    ),
+    ({}, {}, {"weights_gb": 2e4}, "is bound by HBM", {"islands.big.batch_size": 128}),
+    ({}, {}, {"links_gb": 9e3}, "bound by its links", {"islands.big.batch_size": 128}),
+]
 
 
-@pytest.mark.parametrize(
-    ("big", "small", "field"),
-    [
-        ({"batch_size": 128}, {}, "islands.big.batch_size"),
-        # Its batch cannot be lower.
-        ({"batch_size": 16}, {"batch_size": 8, "accumulation": 2}, "islands.big"),
-        ({"batch_size": 32, "accumulation": 2}, {"batch_size": 8}, "islands.small"),
-    ],
-)
-def test_unequal_steps_come_with_the_batch_that_balances_them(big, small, field):
-    config, compiler = config_of(big, small), Compiler(activations_gb=0.1)
+@pytest.mark.parametrize(("big", "small", "steps", "said", "change"), BETTER)
+def test_a_batch_that_suits_better_is_told_and_loses_nothing(
+    big, small, steps, said, change
+):
+    config, compiler = config_of(big, small), Compiler(activations_gb=0.1, **steps)
     plan, advice = advised(config, compiler)
-    assert longest_over_shortest(plan) > UNBALANCED
-    (found,) = advice
-    ((path, _),) = found.changes[0].items()
-    assert path.startswith(field)
-    after = planned(changed(config, found.changes[0]), compiler)
-    assert longest_over_shortest(after) < longest_over_shortest(plan)
-    assert after.run.tokens_per_day >= 0.99 * plan.run.tokens_per_day
+    assert any(said in a.text and change in a.changes for a in advice)
+    after = planned(changed(config, change), compiler)
     assert after.fits
-
-
-def test_a_balance_that_costs_tokens_is_not_told():
-    """Half of the large batch would leave most of the step's traffic, so the other
-    island's batch is raised."""
-    config = config_of({"batch_size": 128}, {"batch_size": 8})
-    compiler = Compiler(activations_gb=0.1, weights_gb=9000.0)
-    plan, advice = advised(config, compiler)
-    lower = planned(changed(config, {"islands.big.batch_size": 64}), compiler)
-    assert longest_over_shortest(lower) < longest_over_shortest(plan)
-    assert lower.run.tokens_per_day < 0.95 * plan.run.tokens_per_day
-    (told,) = [found for found in advice if "a step of" in found.text]
-    assert told.changes == ({"islands.small.batch_size": 16},)
-
-
-@pytest.mark.parametrize(
-    ("bound", "said"), [({"weights_gb": 20_000.0}, "HBM"), ({"links_gb": 9e3}, "links")]
-)
-def test_a_step_bound_by_memory_or_links_wants_a_larger_batch(bound, said):
-    config, compiler = config_of(), Compiler(activations_gb=0.1, **bound)
-    plan, advice = advised(config, compiler)
-    found = next(a for a in advice if "islands.big is bound by" in a.text)
-    assert said in found.text
-    after = planned(changed(config, found.changes[0]), compiler)
-    assert after.run.tokens_per_day > 1.02 * plan.run.tokens_per_day
-    assert after.fits
-    full = dataclasses.replace(compiler, activations_gb=5.0)
-    assert not any("islands.big is bound" in a.text for a in advised(config, full)[1])
+    if said == "a step of":
+        assert longest_over_shortest(plan) > UNBALANCED
+        assert longest_over_shortest(after) < longest_over_shortest(plan)
+        assert after.run.tokens_per_day >= 0.99 * plan.run.tokens_per_day
+    else:
+        assert after.run.tokens_per_day > 1.02 * plan.run.tokens_per_day
+        full = dataclasses.replace(compiler, activations_gb=5.0)
+        assert not any("islands.big is" in a.text for a in advised(config, full)[1])
 
 
 def test_a_plan_of_equal_steps_has_no_advice_and_compiles_nothing_again():
     compiler = Compiler(activations_gb=0.1)
-    plan, advice = advised(config_of(small={"batch_size": 8}), compiler)
+    plan, advice = advised(config_of(), compiler)
     assert longest_over_shortest(plan) < UNBALANCED
     assert advice == []
     assert len(compiler.asked) == 2
 
 
-# ---- links -----------------------------------------------------------------------
+def late(advice):
+    (found,) = [told for told in advice if "is adopted late" in told.text]
+    return found
 
 
 def test_a_largest_fragment_that_is_late_comes_with_what_carries_it():
     config, compiler = config_of(), Compiler(activations_gb=0.1)
     rates = planned(config, compiler).islands["big"].network.down
     link = 0.7 * rates.peak
-    plan, (advice,) = advised(config, compiler, link)
+    plan, advice = advised(config, compiler, link)
     refused = {refusal.check for refusal in plan.run.refusals}
-    assert "is adopted late" in advice.text
-    assert {"sync.overlap_steps": 3} in advice.changes
-    for change in advice.changes:
+    assert {"sync.overlap_steps": 3} in late(advice).changes
+    for change in late(advice).changes:
         after = planned(changed(config, change), compiler, link)
         network = after.islands["big"].network
         assert max(network.down.peak, network.up.peak) < rates.peak
         assert {refusal.check for refusal in after.run.refusals} <= refused
-
-
-def late(advice):
-    (found,) = [told for told in advice if "is adopted late" in told.text]
-    return found
 
 
 def test_more_overlap_is_not_told_where_its_takes_do_not_fit():
@@ -308,3 +295,128 @@ def test_cycles_shorter_than_the_network_are_lengthened_if_that_helps():
     # Of a cycle of 20 steps no fragment is asked for before its last merge is done.
     _, none = advised(config_of(), compiler)
     assert not any("round trips" in a.text for a in none)
+
+
+# ---- uneven fragments ------------------------------------------------------------
+
+LARGE = Config(
+    run=RunConfig(
+        model=preset("12b"), sync=SyncConfig(steps_per_cycle=160, fragments=128)
+    ),
+    islands=CONFIG.islands,
+)
+PIECES = 20
+"""Fragments of the small model that are uneven, whose bands are others than those of
+fewer fragments."""
+
+
+def uneven(config, accepts=lambda *_: True):
+    """Advice on a plan by arithmetic, whose changes are accepted by that."""
+    cut = fragments_of(config)
+    plan = plan_run("x.py", config, cut, WORLD)
+    more = [*plan.run.refusals, Shortfall(check="another", text="", change={})]
+    worse = dataclasses.replace(plan, run=dataclasses.replace(plan.run, refusals=more))
+
+    def replan(then, cut, compiled):
+        assert compiled is None
+        if not accepts(then.run.sync):
+            return worse
+        assert cut == fragments_of(then)
+        return plan
+
+    return advise(config, plan, cut, replan, None)
+
+
+def test_even_fragments_are_left_alone():
+    assert uneven(changed(LARGE, {"sync.fragments": 114})) == []
+
+
+def test_the_nearest_number_of_fragments_that_is_even_and_no_larger():
+    """Two matrices that RDA keeps whole share a fragment of 128."""
+    before = fragments_of(LARGE)
+    (advice,) = uneven(LARGE)
+    assert advice.changes == ({"sync.fragments": 114},)
+    assert "the largest of 128 fragments is 1.28 of the mean, above 1.15" in advice.text
+    cuts = {
+        n: fragments_of(changed(LARGE, {"sync.fragments": n})) for n in range(114, 142)
+    }
+    good = [
+        count
+        for count, cut in cuts.items()
+        if unevenness(cut) <= EVEN and max(cut.sizes) <= max(before.sizes)
+    ]
+    assert good == [114]
+
+
+WHOLE = "no setting that was tried mends it: its largest piece is layers/"
+OTHERS = [
+    # Four are uneven too: three are near, of five they are far away.
+    (CONFIG, {"fragments": 4, "fragment_by": "layer"}, None, {"sync.fragments": 3}),
+    (CONFIG, {"fragment_by": "layer"}, None, {"sync.fragment_by": "size"}),
+    (CONFIG, {"fragments": 8, "fragment_by": "tensor"}, None, {"sync.fragments": 7}),
+    # Three are even, and the largest would be larger.
+    (
+        CONFIG,
+        {"fragments": 4, "fragment_by": "tensor"},
+        None,
+        {"sync.fragment_by": "size"},
+    ),
+    # A rule that cuts all tensors comes last.
+    (LARGE, {}, lambda sync: sync.fragments == 128, {"sync.merge": "mean"}),
+    # 101 are even, but their largest is 3 % larger.
+    (LARGE, {}, lambda sync: sync.fragments <= 101, None),
+    (LARGE, {}, lambda sync: False, None),
+]
+
+
+@pytest.mark.parametrize(("config", "sync", "accepts", "change"), OTHERS)
+def test_the_smallest_change_that_evens_fragments(config, sync, accepts, change):
+    config = changed(config, {f"sync.{field}": v for field, v in sync.items()})
+    (advice,) = uneven(config, accepts or (lambda sync: True))
+    if change is None:
+        assert advice.changes == ()
+        assert WHOLE in advice.text
+        assert "of 58,982,400 parameters, with sync.fragment_by = 's" in advice.text
+    else:
+        assert advice.changes == (change,)
+        after = fragments_of(changed(config, change))
+        assert unevenness(after) <= EVEN < unevenness(fragments_of(config))
+
+
+def test_the_same_pieces_need_no_compilation():
+    config = config_of(fragments=5, fragment_by="layer")
+    compiler = Compiler(activations_gb=0.1)
+    plan, advice = advised(config, compiler)
+    assert len(compiler.asked) == 2
+    (found,) = [a for a in advice if "of the mean" in a.text]
+    after = planned(changed(config, *found.changes), compiler)
+    assert after.fits
+    for name, island in after.islands.items():
+        assert island.network.down.peak < plan.islands[name].network.down.peak
+
+
+def test_a_change_that_makes_other_pieces_is_compiled_before_it_is_told():
+    config = config_of(fragments=PIECES, steps_per_cycle=2 * PIECES)
+    compiler = Compiler(activations_gb=0.1)
+    _, advice = advised(config, compiler)
+    (found,) = [a for a in advice if "of the mean" in a.text]
+    assert found.changes
+    assert {name for name, _ in compiler.asked[2:]} == set(config.islands)
+
+    def full(now, name):
+        plan = compiler(now, name)
+        if now.run == config.run:
+            return plan
+        hbm = dataclasses.replace(plan.hbm, missing=1)
+        return dataclasses.replace(plan, hbm=hbm, fits=False)
+
+    _, advice = advised(config, full)
+    (found,) = [a for a in advice if "of the mean" in a.text]
+    assert found.changes == ()
+
+
+def test_arithmetic_tells_it_too(tmp_path, capsys):
+    path = tmp_path / "large.json"
+    write_config_json(LARGE, path)
+    cli.main(["plan", str(path), "--arithmetic"])
+    assert "set sync.fragments = 114, with which it is 1.14" in capsys.readouterr().err

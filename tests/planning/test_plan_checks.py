@@ -15,10 +15,9 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
 from diloco_jax.hardware.slices import slice_of
 from diloco_jax.planning import checks
-from diloco_jax.planning.checks import mending, refusals
-from diloco_jax.planning.price import parse_prices, price_per_hour
-from diloco_jax.planning.report import fragments_of
-from diloco_jax.planning.terms import Terms, changed, needs_of
+from diloco_jax.planning.checks import Terms, mending, needs_of, refusals
+from diloco_jax.planning.options import parse_prices, price_per_hour
+from diloco_jax.planning.plan import fragments_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -117,19 +116,19 @@ def test_every_check_has_a_case_in_which_it_refuses(mixed):
 
 def test_more_workers_than_cores_are_refused():
     """A larger machine is the remedy, or fewer workers where there is none."""
-    terms = changed(terms_of("four_regions"), {"placement.workers": 64})
+    terms = terms_of("four_regions").changed({"placement.workers": 64})
     (found,) = [r for r in refusals(terms) if r.check == "cores"]
     assert "needs 65 cores (placement.workers = 64, and one for the lead)" in found.text
-    assert needs_of(changed(terms, found.change)).coordinator.cores <= 65
-    terms = changed(terms_of("four_regions"), {"placement.workers": 200})
+    assert needs_of(terms.changed(found.change)).coordinator.cores <= 65
+    terms = terms_of("four_regions").changed({"placement.workers": 200})
     (found,) = [r for r in refusals(terms) if r.check == "cores"]
     cores = machine_of(terms.config.launch.coordinator_machine).cores
     assert found.change == {"placement.workers": cores - 1}
 
 
 def test_workers_on_machines_of_their_own_need_only_their_share():
-    terms = changed(terms_of("four_regions"), {"placement.workers": 64})
-    terms = changed(terms, {"launch.workers_apart": True})
+    terms = terms_of("four_regions").changed({"placement.workers": 64})
+    terms = terms.changed({"launch.workers_apart": True})
     assert "cores" not in [refusal.check for refusal in refusals(terms)]
     plan = needs_of(terms).coordinator
     assert plan.machine_memory == max(worker.memory for worker in plan.workers)
@@ -143,9 +142,9 @@ def test_workers_on_machines_of_their_own_need_only_their_share():
 def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
     """The lead has every fragment once, at the run's beginning and end, and all lines;
     workers divide the rest."""
-    small = changed(terms_of("four_regions"), {"launch.coordinator_disk_gb": 400})
+    small = terms_of("four_regions").changed({"launch.coordinator_disk_gb": 400})
     assert "disk bytes" in {r.check for r in refusals(small)}
-    apart = changed(small, {"placement.workers": 4, "launch.workers_apart": True})
+    apart = small.changed({"placement.workers": 4, "launch.workers_apart": True})
     assert "disk bytes" not in {r.check for r in refusals(apart)}
     plan = needs_of(apart).coordinator
     lead, *workers = plan.disks
@@ -161,71 +160,69 @@ def test_a_disk_that_would_be_too_small_for_everything_does_for_a_share():
 
 def test_deltas_that_wait_on_a_small_disk_had_better_wait_in_memory():
     """A disk where deltas may wait must leave room for two snapshots besides."""
-    terms = changed(terms_of("four_regions"), {"launch.coordinator_disk_gb": 900})
+    terms = terms_of("four_regions").changed({"launch.coordinator_disk_gb": 900})
     (found,) = [r for r in refusals(terms) if r.check == "disk bytes"]
     assert set(found.change) == {"placement.merge_buffer_bytes"}
-    assert needs_of(changed(terms, found.change)).coordinator.disk.deltas == 0
+    assert needs_of(terms.changed(found.change)).coordinator.disk.deltas == 0
     placement = terms.config.placement
     less = found.change["placement.merge_buffer_bytes"] - 1
-    tight = changed(terms, {"placement.merge_buffer_bytes": less})
+    tight = terms.changed({"placement.merge_buffer_bytes": less})
     assert less > placement.merge_buffer_bytes
     assert "disk bytes" in {r.check for r in refusals(tight)}
     # Memory for all of them must be there, not only for what is planned to wait.
-    full = changed(terms, {"launch.coordinator_machine": "n2-highmem-16"})
+    full = terms.changed({"launch.coordinator_machine": "n2-highmem-16"})
     (found,) = [r for r in refusals(full) if r.check == "disk bytes"]
     assert set(found.change) == {"launch.coordinator_disk_gb"}
 
 
 @pytest.mark.parametrize(("check", "change", "link", "said"), REFUSED)
 def test_each_check_refuses_and_its_change_helps(mixed, check, change, link, said):
-    terms = changed(dataclasses.replace(mixed, link_gbit_per_s=link), change)
+    terms = dataclasses.replace(mixed, link_gbit_per_s=link).changed(change)
     found = {refusal.check: refusal for refusal in refusals(terms)}
     assert said in found[check].text
     assert found[check].change
-    after = {r.check for r in refusals(changed(terms, found[check].change))}
+    after = {r.check for r in refusals(terms.changed(found[check].change))}
     assert check not in after
     assert after < set(found)
 
 
 def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
     """Longer rounds would do for the disk, but a restart would outlast the leases."""
-    heavy = changed(
-        dataclasses.replace(mixed, link_gbit_per_s=50.0),
-        {"sync.steps_per_cycle": 20, "launch.coordinator_disk_gb": 2500},
+    heavy = dataclasses.replace(mixed, link_gbit_per_s=50.0).changed(
+        {"sync.steps_per_cycle": 20, "launch.coordinator_disk_gb": 2500}
     )
     just = math.ceil(needs_of(heavy).restart_seconds)
-    terms = changed(heavy, {"placement.outage_budget_s": float(just)})
+    terms = heavy.changed({"placement.outage_budget_s": float(just)})
     (found,) = refusals(terms)
     assert found.check == "disk speed"
     assert set(found.change) == {"launch.coordinator_disk_gb"}
-    longer = changed(terms, {"placement.snapshot_every_s": 2000.0})
+    longer = terms.changed({"placement.snapshot_every_s": 2000.0})
     assert "restart" in {r.check for r in refusals(longer)}
 
 
 def test_following_every_change_ends_in_a_run():
     """From the settings that a first config has."""
-    terms = changed(
-        terms_of("mixed_12b", link=1.0),
+    terms = terms_of("mixed_12b", link=1.0).changed(
         {
             "placement.snapshot_every_s": 30.0,
             "placement.outage_budget_s": 60.0,
             "placement.time_budget_s": 10.0,
             "launch.coordinator_machine": "n2-highmem-16",
             "launch.coordinator_disk_gb": 500,
-        },
+        }
     )
     for _ in range(12):
         found = refusals(terms)
         if not found:
             return
-        terms = changed(terms, next(r.change for r in found if r.change))
+        terms = terms.changed(next(r.change for r in found if r.change))
     pytest.fail(f"still refused: {[r.text for r in found]}")
 
 
 def test_what_is_short_by_little_is_not_told_as_equal(mixed):
-    slow = changed(mixed, {"placement.snapshot_every_s": 1200.0})
+    slow = mixed.changed({"placement.snapshot_every_s": 1200.0})
     needed = needs_of(slow).restart_seconds
-    short = changed(slow, {"placement.outage_budget_s": needed - 0.01})
+    short = slow.changed({"placement.outage_budget_s": needed - 0.01})
     (found,) = refusals(short)
     takes, has = map(
         int, re.findall(r"takes (\d+) s and islands have data for (\d+)", found.text)[0]
@@ -234,13 +231,12 @@ def test_what_is_short_by_little_is_not_told_as_equal(mixed):
 
 
 def test_a_change_is_the_smallest_one(mixed):
-    slow = changed(
-        dataclasses.replace(mixed, link_gbit_per_s=0.9),
-        {"placement.time_budget_s": 120.0},
+    slow = dataclasses.replace(mixed, link_gbit_per_s=0.9).changed(
+        {"placement.time_budget_s": 120.0}
     )
     (found,) = refusals(slow)
     cycle = found.change["sync.steps_per_cycle"]
-    less = changed(slow, {"sync.steps_per_cycle": cycle - 1})
+    less = slow.changed({"sync.steps_per_cycle": cycle - 1})
     assert [r.check for r in refusals(less)] == ["link"]
 
 
@@ -258,7 +254,7 @@ def test_an_uneven_fragment_sets_the_peak(mixed):
 
 
 def test_snapshots_in_a_bucket_leave_the_disk(mixed):
-    there = changed(mixed, {"placement.checkpoints": "gs://bucket/run"})
+    there = mixed.changed({"placement.checkpoints": "gs://bucket/run"})
     here, away = (needs_of(t).coordinator.disk for t in (mixed, there))
     assert away.expected == away.log + away.lines < here.expected - here.snapshots
     assert away.bytes == away.expected + away.reserve
@@ -276,7 +272,7 @@ def test_memory_is_the_state_and_little_more(mixed):
 def test_a_small_machine_slows_its_disk(mixed):
     """Then a larger disk does not help, and a larger machine does."""
     few = {"launch.coordinator_machine": "n2-standard-2", "sync.steps_per_cycle": 64}
-    terms = changed(mixed, few)
+    terms = mixed.changed(few)
     assert terms.disk_bytes_per_s == 240 * 2**20
     found = {refusal.check: refusal for refusal in refusals(terms)}
     assert "which takes 252" in found["disk speed"].text
@@ -295,7 +291,7 @@ def test_a_price_is_the_users(mixed):
     prices = parse_prices("v5p=4.5,v6e=2.5,coordinator=3")
     parts = {"v5p": 64 * 4.5, "v6e": 256 * 2.5, "coordinator": 3.0}
     assert price_per_hour(mixed.config, prices) == parts
-    apart = changed(mixed, {"placement.workers": 2, "launch.workers_apart": True})
+    apart = mixed.changed({"placement.workers": 2, "launch.workers_apart": True})
     assert price_per_hour(apart.config, prices)["coordinator"] == 9
 
 
@@ -348,15 +344,15 @@ def test_one_set_of_changes_mends_what_others_make_worse():
     """Snapshots that are seldom make a restart longer: alone, neither change helps."""
     both = {"placement.snapshot_every_s": 30.0, "placement.outage_budget_s": 60.0}
     small = {"launch.coordinator_disk_gb": 300, "sync.steps_per_cycle": 40}
-    terms = changed(terms_of("mixed_12b"), both | small)
+    terms = terms_of("mixed_12b").changed(both | small)
     wrong = refusals(terms)
     assert {r.check for r in wrong} >= {"disk speed"}
     found = mending(terms)
-    assert refusals(changed(terms, found)) == []
+    assert refusals(terms.changed(found)) == []
     for field in found:
         fewer = {name: value for name, value in found.items() if name != field}
-        assert refusals(changed(terms, fewer)) != []
-    assert mending(changed(terms, found)) == {}
+        assert refusals(terms.changed(fewer)) != []
+    assert mending(terms.changed(found)) == {}
 
 
 def test_a_missing_price_is_named(capsys):

@@ -14,7 +14,8 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.island.environment import prepare_island
-from diloco_jax.planning import command, processes, report
+from diloco_jax.planning import command, compiler
+from diloco_jax.planning import plan as planning
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 
@@ -84,7 +85,7 @@ def test_tpus_of_this_machine_are_left_alone(plan, monkeypatch):
         platforms.append(jax.config.jax_platforms)
         raise ConfigError("seen")
 
-    monkeypatch.setattr(report, "fragments_of", fragments_of)
+    monkeypatch.setattr(planning, "fragments_of", fragments_of)
     jax.config.update("jax_platforms", "")
     try:
         assert plan(CONFIG) == (2, [])
@@ -138,7 +139,7 @@ def worker(monkeypatch, tmp_path, text):
     (tmp_path / "fake_worker.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(processes, "WORKER", "fake_worker")
+    monkeypatch.setattr(compiler, "WORKER", "fake_worker")
 
 
 SAYS = """
@@ -155,7 +156,7 @@ def test_equal_islands_are_compiled_once_with_the_flags_of_a_run(monkeypatch, tm
     twin = dataclasses.replace(CONFIG.islands["small"], stands_for="the other one")
     config = dataclasses.replace(CONFIG, islands={**CONFIG.islands, "twin": twin})
     reports = []
-    plans = processes.compile_islands(config, lambda *told: reports.append(told))
+    plans = compiler.compile_islands(config, lambda *told: reports.append(told))
     assert {name: plan["name"] for name, plan in plans.items()} == {
         "big": "big",
         "small": "small",
@@ -164,8 +165,8 @@ def test_equal_islands_are_compiled_once_with_the_flags_of_a_run(monkeypatch, tm
     for name, island in config.islands.items():
         prepare_island(island, environment := {})
         assert plans[name]["flags"] == environment.get("LIBTPU_INIT_ARGS", "")
-    assert ("big", "step", 0.25) in reports
-    assert ("small", "done", 1.0) in reports
+    assert ("big", 0.25) in reports
+    assert ("small", 1.0) in reports
 
 
 FAILS = """
@@ -221,13 +222,13 @@ def test_help_needs_no_libtpu(capsys):
 def test_uneven_fragments_are_cut_again_for_the_advice(plan, capsys, monkeypatch):
     """The plan with the change has the fragments of the change; nothing is compiled
     again, as the pieces are the same."""
-    planned, largest = report.plan_run, []
+    planned, largest = planning.plan_run, []
 
-    def recorded(path, config, compiled, fragments, *more):
+    def recorded(path, config, fragments, *more):
         largest.append(max(fragments.sizes))
-        return planned(path, config, compiled, fragments, *more)
+        return planned(path, config, fragments, *more)
 
-    monkeypatch.setattr(report, "plan_run", recorded)
+    monkeypatch.setattr(planning, "plan_run", recorded)
     sync = dataclasses.replace(CONFIG.run.sync, fragment_by="layer")
     run = dataclasses.replace(CONFIG.run, sync=sync)
     compiled = {

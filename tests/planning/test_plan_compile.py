@@ -252,7 +252,7 @@ def test_parts_that_hosts_fetch_are_put_in_place_within_the_cycle(tmp_path):
 PACKED = """
 import dataclasses, json, os, sys
 from diloco_jax.config import DataConfig, IslandConfig, ModelConfig, RunConfig
-from diloco_jax.planning.processes import environment_of
+from diloco_jax.planning.compiler import environment_of
 island = IslandConfig(
     topology="v6e:2x2", batch_size=4, mesh_fsdp=2, mesh_tensor=2, remat="attention"
 )

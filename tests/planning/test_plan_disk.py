@@ -24,9 +24,9 @@ from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
-from diloco_jax.planning import disk
+from diloco_jax.planning import coordinator
 from diloco_jax.planning.coordinator import plan_coordinator
-from diloco_jax.planning.report import fragments_of
+from diloco_jax.planning.plan import fragments_of
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Contribution, Record, Version
@@ -100,7 +100,7 @@ def size_of(folder):
 @pytest.mark.parametrize("cycle_s", [0.01, 1.0, 60.0, 1e7])
 def test_the_least_that_a_disk_has_is_the_same_for_every_step(owner, cycle_s):
     def plan_of(cycle_s, cycles):
-        return disk.plan_disk(
+        return coordinator.plan_disk(
             Placement(snapshots_kept=3, snapshot_every_s=60.0),
             params=1000,
             fragments=4,
@@ -242,11 +242,11 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path
     metrics.close()
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     written = sum(file.stat().st_size for file in files)
-    cycles, seconds = merges / FRAGMENTS, reports * disk.REPORTS_EVERY_S
+    cycles, seconds = merges / FRAGMENTS, reports * coordinator.REPORTS_EVERY_S
     mixed = dataclasses.replace(RUN, data=data)
     plan = planned(Placement(), seconds / cycles, cycles, islands, mixed)
     assert plan.lines == pytest.approx(written, rel=0.08)
-    assert disk.REPORTS_EVERY_S >= service.METRICS_EVERY_S
+    assert coordinator.REPORTS_EVERY_S >= service.METRICS_EVERY_S
 
 
 def test_deltas_wait_on_the_disk_only_where_memory_is_full():

@@ -10,10 +10,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from diloco_jax.config import SyncConfig
 from diloco_jax.core.fragments import plan_fragments
-from diloco_jax.planning import memory
-from diloco_jax.planning.memory import Resident, accepted, open_fragments, refused
+from diloco_jax.planning.compiling import (
+    Hbm,
+    held_between_steps,
+    open_fragments,
+)
 
-HELD = Resident(
+HELD = Hbm(
     parameters=100,
     optimizer=200,
     watched=0,
@@ -21,7 +24,7 @@ HELD = Resident(
     residuals=100,
     open_takes=20,
     late_takes=180,
-    in_host_memory=False,
+    pinned_host=0,
 )
 
 
@@ -50,12 +53,12 @@ def test_each_chip_holds_its_share(feedback, on_host):
         steps_per_cycle=3, fragments=3, overlap_steps=1, error_feedback=feedback
     )
     kinds = dict.fromkeys(plan.pieces, kind)
-    held = memory.resident(plan, sync, state, kinds, in_host_memory=on_host)
+    held = held_between_steps(plan, sync, state, kinds, in_host_memory=on_host)
     share = 6 * 64 * 8 * 4 // 4
     assert (held.parameters, held.optimizer) == (share, share + share // 2)
     assert (held.anchors, held.residuals) == (share, share * feedback)
     assert held.watched == 0
-    watched = memory.resident(
+    watched = held_between_steps(
         plan, sync, state, kinds, in_host_memory=on_host, watched_dtype="bfloat16"
     )
     assert watched.watched == share // 2
@@ -65,7 +68,7 @@ def test_each_chip_holds_its_share(feedback, on_host):
     # The other four; nobody holds bases of pending deltas under other rules.
     assert held.late_takes == share * 2 // 3 * (1 + feedback)
     rebase = dataclasses.replace(sync, adopt="rebase")
-    other = memory.resident(plan, rebase, state, kinds, in_host_memory=on_host)
+    other = held_between_steps(plan, rebase, state, kinds, in_host_memory=on_host)
     assert other.late_takes == share * 2 // 3 * feedback
     exchange = held.anchors + held.residuals + held.open_takes
     assert (held.beside, held.pinned_host) == (
@@ -77,7 +80,7 @@ def test_what_the_compiler_adds_is_temporary():
     stats = types.SimpleNamespace(
         peak_memory_in_bytes=690, generated_code_size_in_bytes=10
     )
-    hbm = accepted(HELD, stats, available=1000)
+    hbm = HELD.accepted(stats, available=1000)
     assert (hbm.used, hbm.missing) == (700, 0)
     assert hbm.temporaries == 700 - 100 - 200 - 220
 
@@ -91,11 +94,11 @@ def test_what_the_compiler_adds_is_temporary():
     ],
 )
 def test_a_refusal_says_by_how_much(message):
-    hbm = refused(HELD, message)
+    hbm = HELD.refused(message)
     assert hbm
     assert hbm.missing == int(3.25 * 2**30)
     assert (hbm.available, hbm.temporaries) == (int(31.25 * 2**30), None)
 
 
 def test_other_errors_are_no_refusals():
-    assert refused(HELD, "INTERNAL: something else") is None
+    assert HELD.refused("INTERNAL: something else") is None

@@ -14,13 +14,12 @@ from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.merge_rules import comparators
 from diloco_jax.hardware.rates import CONSTANTS, NATIVE
 from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
-from diloco_jax.planning import terms as planning_terms
-from diloco_jax.planning.arithmetic import plan_by_arithmetic
-from diloco_jax.planning.checks import refusals
-from diloco_jax.planning.merges import cost_of, plan_merges
-from diloco_jax.planning.report import fragments_of
-from diloco_jax.planning.table import render_arithmetic
-from diloco_jax.planning.terms import Terms, changed, needs_of
+from diloco_jax.planning import checks as planning_terms
+from diloco_jax.planning.checks import Terms, needs_of, refusals
+from diloco_jax.planning.coordinator import cost_of, plan_merges
+from diloco_jax.planning.options import Assumptions
+from diloco_jax.planning.plan import fragments_of, plan_run
+from diloco_jax.planning.report import render
 
 ROOT = Path(__file__).parents[2]
 RAW = ROOT / "docs" / "results" / "raw" / "merging.json"
@@ -111,7 +110,7 @@ def test_a_sort_grows_as_its_comparators_do():
 
 def test_weighted_sums_cost_alike_and_a_sort_costs_more(terms):
     plans = {
-        rule: needs_of(changed(terms, {"sync.merge": rule})).coordinator
+        rule: needs_of(terms.changed({"sync.merge": rule})).coordinator
         for rule in ("rda", "mean", "clipped_mean", "trimmed_mean")
     }
     sums = [plans[rule].merge_cores for rule in ("rda", "mean", "clipped_mean")]
@@ -125,14 +124,14 @@ def test_weighted_sums_cost_alike_and_a_sort_costs_more(terms):
 
 def test_a_rule_that_outlasts_the_cycle_is_refused(terms):
     assert merging(terms) == []
-    sorting = changed(terms, {"sync.merge": "trimmed_mean"})
+    sorting = terms.changed({"sync.merge": "trimmed_mean"})
     (found,) = merging(sorting)
     merges, cycle = needs_of(sorting).coordinator.merges, needs_of(sorting)
     assert f"merges of a cycle take {merges.seconds:.3g} s on 16 cores" in found.text
     assert f"a cycle {cycle.cycle_seconds:.3g} s" in found.text
     assert "a weighted sum such as rda takes " in found.text
     assert "placement.workers" in found.change
-    assert merging(changed(sorting, found.change)) == []
+    assert merging(sorting.changed(found.change)) == []
 
 
 def test_a_longer_cycle_helps_where_workers_do_not(terms, monkeypatch):
@@ -142,14 +141,14 @@ def test_a_longer_cycle_helps_where_workers_do_not(terms, monkeypatch):
     )
     rates = msgspec.structs.replace(NATIVE, rules={"trimmed_mean": slow})
     monkeypatch.setattr(planning_terms, "constants_of", lambda route: rates)
-    sorting = changed(terms, {"sync.merge": "trimmed_mean"})
+    sorting = terms.changed({"sync.merge": "trimmed_mean"})
     (found,) = merging(sorting)
     assert set(found.change) == {"sync.steps_per_cycle"}
-    assert merging(changed(sorting, found.change)) == []
+    assert merging(sorting.changed(found.change)) == []
 
 
 def test_the_route_with_a_compiler_is_proposed_first(terms):
-    (found,) = merging(changed(terms, {"placement.merge_route": "auto"}))
+    (found,) = merging(terms.changed({"placement.merge_route": "auto"}))
     assert "the merge route 'xla'" in found.text
     assert found.change == {"placement.merge_route": "native"}
 
@@ -169,14 +168,14 @@ def test_workers_divide_the_merges_and_the_cores(terms):
 
 
 def test_a_rule_that_nobody_measured_is_said_to_be_one(own, terms):
-    config = changed(terms, {"sync.merge": own}).config
+    config = terms.changed({"sync.merge": own}).config
     console = Console(record=True, width=500)
-    plan = plan_by_arithmetic("x.py", config, terms.fragments, 5.0, {})
-    render_arithmetic(plan, console)
+    plan = plan_run("x.py", config, terms.fragments, Assumptions())
+    render(plan, console)
     assert "nobody measured this rule" in console.export_text()
     assert plan.fits
-    assert plan.needs.coordinator.merges.cost.known is False
-    assert merging(changed(terms, {"sync.merge": own})) == []
+    assert plan.run.coordinator.merges.cost.known is False
+    assert merging(terms.changed({"sync.merge": own})) == []
 
 
 def test_embeddings_are_merged_by_the_mean_where_the_rule_says_so(
@@ -185,7 +184,7 @@ def test_embeddings_are_merged_by_the_mean_where_the_rule_says_so(
     rates = RuleRates(beyond_core_seconds=((2, 100.0), (64, 500.0)), rule_from="here")
     known = msgspec.structs.replace(NATIVE, rules={own: rates})
     monkeypatch.setattr(planning_terms, "constants_of", lambda route: known)
-    mine = changed(terms, {"sync.merge": own})
+    mine = terms.changed({"sync.merge": own})
     (found,) = merging(mine)
     assert own in found.text
     cost = needs_of(mine).coordinator.merges.cost

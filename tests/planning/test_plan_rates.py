@@ -38,7 +38,7 @@ def test_each_rate_is_shown_with_where_it_is_from(capsys):
     assert "this plan took" in said.splitlines()[-1]
     assert cli.main([*plan, "--json"]) == 0
     found = msgspec.json.decode(capsys.readouterr().out)
-    assert found["rates"]["upload_core_seconds"] == 0.73
+    assert found["run"]["rates"]["upload_core_seconds"] == 0.73
 
 
 def test_a_rule_of_its_own_rates_has_a_line_where_it_is_used():

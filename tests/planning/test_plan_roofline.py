@@ -7,7 +7,7 @@ import pytest
 
 from diloco_jax.hardware.chips import CHIPS, chip_of, ici_bytes_per_s
 from diloco_jax.hardware.slices import GENERATIONS, find_slice
-from diloco_jax.planning.collectives import CollectiveSum
+from diloco_jax.planning.program import CollectiveSum
 
 GATHER = CollectiveSum(
     kind="all-gather",

@@ -19,9 +19,13 @@ from diloco_jax.planning.coordinator import (
     CoordinatorPlan,
     plan_coordinator,
 )
-from diloco_jax.planning.goodput import SimulatedIsland, expected_goodput
 from diloco_jax.planning.options import Assumptions
-from diloco_jax.planning.report import fragments_of, plan_run
+from diloco_jax.planning.plan import (
+    SimulatedIsland,
+    expected_goodput,
+    fragments_of,
+    plan_run,
+)
 
 FLOPS = {"big": 16 * 918e12, "small": 4 * 459e12}
 """One second of each island's chips."""
@@ -33,7 +37,7 @@ def planned(config=CONFIG, assumptions=CALM):
         name: plan_support.island(config.islands[name].topology, flops=flops)
         for name, flops in FLOPS.items()
     }
-    return plan_run("x.py", config, compiled, fragments_of(config), assumptions, {})
+    return plan_run("x.py", config, fragments_of(config), assumptions, compiled)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +132,7 @@ def test_takes_and_adoptions_hold_up_the_steps():
         )
         for name, flops in FLOPS.items()
     }
-    plan = plan_run("x.py", CONFIG, compiled, fragments_of(CONFIG), CALM, {})
+    plan = plan_run("x.py", CONFIG, fragments_of(CONFIG), CALM, compiled)
     assert plan.islands["big"].exchange_seconds == pytest.approx(3.6)
     assert plan.run.cycle_seconds == pytest.approx(20.0 + 3.6)
 

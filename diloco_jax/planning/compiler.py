@@ -1,7 +1,8 @@
 """Islands of a config, each compiled in a process of its own, two at a time.
 
 libtpu reads its flags once, writes to standard error and may abort, so it must not run
-in the process that plans. Equal islands are compiled once.
+in the process that plans; one that hangs must be killed, and its exit code told, which
+pools of the standard library cannot do. Equal islands are compiled once.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import importlib.util
+import json
 import os
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -27,17 +32,19 @@ from diloco_jax.before_jax import (
 from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.launch import variables_of
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.planning.workers import Workers, last_lines
+from diloco_jax.core.members import importable
 
 DEADLINE_S = 3600.0
 """Seconds for one island; a dozen billion parameters take minutes on a free core."""
 WORKER = "diloco_jax.planning.compiling"
+"""Prints one JSON object per line: `{"doing", "done", "parts"}` is progress,
+`{"result"}` the last line, `{"config_error"}` a refusal."""
 AT_A_TIME = 2
 """Processes at a time; each takes a core and some GB of memory."""
 Flags = tuple[tuple[str, str], ...]
 """Variables with flags, by name."""
-Report = Callable[[str, str, float], None]
-"""Callback (island, current work, share that is done); several threads call it."""
+Report = Callable[[str, float], None]
+"""Callback (island, share that is done); several threads call it."""
 
 
 class PlanError(Exception):
@@ -63,75 +70,86 @@ def compile_islands(
     groups: dict[tuple[IslandConfig, Flags], list[str]] = {}
     names = names or list(config.islands)
     for name in names:
-        group = _compiled_part(config.islands[name]), flags_of(config, name)
-        groups.setdefault(group, []).append(name)
+        # Without the fields that no compiler sees.
+        compiled = dataclasses.replace(
+            config.islands[name], stands_for="", step_seconds=0.0, hosts=1, offers=""
+        )
+        groups.setdefault((compiled, flags_of(config, name)), []).append(name)
     plans: dict[str, Any] = {}
+    running: set[subprocess.Popen[str]] = set()
     with tempfile.TemporaryDirectory(prefix="diloco-plan-") as folder:
         path = Path(folder) / run_files.CONFIG
         write_config_json(config, path)
-        compiler = _Compiler(path, report)
         with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
             work = {
-                pool.submit(
-                    compiler.compile, alike[0], config.islands[alike[0]], flags
-                ): alike
-                for (_, flags), alike in groups.items()
+                pool.submit(_compile, path, alike[0], island, flags, report, running): (
+                    alike
+                )
+                for (island, flags), alike in groups.items()
             }
             try:
                 for future in concurrent.futures.as_completed(work):
                     plans.update(dict.fromkeys(work[future], future.result()))
             except BaseException:
-                compiler.stop()
-                pool.shutdown(cancel_futures=True)
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(running):
+                    process.kill()
                 raise
     return {name: plans[name] for name in names}
 
 
-def _compiled_part(island: IslandConfig) -> IslandConfig:
-    """Return the island without the fields that no compiler sees."""
-    return dataclasses.replace(
-        island, stands_for="", step_seconds=0.0, hosts=1, offers=""
+def _compile(
+    path: Path,
+    name: str,
+    island: IslandConfig,
+    flags: Flags,
+    report: Report,
+    running: set[subprocess.Popen[str]],
+) -> Any:
+    """Compile an island in its process and return its plan.
+
+    running: has the process as long as it lives."""
+    log, environment = path.with_name(f"{name}.log"), environment_of(island, flags)
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", WORKER, str(path), name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**environment, **importable()},
+            text=True,
+        )
+    running.add(process)
+    # A process that hangs prints nothing, so the deadline must kill it.
+    killer = threading.Timer(DEADLINE_S, process.kill)
+    killer.start()
+    assert process.stdout
+    try:
+        with process.stdout as lines:
+            for said in map(json.loads, lines):
+                if "config_error" in said:
+                    raise ConfigError(said["config_error"])
+                if "result" in said:
+                    report(name, 1.0)
+                    return said["result"]
+                report(name, said["done"] / said["parts"])
+        code = process.wait()
+    finally:
+        killer.cancel()
+        process.kill()
+        process.wait()
+        running.discard(process)
+    last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+    if code == -signal.SIGKILL:
+        raise PlanError(
+            f"compiling island {name} was killed, for want of memory or after "
+            f"{DEADLINE_S:g} s; it said:\n{last}"
+        )
+    raise ConfigError(
+        f"compiling island {name} for {island.topology} ended with code {code} and no "
+        f"result, with {libtpu_flags_in_force(environment)}; flags that you set there "
+        f"override those of diloco_jax/before_jax.py; it said:\n{last}"
     )
-
-
-class _Compiler:
-    """Compiles islands, one per call of `compile`, from any thread."""
-
-    def __init__(self, path: Path, report: Report) -> None:
-        self._path = path
-        self._report = report
-        self._workers = Workers()
-
-    def compile(self, name: str, island: IslandConfig, flags: Flags) -> Any:
-        """Compile an island in its process and return its plan."""
-        log = self._path.with_name(f"{name}.log")
-        environment = environment_of(island, flags)
-        plan, code = self._workers.run(
-            WORKER,
-            [str(self._path), name],
-            environment=environment,
-            log=log,
-            deadline_s=DEADLINE_S,
-            progress=lambda doing, share: self._report(name, doing, share),
-        )
-        if plan is not None:
-            self._report(name, "done", 1.0)
-            return plan
-        if code == -signal.SIGKILL:
-            raise PlanError(
-                f"compiling island {name} was killed, for want of memory or after "
-                f"{DEADLINE_S:g} s; it said:\n{last_lines(log)}"
-            )
-        raise ConfigError(
-            f"compiling island {name} for {island.topology} ended with code {code} and "
-            f"no result, with {libtpu_flags_in_force(environment)}; flags that you set "
-            f"there override those of diloco_jax/before_jax.py; it said:\n"
-            f"{last_lines(log)}"
-        )
-
-    def stop(self) -> None:
-        """End all processes."""
-        self._workers.stop()
 
 
 def flags_of(config: Config, name: str) -> Flags:
