@@ -35,13 +35,11 @@ import numpy as np
 import support
 
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig
+from diloco_jax.data.batches import BatchReader, LeasedStream
+from diloco_jax.data.examples import Reader
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.prepare.examples import Reader
-from diloco_jax.data.prepare.work import prepare
-from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.stream import LeasedStream
-from diloco_jax.data.tokenizers.tokenizer import Placed
+from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.tokenizers import Placed
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run

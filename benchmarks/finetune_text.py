@@ -16,8 +16,7 @@ from support import DILOCO
 
 from diloco_jax.config import ModelConfig
 from diloco_jax.data.documents import find_documents
-from diloco_jax.data.tokenizers.opening import open_tokenizer
-from diloco_jax.data.tokenizers.tokenizer import Tokenizer
+from diloco_jax.data.tokenizers import Tokenizer, open_tokenizer
 from diloco_jax.models.generation import make_likelihood
 from diloco_jax.models.model import Params
 

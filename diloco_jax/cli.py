@@ -328,12 +328,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "makes and starts what runs CONFIG on TPU slices",
     ),
     "data": (
-        _of("diloco_jax.data.prepare.command", "data_command"),
+        _of("diloco_jax.data.commands", "data_command"),
         "prepare OUT SOURCES... [--tokenizer PATH] [--sequence-length T]",
         "packed rows of tokens out of text, JSON lines and Parquet",
     ),
     "manifest": (
-        _of("diloco_jax.data.manifest_command", "manifest_command"),
+        _of("diloco_jax.data.commands", "manifest_command"),
         "PATH [--missing]",
         "read large files of text or tokens once, so that no start does",
     ),

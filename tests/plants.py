@@ -15,7 +15,7 @@ from unittest import mock
 from msgspec.structs import replace
 from plants_of_disk import DISK_PLANTS
 
-from diloco_jax.data.stream import LeasedPositions
+from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
     admission,

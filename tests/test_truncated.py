@@ -32,12 +32,11 @@ from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data import manifest
-from diloco_jax.data.prepare.examples import Reader
-from diloco_jax.data.prepare.work import prepare
-from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.prepared.contents import NAME, read_manifest, require_whole
-from diloco_jax.data.tokenizers.of_bytes import Bytes
-from diloco_jax.data.tokens import read_token_file
+from diloco_jax.data.documents import read_token_file
+from diloco_jax.data.examples import Reader
+from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.prepared import MANIFEST, read_manifest, require_whole
+from diloco_jax.data.tokenizers import Bytes
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import (
@@ -233,7 +232,7 @@ def prepared(folder: Path) -> Path:
 
 def prepared_manifest(folder: Path) -> Kind:
     out = prepared(folder)
-    return Kind(out / NAME, lambda: read_manifest(out))
+    return Kind(out / MANIFEST, lambda: read_manifest(out))
 
 
 def prepared_rows(folder: Path) -> Kind:

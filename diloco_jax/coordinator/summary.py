@@ -12,7 +12,7 @@ from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, DataConfig
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.data.shares import Shares
+from diloco_jax.data.source import Shares
 from diloco_jax.files import json_number, write_json
 from diloco_jax.observability import measures
 from diloco_jax.protocol.coordinator import ending, leases, ledger

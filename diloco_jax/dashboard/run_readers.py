@@ -22,7 +22,7 @@ from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, Placement, RunConfig
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.dashboard.timeline import Timeline
-from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
+from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.files import expand
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability.tape import closed_segments, nbytes

@@ -3,6 +3,12 @@
 A file's name is the path relative to what was given. In a folder, files that hold no
 documents are left out, and told; a file that is named by its own path is read or
 refused.
+
+A file is one document. Text is UTF-8, a byte a token; the mark with which some systems
+begin a file (BOM) is no part of it. Tokens that were made beforehand are one row of
+integers, as `numpy.save` writes it; their maker puts the separators into it. Large
+files are mapped into memory. Such a file is read as a whole once, for its manifest
+(`manifest.py`); after that, only what is trained on.
 """
 
 from __future__ import annotations
@@ -10,20 +16,120 @@ from __future__ import annotations
 import codecs
 import collections
 import contextlib
+import dataclasses
 import enum
+import errno
 import gzip
 import logging
 import os
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.lib import format
+
+from diloco_jax import files
 from diloco_jax.config import ConfigError
 from diloco_jax.data import manifest
-from diloco_jax.data.tokens import SUFFIX
 from diloco_jax.files import is_bucket
+
+TOKENS_SUFFIX = ".npy"
+MOST = 2**31 - 1
+"""Highest token."""
+
+
+class TokenRow:
+    """Arrays one after the other, without a copy: like the result of
+    `numpy.concatenate`, for `len` and slices alone."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._parts else 0
+
+    def __getitem__(self, wanted: slice) -> np.ndarray:
+        """Return a copy of the tokens in a slice of step 1."""
+        start, stop, _ = wanted.indices(len(self))
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        found = []
+        for part, end in zip(self._parts[first:], self._ends[first:], strict=True):
+            began = int(end) - len(part)
+            if began >= stop:
+                break
+            found.append(part[max(0, start - began) : stop - began])
+        return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+
+Tokens = np.ndarray | TokenRow
+"""Integers [tokens]; both are read by slices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """One file of tokens, mapped, [tokens]. `digest`: of its type and contents."""
+
+    tokens: np.ndarray
+    digest: bytes
+    largest: int
+
+
+def read_token_file(path: pathlib.Path, samples: int | None = None) -> TokenFile:
+    """Map a file, and check every token once, which its manifest remembers. Raise
+    ConfigError, naming the file, if it is not a row of token numbers.
+
+    samples: see `manifest.described`.
+    """
+    tokens = _open_tokens(path)
+    found = manifest.described(path, tokens, _check_tokens, samples)
+    return TokenFile(tokens, found.digest, found.largest)
+
+
+def make_token_manifest(path: pathlib.Path) -> manifest.Manifest:
+    """Read the whole file and write its manifest, even if it has one."""
+    return manifest.make(path, _open_tokens(path), _check_tokens)
+
+
+def _open_tokens(path: pathlib.Path) -> np.ndarray:
+    try:
+        if manifest.is_large(path):
+            tokens: np.ndarray = format.open_memmap(path, mode="r")
+        else:
+            with path.open("rb") as file:
+                tokens = format.read_array(file, allow_pickle=False)
+    except Exception as error:
+        # numpy parses a header as Python, so errors are of many kinds.
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            raise ConfigError(
+                f"data.paths: {path} is one file too many to be open at a time; join "
+                f"some, or raise `ulimit -n`"
+            ) from error
+        raise ConfigError(
+            f"data.paths: {path} cannot be read as an array of numpy ({error}); write "
+            f"it with numpy.save"
+        ) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data.paths: {path} has shape {tokens.shape} and type {tokens.dtype}; "
+            f"tokens are one row of integers"
+        )
+    return tokens
+
+
+def _check_tokens(path: pathlib.Path, tokens: np.ndarray, part: slice) -> int:
+    """Raise ConfigError for a negative or too large token; return the largest."""
+    low, high = int(tokens[part].min()), int(tokens[part].max())
+    if low < 0 or high > MOST:
+        wrong = low if low < 0 else high
+        raise ConfigError(
+            f"data.paths: {path} has {wrong} as a token; they are from 0 to {MOST}"
+        )
+    return high
+
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +243,7 @@ def _kind(path: pathlib.Path, named: bool, field: str) -> SourceKind:
         return SourceKind.LINES
     if name.endswith(".parquet"):
         return SourceKind.TABLE
-    if name.endswith(SUFFIX):
+    if name.endswith(TOKENS_SUFFIX):
         return SourceKind.TOKENS
     if ending == ".json" and (named or not name.startswith(ABOUT)):
         kind = _kind_of_json(path)
@@ -261,6 +367,110 @@ def _is_manifest(path: pathlib.Path) -> bool:
     if path.suffix != manifest.SUFFIX:
         return False
     described = path.with_suffix("")
-    if described.suffix.lower() == SUFFIX:
+    if described.suffix.lower() == TOKENS_SUFFIX:
         return True
     return described.is_file() and manifest.is_large(described)
+
+
+LONGEST_REST = 3
+"""Bytes of a character after its first."""
+BOM = codecs.BOM_UTF8
+CONVERTED = "convert it to UTF-8 or leave it out"
+PACKED_BEGINNINGS = (b"\x1f\x8b", b"BZh", b"PK\3\4", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
+BEGINNINGS = {
+    (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE): ("it is UTF-32", CONVERTED),
+    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE): ("it is UTF-16", CONVERTED),
+    PACKED_BEGINNINGS: ("it is compressed", "unpack it"),
+    (b"\x93NUMPY",): ("it has tokens", "give it as data.paths"),
+    (b"PAR1",): ("it is Parquet", "name it .parquet"),
+    (b"%PDF-",): ("it is PDF", "convert it to text"),
+}
+"""Beginnings of files that are no text: the kind of file, and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFile:
+    """One file of text, uint8 [bytes]; a large one is mapped.
+
+    digested: its part of the corpus's digest: the text itself or, for a large file, a
+    digest.
+    """
+
+    text: np.ndarray
+    digested: bytes
+
+
+def read_text_file(path: pathlib.Path, samples: int | None = None) -> TextFile:
+    """Read a small file; map a large one, and check it once, which its manifest
+    remembers. Raise ConfigError, naming the file, if it is not text.
+
+    samples: see `manifest.described`.
+    """
+    try:
+        if not manifest.is_large(path):
+            data = path.read_bytes()
+            small = np.frombuffer(data, np.uint8)
+            _check_text(path, small, slice(0, len(small)))
+            data = data.removeprefix(BOM)
+            return TextFile(np.frombuffer(data, np.uint8), data)
+        text = np.memmap(path, np.uint8, mode="r")
+    except OSError as error:
+        raise unreadable(error) from error
+    digest = manifest.described(path, text, _check_text, samples).digest
+    if bytes(text[: len(BOM)]) == BOM:  # The manifest is of the whole file.
+        return TextFile(text[len(BOM) :], digest + BOM)
+    return TextFile(text, digest)
+
+
+def make_text_manifest(path: pathlib.Path) -> manifest.Manifest:
+    """Read the whole file and write its manifest, even if it has one."""
+    return manifest.make(path, np.memmap(path, np.uint8, mode="r"), _check_text)
+
+
+def require_text(
+    data: bytes, path: str | pathlib.Path, at: int, field: str = "data.paths"
+) -> None:
+    """Raise ConfigError, naming file and remedy, if bytes from `at` on are no text."""
+    if wrong := fault_of_text(data, at):
+        raise ConfigError(f"{field}: {path} is not text: {'; '.join(wrong)}")
+
+
+def fault_of_text(data: bytes, at: int) -> tuple[str, str] | None:
+    """Say why the bytes of a file from `at` on are no text, and the remedy; None if
+    they are."""
+    if not at and files.is_pointer(data):
+        return files.POINTED, "or leave it out"
+    offset, problem = data.find(b"\0"), "a NUL byte"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        if offset < 0 or error.start < offset:
+            offset, problem = error.start, "a byte that is not UTF-8"
+    if offset < 0:
+        return None
+    for marks, found in BEGINNINGS.items():
+        if not at and data.startswith(marks):
+            return found
+    return f"{problem} at offset {at + offset}", CONVERTED
+
+
+def _check_text(path: pathlib.Path, text: np.ndarray, part: slice) -> int:
+    """Raise ConfigError unless a part is text; return its largest byte. A character
+    counts to the part in which it begins."""
+    start = _begin_text(text, part.start)
+    require_text(text[start : _begin_text(text, part.stop)].tobytes(), path, start)
+    return int(text[part].max(initial=0))
+
+
+def _begin_text(text: np.ndarray, at: int) -> int:
+    """Return the first place at or after `at` where a character begins.
+
+    If no character begins within the next `LONGEST_REST` bytes, the text is not UTF-8:
+    return `at`, or the end of the text if that is nearer.
+    """
+    if at == 0:
+        return 0
+    for place in range(at, min(at + LONGEST_REST + 1, len(text))):
+        if text[place] & 0xC0 != 0x80:
+            return place
+    return at if at + LONGEST_REST < len(text) else len(text)

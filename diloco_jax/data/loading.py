@@ -1,5 +1,13 @@
-"""Load the data of a run for training and evaluation: text, tokens, rows or your
-own.
+"""Load the data of a run for training and evaluation: text, tokens, rows or your own.
+
+The global index is an endless order of a source's rows, the same on every machine.
+Position p is in epoch p // n, n rows to an epoch; each epoch is a permutation of all
+rows drawn from (seed, epoch). Islands are leased ranges of positions, so numbers alone
+decide which island trains on what.
+
+In a mixture each source has its share of the positions. A source that ends begins anew,
+in another order, whatever the others do: position p is row r of epoch e of source s,
+and each (s, e, r) has one position.
 """
 
 from __future__ import annotations
@@ -7,26 +15,69 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import grain
 import numpy as np
 
 from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.core.members import load, said
-from diloco_jax.data.corpus import load_checked_corpus
-from diloco_jax.data.index import GlobalIndex, Mixture
-from diloco_jax.data.prepared.opening import are_prepared, open_folders, tokenizer_of
-from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.shares import Shares
+from diloco_jax.data.batches import BatchReader
+from diloco_jax.data.corpus import ValidationWindows, Windows, load_checked_corpus
+from diloco_jax.data.prepared import are_prepared, open_folders, tokenizer_of
 from diloco_jax.data.source import (
+    Fields,
     Numbered,
+    Row,
     RowRange,
     Rows,
+    Shares,
     Source,
     Together,
     cut,
     require_row,
 )
-from diloco_jax.data.tokenizers.opening import open_tokenizer, require_tokenizer
-from diloco_jax.data.windows import ValidationWindows, Windows
+from diloco_jax.data.tokenizers import open_tokenizer, require_tokenizer
+
+SEED_STEP, SEEDS = 0x9E3779B1, 1 << 32
+"""Distance between the seeds of two sources, and the number of seeds."""
+
+
+class GlobalIndex:
+    """Rows of one source by position, without a table in memory."""
+
+    def __init__(self, source: Source, seed: int) -> None:
+        self._source = source
+        rows = grain.MapDataset.range(len(source)).seed(seed)
+        self._order = rows.shuffle().repeat()
+
+    @property
+    def fields(self) -> Fields:
+        """Arrays of every row by name."""
+        return self._source.fields
+
+    def __getitem__(self, position: int) -> Row:
+        """Return the row of a position."""
+        number = int(self._order[position])
+        return require_row(self._source[number], number)
+
+
+class Mixture:
+    """Rows of several sources by position, without a table of rows in memory."""
+
+    def __init__(self, sources: Sequence[Source], shares: Shares, seed: int) -> None:
+        """sources: with the same arrays, in the order of the shares."""
+        self._shares = shares
+        # Sources of one length do not go through their rows in step.
+        self._indices = [
+            GlobalIndex(source, (seed + number * SEED_STEP) % SEEDS)
+            for number, source in enumerate(sources)
+        ]
+        self.fields: Fields = sources[0].fields
+
+    def __getitem__(self, position: int) -> Row:
+        """Return the row of a position."""
+        source, draw = self._shares.draw(position)
+        return self._indices[source][draw]
+
 
 MOST_ROWS = 2**32
 """Rows of an epoch that the global index can shuffle."""

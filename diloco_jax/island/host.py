@@ -15,10 +15,8 @@ import jax
 from diloco_jax import checkpoint, compilation, run_files
 from diloco_jax.config import Config
 from diloco_jax.core.families import ADOPT_RULES
+from diloco_jax.data.batches import BatchReader, LeasedStream, ValidationBatches
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.stream import LeasedStream
-from diloco_jax.data.validation import ValidationBatches
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (

@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.data.stream import LeasedPositions
+from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.alongside import LentBeside
 from diloco_jax.island.device.build import at_anchors, compile_programs

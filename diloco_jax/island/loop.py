@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco_jax.data.stream import LeasedStream
+from diloco_jax.data.batches import LeasedStream
 from diloco_jax.faults import Faults
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator, Watcher

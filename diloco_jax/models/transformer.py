@@ -38,7 +38,7 @@ from jax.extend.random import threefry2x32_p
 
 from diloco_jax.config import ConfigError, ModelConfig, suggest
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS
-from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE
+from diloco_jax.data.tokenizers import VOCAB_SIZE
 from diloco_jax.models.attention import ATTENDED, ATTENTION
 from diloco_jax.models.layers import (
     Layer,

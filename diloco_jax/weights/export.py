@@ -20,7 +20,7 @@ import numpy as np
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, RunConfig
 from diloco_jax.core.fragments import from_pieces
-from diloco_jax.data.tokenizers.opening import find_tokenizer, open_tokenizer
+from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build, build_plan

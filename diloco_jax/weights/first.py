@@ -29,9 +29,8 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.core.fragments import Piece, get_piece
-from diloco_jax.data.prepared.contents import is_prepared, read_manifest
-from diloco_jax.data.prepared.opening import tokenizer_of
-from diloco_jax.data.tokenizers.opening import (
+from diloco_jax.data.prepared import is_prepared, read_manifest, tokenizer_of
+from diloco_jax.data.tokenizers import (
     find_tokenizer,
     kept_name,
     open_tokenizer,

@@ -13,9 +13,13 @@ from diloco_jax import run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.config.fields import check_utf8
-from diloco_jax.data.tokenizers.of_bytes import VOCAB_SIZE, Bytes
-from diloco_jax.data.tokenizers.opening import find_tokenizer, open_tokenizer
-from diloco_jax.data.tokenizers.tokenizer import Tokenizer
+from diloco_jax.data.tokenizers import (
+    VOCAB_SIZE,
+    Bytes,
+    Tokenizer,
+    find_tokenizer,
+    open_tokenizer,
+)
 from diloco_jax.evaluation import params_of
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Params

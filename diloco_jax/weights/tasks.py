@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from diloco_jax.config import ConfigError
-from diloco_jax.data.text import BOM
+from diloco_jax.data.documents import BOM
 from diloco_jax.models.generation import make_likelihood
 from diloco_jax.weights.speaker import Speaker
 

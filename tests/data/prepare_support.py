@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco_jax.data.prepare.examples import Reader
-from diloco_jax.data.prepare.work import prepare
-from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.prepared.rows import PreparedRows
-from diloco_jax.data.tokenizers.of_bytes import Bytes
+from diloco_jax.data.examples import Reader
+from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.prepared import PreparedRows
+from diloco_jax.data.tokenizers import Bytes
 
 LENGTH = 32
 

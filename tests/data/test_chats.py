@@ -12,13 +12,11 @@ from prepare_support import recipe, write_lines
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.data.prepare.examples import Reader, reader_for
-from diloco_jax.data.prepare.reading import Document
-from diloco_jax.data.prepare.templates import Template, template_beside
-from diloco_jax.data.prepare.writing import _tokenised
-from diloco_jax.data.prepared.contents import read_manifest
-from diloco_jax.data.tokenizers.of_bytes import Bytes
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.examples import Reader, Template, reader_for, template_beside
+from diloco_jax.data.prepare import _tokenised
+from diloco_jax.data.prepare_sources import Document
+from diloco_jax.data.prepared import read_manifest
+from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 
 SYSTEM = {"role": "system", "content": "be brief"}
 CHAT = [

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_jax.config import ConfigError
 from diloco_jax.data.corpus import is_validation, load_corpus
-from diloco_jax.data.tokenizers.of_bytes import decode, encode
+from diloco_jax.data.tokenizers import decode_bytes, encode_bytes
 
 
 def write(folder, names, text="text of {}"):
@@ -144,6 +144,6 @@ def test_an_empty_folder_is_refused(tmp_path):
 
 def test_tokens_are_bytes():
     text = "def f():\n    return 'gr\u00fcn'\n"
-    assert encode(text).tolist() == list(text.encode())
-    assert decode(encode(text)) == text
-    assert decode(np.array([97, 0, 98, 0xFF])) == "a\nb\ufffd"
+    assert encode_bytes(text).tolist() == list(text.encode())
+    assert decode_bytes(encode_bytes(text)) == text
+    assert decode_bytes(np.array([97, 0, 98, 0xFF])) == "a\nb\ufffd"

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from diloco_jax import cli
 from diloco_jax.config import DataConfig, RunConfig
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.prepared.contents import read_manifest
+from diloco_jax.data.prepared import read_manifest
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 LINES = re.findall(r"^diloco data prepare (.*)$", PAGE.read_text(), re.M)

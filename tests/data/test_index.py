@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.data.index import Mixture
-from diloco_jax.data.shares import MOST_SLOTS, Shares, slots_of
-from diloco_jax.data.source import TOKENS, Together
+from diloco_jax.data.loading import Mixture
+from diloco_jax.data.source import MOST_SLOTS, TOKENS, Shares, Together, slots_of
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
 

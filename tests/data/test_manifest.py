@@ -9,9 +9,9 @@ import pytest
 
 from diloco_jax.config import ConfigError, DataConfig
 from diloco_jax.data import manifest
+from diloco_jax.data.commands import manifest_command
 from diloco_jax.data.corpus import load_checked_corpus, load_corpus
-from diloco_jax.data.manifest_command import manifest_command
-from diloco_jax.data.tokens import read_token_file
+from diloco_jax.data.documents import read_token_file
 
 CHUNK = 64
 """Tokens of a chunk in these tests."""

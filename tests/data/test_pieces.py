@@ -7,7 +7,7 @@ import pytest
 from prepare_support import documents_of, made, recipe, write_lines
 
 from diloco_jax.config import ConfigError
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.tokenizers import open_tokenizer
 
 PIECES = 2 * make_tokenizers.WORDS
 UNK, START, END, TOOL = 0, 1, 2, 3

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from prepare_support import LENGTH, documents_of, made, many, recipe, write_lines
 from pyarrow import parquet
 
+from diloco_jax.data import prepare_sources as parts_module
 from diloco_jax.data.corpus import is_validation, place
-from diloco_jax.data.prepare import parts as parts_module
-from diloco_jax.data.prepare.examples import Reader
-from diloco_jax.data.prepare.packing import Tokenised, pack
-from diloco_jax.data.prepare.parts import SourceKind, find_sources, make_parts
-from diloco_jax.data.prepare.reading import read
-from diloco_jax.data.prepared.records import RecordFormat
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.examples import Reader
+from diloco_jax.data.prepare import Tokenised, pack
+from diloco_jax.data.prepare_sources import SourceKind, find_sources, make_parts, read
+from diloco_jax.data.prepared import RecordFormat
+from diloco_jax.data.tokenizers import open_tokenizer
 
 # ---- packing ---------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ def test_other_tokens_give_the_text_back(kind, tokenizers, tmp_path):
 
 def test_a_long_text_is_cut_at_ends_of_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(parts_module, "DOCUMENT_BYTES", 1000)
-    monkeypatch.setattr("diloco_jax.data.prepare.reading.DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr("diloco_jax.data.prepare_sources.DOCUMENT_BYTES", 1000)
     (tmp_path / "in").mkdir()
     lines = "".join(f"line {i} of ünïcode\n" for i in range(400)) + "ü" * 2500
     (tmp_path / "in" / "long.txt").write_text(lines)
@@ -289,7 +288,7 @@ def test_few_documents_are_on_both_sides(fraction, sides, part_bytes, tmp_path):
 def test_work_among_its_sources_is_none_of_them(tmp_path, monkeypatch):
     many(tmp_path, 40)
     with monkeypatch.context() as inside:
-        inside.setattr("diloco_jax.data.prepare.work._finish", lambda *a: 1 / 0)
+        inside.setattr("diloco_jax.data.prepare._finish", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made(tmp_path, out="in/out")
     assert (tmp_path / "in" / "out.partial" / "parts").exists()
@@ -330,11 +329,12 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path):
     many(tmp_path, 3000)
     program = (
         "import sys, time; from diloco_jax import cli; "
-        "from diloco_jax.data.prepare import work; "
+        "from diloco_jax.data import prepare; "
         # It is killed before its end, however late that is.
-        "finish = work._finish; held = sys.argv.pop(1) == 'held'; "
-        "work._finish = lambda *a: time.sleep(600) if held else finish(*a); "
-        "work.PART_BYTES = 1; work.prepare.__kwdefaults__['part_bytes'] = 60_000; "
+        "finish = prepare._finish; held = sys.argv.pop(1) == 'held'; "
+        "prepare._finish = lambda *a: time.sleep(600) if held else finish(*a); "
+        "prepare.PART_BYTES = 1; "
+        "prepare.prepare.__kwdefaults__['part_bytes'] = 60_000; "
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     source, out = str(tmp_path / "in"), tmp_path / "out"

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.data.prepare import parts as parts_module
+from diloco_jax.data import prepare_sources as parts_module
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 26906\n"
 DEEP = b"[" * 200_000 + b"]" * 200_000
@@ -59,7 +59,7 @@ def test_an_option_that_fits_no_document_is_refused_before_the_work(
     texts, tmp_path, monkeypatch
 ):
     write_lines(tmp_path / "in" / "z.jsonl", [{"body": "text"}] * 9)
-    work = "diloco_jax.data.prepare.work.do_parts"
+    work = "diloco_jax.data.prepare.do_parts"
     monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
     with pytest.raises(ConfigError, match=r"z.jsonl, offset 0: .*fields are body"):
         made(tmp_path)
@@ -111,7 +111,7 @@ ROLES = "'assistant' says is learned, and their messages have the roles "
 def test_what_cannot_be_used_says_why_before_the_work(
     objects, shown, tmp_path, monkeypatch
 ):
-    work = "diloco_jax.data.prepare.work.do_parts"
+    work = "diloco_jax.data.prepare.do_parts"
     monkeypatch.setattr(work, lambda *arguments: pytest.fail("the work began"))
     (tmp_path / "in").mkdir()
     if isinstance(objects, list):
@@ -129,7 +129,7 @@ def test_any_failure_before_a_part_is_done_leaves_nothing(
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("diloco_jax.data.prepare.work.do_parts", fail)
+    monkeypatch.setattr("diloco_jax.data.prepare.do_parts", fail)
     with pytest.raises(error):
         made(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -142,7 +142,7 @@ def test_a_source_that_went_away_meanwhile_is_named(texts, tmp_path, monkeypatch
         (tmp_path / "in" / "t005.txt").unlink()
         return real(*arguments)
 
-    monkeypatch.setattr("diloco_jax.data.prepare.work.make_parts", late)
+    monkeypatch.setattr("diloco_jax.data.prepare.make_parts", late)
     with pytest.raises(ConfigError, match=r"t005.txt cannot be read \(No such file"):
         made(tmp_path)
 
@@ -157,7 +157,7 @@ def test_half_a_character_of_json_is_replaced(tmp_path):
 
 def test_other_options_do_not_go_on(texts, tmp_path, monkeypatch):
     with monkeypatch.context() as inside:
-        finish = "diloco_jax.data.prepare.work._finish"
+        finish = "diloco_jax.data.prepare._finish"
         inside.setattr(finish, lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made(tmp_path)
@@ -181,7 +181,7 @@ def test_a_source_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch
         os.utime(tmp_path / "in" / "t005.txt", (1, 1))
         return found
 
-    monkeypatch.setattr("diloco_jax.data.prepare.work.make_parts", late)
+    monkeypatch.setattr("diloco_jax.data.prepare.make_parts", late)
     with pytest.raises(ConfigError, match=r"t005.txt has changed since the work began"):
         made(tmp_path)
 

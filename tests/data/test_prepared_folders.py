@@ -11,13 +11,13 @@ from prepare_support import made, many
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.data.prepared.contents import (
+from diloco_jax.data.prepared import (
     CHUNK_BYTES,
-    NAME,
+    MANIFEST,
+    PreparedRows,
     read_manifest,
     require_whole,
 )
-from diloco_jax.data.prepared.rows import PreparedRows
 
 
 def test_files_are_those_of_the_manifest(texts, tmp_path):
@@ -39,19 +39,19 @@ def test_files_are_those_of_the_manifest(texts, tmp_path):
     with pytest.raises(ConfigError, match=r"size is No such file or directory here"):
         require_whole(folder, prepared)
     newer = msgspec.structs.replace(prepared, format=99)
-    (folder / NAME).write_bytes(msgspec.json.encode(newer))
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(newer))
     with pytest.raises(ConfigError, match="has format 99, this version reads format 2"):
         read_manifest(folder)
     older = {**msgspec.to_builtins(prepared), "format": 1}
     del older["ends"], older["train"]["counts"]["chats"]
-    (folder / NAME).write_bytes(msgspec.json.encode(older))
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(older))
     with pytest.raises(ConfigError, match=r"has format 1, .* make the folder again"):
         read_manifest(folder)
 
 
 def test_a_folder_of_before_kinds_were_noted_is_what_it_was(texts, tmp_path):
     made(tmp_path)
-    path = tmp_path / "out" / NAME
+    path = tmp_path / "out" / MANIFEST
     manifest = json.loads(path.read_text())
     assert {source.pop("kind") for source in manifest["sources"]} == {"text"}
     old = json.dumps(manifest, separators=(",", ":"))
@@ -79,7 +79,7 @@ def test_rows_are_read_from_many_files(tmp_path, monkeypatch):
     prepared, train, _ = made(tmp_path, part_bytes=2000)
     assert len(prepared.train.shards) > 5
     want = [train[number]["tokens"] for number in range(len(train))]
-    monkeypatch.setattr("diloco_jax.data.prepared.rows.MOST_OPEN", 2)
+    monkeypatch.setattr("diloco_jax.data.prepared.MOST_OPEN", 2)
     few = PreparedRows(tmp_path / "out", prepared, prepared.train)
     for number in np.random.default_rng(0).permutation(len(train)):
         np.testing.assert_array_equal(few[int(number)]["tokens"], want[number])

@@ -24,14 +24,12 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
+from diloco_jax.data.batches import ValidationBatches
+from diloco_jax.data.examples import Reader
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.prepare.examples import Reader
-from diloco_jax.data.prepare.work import prepare
-from diloco_jax.data.prepare.writing import Recipe
-from diloco_jax.data.prepared.contents import NAME, read_manifest
-from diloco_jax.data.tokenizers.of_bytes import Bytes
-from diloco_jax.data.tokenizers.opening import open_tokenizer
-from diloco_jax.data.validation import ValidationBatches
+from diloco_jax.data.prepare import Recipe, prepare
+from diloco_jax.data.prepared import MANIFEST, read_manifest
+from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.weights.first import keep_tokenizer
 
 LENGTH = tiny.SEQUENCE_LENGTH
@@ -198,10 +196,10 @@ def test_a_table_needs_rows_for_the_tokens_of_a_folder_alone(in_tokens, tmp_path
     resolve(config_of(folder, vocab_size=seen + 1))
     # A folder that does not note it is what it was.
     older = shutil.copytree(folder, tmp_path / "older")
-    manifest = json.loads((older / NAME).read_text())
+    manifest = json.loads((older / MANIFEST).read_text())
     assert manifest["train"].pop("largest") == prepared.train.largest
     del manifest["validation"]["largest"]
-    (older / NAME).write_text(json.dumps(manifest, indent=1))
+    (older / MANIFEST).write_text(json.dumps(manifest, indent=1))
     compact = json.dumps(manifest, separators=(",", ":"), ensure_ascii=False)
     digest = hashlib.sha256(compact.encode()).hexdigest()[:16]
     assert resolve(config_of(str(older), vocab_size=512)).run.data.digest == digest
@@ -286,15 +284,14 @@ def test_a_start_reads_little_and_a_host_its_own_rows(folders, tmp_path):
     """Counts what a process reads of a folder's files."""
     code = f"""
 import builtins, sys
-from diloco_jax.data import loading
-from diloco_jax.data.prepared import contents, rows
+from diloco_jax.data import loading, prepared
 from diloco_jax.config import DataConfig, RunConfig
-contents.SAMPLES = 1
+prepared.SAMPLES = 1
 data = loading.load_data(RunConfig(
     data=DataConfig(paths=({folders[1]!r},)), sequence_length={LENGTH}))
 opened = []
-real = rows.PreparedRows._reader
-rows.PreparedRows._reader = lambda self, n: opened.append(n) or real(self, n)
+real = prepared.PreparedRows._reader
+prepared.PreparedRows._reader = lambda self, n: opened.append(n) or real(self, n)
 data.index(0)[3]
 assert len(opened) == 1, opened
 assert "pyarrow" not in sys.modules and "tokenizers" not in sys.modules

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.data.index import GlobalIndex
-from diloco_jax.data.loading import Data, require_vocabulary
-from diloco_jax.data.reader import BatchReader
+from diloco_jax.data.batches import BatchReader, ValidationBatches
+from diloco_jax.data.loading import Data, GlobalIndex, require_vocabulary
 from diloco_jax.data.source import (
     SEGMENTS,
     TOKENS,
@@ -15,7 +14,6 @@ from diloco_jax.data.source import (
     RowRange,
     fields_of_batch,
 )
-from diloco_jax.data.validation import ValidationBatches
 
 T = 4
 PLAIN = {"tokens": TOKENS}

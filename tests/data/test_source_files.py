@@ -129,7 +129,7 @@ def test_a_list_has_the_documents_of_its_lines(packed, tmp_path):
 
 
 def test_a_list_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("diloco_jax.data.prepare.parts.MOST_LIST_BYTES", 9)
+    monkeypatch.setattr("diloco_jax.data.prepare_sources.MOST_LIST_BYTES", 9)
     write(tmp_path / "in", a__json='[{"text": "a"}]')
     with pytest.raises(ConfigError, match=r"a.json is a JSON list of 15 bytes, .* 9 "):
         made(tmp_path)

@@ -5,12 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-from diloco_jax.data import stream as data_stream
-from diloco_jax.data.index import GlobalIndex
-from diloco_jax.data.reader import BatchReader
+from diloco_jax.data import batches as data_stream
+from diloco_jax.data.batches import BatchReader, LeasedStream
+from diloco_jax.data.corpus import Windows
+from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.source import TOKENS, Field
-from diloco_jax.data.stream import LeasedStream
-from diloco_jax.data.windows import Windows
 from diloco_jax.protocol.values import Span
 
 TEXT = np.random.default_rng(0).integers(1, 256, 5000).astype(np.uint8)

@@ -13,9 +13,9 @@ import pytest
 from diloco_jax.config import Config, ConfigError, DataConfig, IslandConfig, RunConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data import corpus, manifest
+from diloco_jax.data.commands import manifest_command
 from diloco_jax.data.corpus import load_corpus
-from diloco_jax.data.manifest_command import manifest_command
-from diloco_jax.data.text import read_text_file
+from diloco_jax.data.documents import read_text_file
 from diloco_jax.observability import terminal
 
 CHUNK = 64

@@ -21,10 +21,10 @@ from diloco_jax.config import (
 from diloco_jax.config.resolving import resolve
 from diloco_jax.data.corpus import load_checked_corpus
 from diloco_jax.data.loading import load_data, require_vocabulary
-from diloco_jax.data.tokenizers.beside import refusing
-from diloco_jax.data.tokenizers.of_bytes import Bytes
-from diloco_jax.data.tokenizers.opening import (
+from diloco_jax.data.tokenizers import (
+    Bytes,
     open_tokenizer,
+    refusing,
     require_digest,
 )
 

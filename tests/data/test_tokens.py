@@ -18,9 +18,13 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.corpus import is_validation, load_corpus
-from diloco_jax.data.tokens import TokenRow
-from diloco_jax.data.windows import ValidationWindows, Windows
+from diloco_jax.data.corpus import (
+    ValidationWindows,
+    Windows,
+    is_validation,
+    load_corpus,
+)
+from diloco_jax.data.documents import TokenRow
 
 
 def save(folder, lengths, dtype=np.uint16):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.data.index import GlobalIndex
+from diloco_jax.data.batches import ValidationBatches
+from diloco_jax.data.corpus import ValidationWindows, Windows
+from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.data.source import TOKENS, RowRange
-from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.data.windows import ValidationWindows, Windows
 
 FIELDS = {"tokens": TOKENS}
 

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 from diloco_jax.config import IslandConfig
+from diloco_jax.data.batches import ValidationBatches
+from diloco_jax.data.corpus import ValidationWindows
 from diloco_jax.data.source import SEGMENTS, TOKENS
-from diloco_jax.data.validation import ValidationBatches
-from diloco_jax.data.windows import ValidationWindows
 from diloco_jax.island.device.mesh import make_mesh
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.evaluate import Evaluator, evaluate_all, evaluate_parts

@@ -24,7 +24,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.shares import Shares
+from diloco_jax.data.source import Shares
 from diloco_jax.observability.tape import read_tape
 
 pytestmark = pytest.mark.dist

@@ -27,7 +27,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.observability.metrics import read_metrics
 from diloco_jax.observability.tape import read_tape
 
@@ -136,8 +136,8 @@ def test_islands_tell_their_loss_on_each_source(workdir):
 THREADS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from diloco_jax.data.prepared.contents import read_manifest
-from diloco_jax.data.prepared.rows import PreparedRows
+from diloco_jax.data.prepared import read_manifest
+from diloco_jax.data.prepared import PreparedRows
 here, there = (
     PreparedRows(folder, found, found.train)
     for folder in sys.argv[1:]

@@ -12,10 +12,9 @@ from diloco_jax.config import IslandConfig, ModelConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece
-from diloco_jax.data.index import GlobalIndex
-from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.stream import LeasedPositions
-from diloco_jax.data.windows import Windows
+from diloco_jax.data.batches import BatchReader, LeasedPositions
+from diloco_jax.data.corpus import Windows
+from diloco_jax.data.loading import GlobalIndex
 from diloco_jax.island.device.build import build_exchange, build_trainer, join
 from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.island.pace import Pace, goal_of

@@ -12,7 +12,7 @@ from begin_support import FAMILIES, begun
 from safetensors.numpy import load_file
 
 from diloco_jax import cli
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.evaluation import load_params
 from diloco_jax.weights import families, files
 from diloco_jax.weights.export import _settings

@@ -8,8 +8,7 @@ import pytest
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, ModelConfig
-from diloco_jax.data.tokenizers.of_bytes import Bytes
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.tokenizers import Bytes, open_tokenizer
 from diloco_jax.weights import harness
 from diloco_jax.weights.speaker import Speaker, prompt_tokens
 

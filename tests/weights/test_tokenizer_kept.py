@@ -11,8 +11,8 @@ from diloco_jax import cli
 from diloco_jax.config import Config, DataConfig, IslandConfig, ModelConfig, RunConfig
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
-from diloco_jax.data.prepared.contents import Contents, Split, Tokens
-from diloco_jax.data.tokenizers.opening import open_tokenizer
+from diloco_jax.data.prepared import Contents, Split, Tokens
+from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.weights.first import end_tokens, keep_tokenizer
 from diloco_jax.weights.speaker import open_speaker
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diloco_jax.config import IslandConfig
 from diloco_jax.config.validation import check_batch
 from diloco_jax.core.inner import by_source
+from diloco_jax.data.batches import Batch, OwnRows
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
-from diloco_jax.data.stream import Batch, OwnRows
 from diloco_jax.island.device.mesh import (
     batch_sharding,
     param_shardings,

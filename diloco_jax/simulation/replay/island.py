@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.data.reader import BatchReader
-from diloco_jax.data.stream import LeasedPositions
+from diloco_jax.data.batches import BatchReader, LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused

@@ -28,8 +28,8 @@ from diloco_jax.coordinator.notes import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
-from diloco_jax.data.reader import BatchReader
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import TapeError

@@ -25,7 +25,7 @@ from jax.experimental.multihost_utils import process_allgather
 from diloco_jax import before_jax, compilation
 from diloco_jax.config import IslandConfig, RunConfig
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.data.reader import Arrays
+from diloco_jax.data.batches import Arrays
 from diloco_jax.island.device.build import (
     build_exchange,
     build_trainer,

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.data.stream import LeasedPositions
+from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.protocol.coordinator.events import Said

@@ -1,8 +1,11 @@
-"""Batches from leased positions, prepared ahead of the train loop.
+"""Batches of rows in the form that a model takes: of leased positions, or to validate.
 
-The network's thread grants ranges of positions, and the loop's thread takes batches.
-Readers prepare the next batches meanwhile, of which a host needs its own rows alone.
-Positions are used in the order granted.
+A batch is read into contiguous arrays: `B` rows, of each of which `T` tokens are
+predicted. `LeasedStream` prepares batches ahead of the train loop. The network's thread
+grants ranges of positions, and the loop's thread takes batches. Readers prepare the
+next batches meanwhile, of which a host needs its own rows alone. Positions are used in
+the order granted. `ValidationBatches` have every prediction of the validation source
+exactly once.
 """
 
 from __future__ import annotations
@@ -16,8 +19,74 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from diloco_jax import machine
-from diloco_jax.data.reader import Arrays, BatchReader
+from diloco_jax.config import ConfigError
+from diloco_jax.data.source import DERIVED, WEIGHTS, Fields, Rows, Source, require_row
 from diloco_jax.protocol.values import Span
+
+Arrays = dict[str, np.ndarray]
+"""Arrays of a batch by name, [B, ...]."""
+
+
+class BatchReader:
+    """Rows by number, with the arrays that a model's batch has. Several threads may
+    read at a time."""
+
+    def __init__(self, rows: Rows, fields: Fields, sequence_length: int) -> None:
+        """fields: of a batch (`source.fields_of_batch`). sequence_length: T. Raises
+        ConfigError if the rows have other arrays of these names, or lack one."""
+        for name, field in fields.items():
+            found = rows.fields.get(name)
+            if found is None and name in DERIVED and field.is_like(DERIVED[name]):
+                continue
+            if found is None or not found.is_like(field):
+                raise ConfigError(
+                    f"rows have {found or 'nothing'} as {name!r}, and the model takes "
+                    f"{field}; change Model.batch or the data (docs/models.md)"
+                )
+        self.fields, self._rows = fields, rows
+        self._derived = set(fields) - set(rows.fields)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: field.shape_of(sequence_length) for name, field in fields.items()
+        }
+        """Shapes of a row's arrays by name."""
+        self.row_bytes = sum(
+            np.dtype(field.dtype).itemsize * int(np.prod(self.shapes[name]))
+            for name, field in fields.items()
+        )
+
+    def empty(self, count: int) -> Arrays:
+        """Return arrays for that many rows, whose values are to be `read`."""
+        return {
+            name: np.empty((count, *self.shapes[name]), field.dtype)
+            for name, field in self.fields.items()
+        }
+
+    def read(self, number: int, into: Arrays, place: int) -> None:
+        """Write a row to its place in a batch.
+
+        Raises ConfigError if an array has not the shape that its source says.
+        """
+        row = require_row(self._rows[number], number)
+        for name, array in into.items():
+            value = row.get(name)
+            if name in self._derived:
+                array[place] = 1
+            elif value is None or value.shape != array.shape[1:]:
+                found = "no" if value is None else f"{value.shape} as shape of"
+                raise ConfigError(
+                    f"row {number} has {found} {name!r}, and its source says "
+                    f"{array.shape[1:]}"
+                )
+            else:
+                array[place] = value
+
+    def batch(self, numbers: np.ndarray) -> Arrays:
+        """Return the rows of int64 [B] numbers."""
+        arrays = self.empty(len(numbers))
+        for place, number in enumerate(numbers):
+            self.read(int(number), arrays, place)
+        return arrays
+
 
 AHEAD_BYTES = 1 << 26
 """Bytes of batches that are read ahead, within these bounds."""
@@ -220,3 +289,60 @@ class _Reading:
 
         starts = range(0, len(positions), ROWS_AT_ONCE)
         self.parts = [readers.submit(read, start) for start in starts]
+
+
+class ValidationBatches:
+    """A sequence of equally shaped batches in the order of the source. They always have
+    "weights", which are 0 in rows that fill up the last batch."""
+
+    def __init__(
+        self,
+        source: Source,
+        batch_size: int,
+        fields: Fields,
+        sequence_length: int,
+        *,
+        bytes_per_token: float | None = 1.0,
+    ):
+        """fields: of a training batch. bytes_per_token: of the text, for each token
+        predicted; None where that is unknown."""
+        fields = {**fields, "weights": WEIGHTS}
+        self.batch_size = batch_size
+        self.bytes_per_token = bytes_per_token
+        self._reader = BatchReader(source, fields, sequence_length)
+        self._count = len(source)
+        self._own: tuple[Range, ...] = ()
+
+    def read_only(self, own: Sequence[Range]) -> None:
+        """Read only these rows of every batch from now on; all rows if `own` is
+        empty.
+        """
+        self._own = tuple(dict.fromkeys(own))
+
+    def __len__(self) -> int:
+        return -(-self._count // self.batch_size)
+
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"batch {index} of {len(self)}")
+        own = self._own or ((0, self.batch_size),)
+        first = index * self.batch_size
+        numbers = np.concatenate([np.arange(a, b) + first for a, b in own])
+        arrays = self._read(numbers)
+        return by_range(arrays, self._own, self.batch_size)
+
+    def _read(self, numbers: np.ndarray) -> Arrays:
+        """Return these rows; zeros in place of those that the source does not have."""
+        arrays = self._reader.empty(len(numbers))
+        for place, number in enumerate(numbers):
+            if number < self._count:
+                self._reader.read(int(number), arrays, place)
+            else:
+                for array in arrays.values():
+                    array[place] = 0
+        return arrays
+
+    def spread(self, count: int) -> list[int]:
+        """Return the indices of at most `count` batches, evenly over the source."""
+        count = min(count, len(self))
+        return [i * len(self) // count for i in range(count)]

@@ -1,0 +1,679 @@
+"""`diloco data prepare`: files of text, JSON lines and Parquet become packed rows.
+
+The work is planned, done in parts by several processes, and finished. A part is
+documents in, one file of rows for each split out. Until all parts are done they lie in
+`OUT.partial`, beside the plan. A command that is started again there goes on with the
+parts that are not done. The processes end with the command that started them.
+
+Documents are packed into rows of equal length. `T` tokens are predicted of each row,
+which has T + 1. A long document is cut into pieces; each begins with the last token of
+the piece before, so that every token but the document's first is predicted once. Short
+pieces share rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from diloco_jax import files
+from diloco_jax.data.corpus import is_validation, place
+from diloco_jax.data.documents import SourceKind
+from diloco_jax.data.examples import Reader
+from diloco_jax.data.prepare_sources import (
+    PART_BYTES,
+    Document,
+    Part,
+    SourceFile,
+    find_sources,
+    make_parts,
+    read,
+)
+from diloco_jax.data.prepared import (
+    MANIFEST,
+    TRAIN,
+    VALIDATION,
+    Contents,
+    Counts,
+    Origin,
+    RecordFormat,
+    Shard,
+    Split,
+    Tokens,
+    shard_of,
+)
+from diloco_jax.data.tokenizers import Bytes, Tokenizer, kept_name, open_tokenizer
+from diloco_jax.errors import ConfigError
+from diloco_jax.files import naming
+from diloco_jax.storage import sync_path
+
+
+class Tokenised(NamedTuple):
+    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
+    prediction of each counts, bool."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+def pieces(document: Tokenised, sequence_length: int) -> Iterator[Tokenised]:
+    """Yield the pieces of a document, at most T + 1 tokens each. Leave out a piece of
+    which no prediction counts.
+    """
+    tokens, learned = document
+    for start in range(0, max(len(tokens) - 1, 0), sequence_length):
+        part = slice(start, start + sequence_length + 1)
+        if learned[part][1:].any():
+            yield Tokenised(tokens[part], learned[part])
+
+
+def pack(
+    documents: Iterable[Tokenised], sequence_length: int
+) -> Iterator[Sequence[Tokenised]]:
+    """Yield the pieces of one row after the other.
+
+    A piece that fills a row comes at once. All others come at the end: from the longest
+    on, each is put into the fullest row with room for it.
+    """
+    size, left = sequence_length + 1, list[Tokenised]()
+    for document in documents:
+        for piece in pieces(document, sequence_length):
+            if len(piece.tokens) == size:
+                yield [piece]
+            else:
+                left.append(piece)
+    left.sort(key=lambda piece: -len(piece.tokens))  # Stable, so it is repeatable.
+    open_rows: dict[int, list[list[Tokenised]]] = {}
+    rooms: list[int] = []  # Those of the open rows, ascending.
+    for piece in left:
+        need = len(piece.tokens)
+        at = bisect.bisect_left(rooms, need)
+        if at == len(rooms):
+            row, room = [piece], size - need
+        else:
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[at]
+            row.append(piece)
+            room -= need
+        if room < 2:  # Nothing is predicted in a single token.
+            yield row
+            continue
+        if room not in open_rows:
+            open_rows[room] = []
+            bisect.insort(rooms, room)
+        open_rows[room].append(row)
+    for room in rooms:
+        yield from open_rows[room]
+
+
+SUFFIX = ".arrayrecord"
+OPTIONS = "group_size:1"
+"""A record is read alone, since rows are drawn one by one."""
+TRAILING = 4
+"""Tokens at the end of a text among which one that ends it is looked for."""
+AT_ONCE = 256
+"""Documents that a tokenizer gets together."""
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes of a source that were read since the last call."""
+
+
+class PartDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a part; its file says that the part is whole."""
+
+    train: Split
+    validation: Split
+    digests: tuple[str, ...]
+    """Digests of what was read from each of its slices."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Rules by which documents become rows, the same for every part."""
+
+    tokenizer: Tokenizer
+    reader: Reader
+    sequence_length: int
+    validation_fraction: float
+
+    @property
+    def records(self) -> RecordFormat:
+        """The format of the records."""
+        return RecordFormat(self.sequence_length, self.tokenizer.vocab_size)
+
+
+def done_path(folder: Path, number: int) -> Path:
+    """Return the path of the file that says that a part is done."""
+    return folder / "parts" / f"{number:05}.json"
+
+
+def write_part(
+    folder: Path,
+    number: int,
+    sources: Sequence[SourceFile],
+    part: Part,
+    recipe: Recipe,
+    advance: Advance,
+) -> PartDone:
+    """Make a part's files in a folder, whole or not at all, and note that it is done.
+
+    Raises ConfigError, naming file and place, for sources that cannot be read.
+    """
+    digests = [hashlib.sha256() for _ in part]
+    sides: dict[str, list[Tokenised]] = {TRAIN: [], VALIDATION: []}
+    counts = {TRAIN: Counts(), VALIDATION: Counts()}
+
+    def documents() -> Iterator[Document]:
+        for piece, digest in zip(part, digests, strict=True):
+            source = sources[piece.source]
+            for document in read(source, piece, recipe.reader):
+                advance(document.nbytes)
+                for span in document.example.spans:
+                    digest.update(span.text.encode())
+                digest.update(b"\0")
+                yield document
+
+    ahead = documents()
+    while some := list(itertools.islice(ahead, AT_ONCE)):
+        for document, tokenised in zip(some, _tokenised(some, recipe), strict=True):
+            held = is_validation(document.key, recipe.validation_fraction)
+            side = VALIDATION if held else TRAIN
+            spans = document.example.spans
+            learned = sum(len(span.text.encode()) for span in spans if span.learned)
+            counts[side] += Counts(
+                documents=1,
+                left_out=int(not learned),
+                text_bytes=learned,
+                chats=int(document.example.chat and learned > 0),
+                cut=document.example.cut,
+            )
+            if learned:
+                sides[side].append(tokenised)
+    splits = {
+        side: _write(folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side])
+        for side, found in sides.items()
+    }
+    done = PartDone(
+        train=splits[TRAIN],
+        validation=splits[VALIDATION],
+        digests=tuple(digest.hexdigest()[:16] for digest in digests),
+    )
+    files.write_text(msgspec.json.encode(done).decode(), done_path(folder, number))
+    return done
+
+
+def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
+    """Yield the tokens of documents, with those that begin and end one.
+
+    The spans of a document are one text for the tokenizer: many put a space before
+    whatever they are given. A token is learned if a character of it is.
+    """
+    tokenizer, end = recipe.tokenizer, recipe.tokenizer.end
+    ends = {end, recipe.reader.turn_end} - {None}
+    texts, flags = [], []
+    for document in some:
+        spans = document.example.spans
+        texts.append("".join(span.text for span in spans))
+        sizes = [len(span.text) for span in spans]
+        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
+    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
+    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
+    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
+    for document, flag, is_mixed in zip(some, flags, mixed, strict=True):
+        if is_mixed:
+            found, places = next(placed)
+            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
+            before = np.concatenate([[0], np.cumsum(flag)])
+            begin = np.minimum(begin, len(flag) - 1)
+            learned = before[np.maximum(stop, begin + 1)] > before[begin]
+        else:
+            tokens = next(alike)
+            learned = np.full(len(tokens), flag.any())
+        start = tokenizer.start
+        if not start and end is not None and learned[:1].all():
+            start = (end,)  # The first token, too, is predicted from something.
+        if start and tuple(tokens[: len(start)]) == start:
+            learned[: len(start)] = False  # The text has them already.
+        else:
+            tokens = np.concatenate([np.array(start, np.int32), tokens])
+            learned = np.concatenate([np.zeros(len(start), bool), learned])
+        wants = document.example.ends and not _has_ended(tokens, ends, tokenizer)
+        if wants and end is not None:
+            tokens = np.append(tokens, np.int32(end))
+            learned = np.append(learned, flag[-1:].any())
+        yield Tokenised(tokens, learned)
+
+
+def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
+    """Tell if one of these tokens ends a document, but for spaces after it."""
+    last = tokens[:0:-1][:TRAILING].tolist()
+    at = next((n for n, token in enumerate(last) if token in ends), None)
+    return at is not None and not tokenizer.decode(last[:at]).strip()
+
+
+def _write(
+    folder: Path, name: str, found: list[Tokenised], recipe: Recipe, counts: Counts
+) -> Split:
+    """Write the rows of one side; a side without any has no file."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    scratch = folder / f"{name}.{os.getpid()}.tmp"
+    records, rows, tokens, predicted, largest = recipe.records, 0, 0, 0, 0
+    writer = None
+    try:
+        with naming(scratch):
+            for row in pack(found, recipe.sequence_length):
+                writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
+                writer.write(records.encode([(p.tokens, p.learned) for p in row]))
+                rows += 1
+                tokens += sum(len(piece.tokens) for piece in row)
+                largest = max(largest, *(int(piece.tokens.max()) for piece in row))
+                predicted += sum(int(piece.learned[1:].sum()) for piece in row)
+            if writer is None:
+                return Split(counts=counts, shards=(), largest=0)
+            writer.close()
+            with scratch.open("rb") as file:
+                os.fsync(file.fileno())
+        shard: Shard = shard_of(scratch, name, rows)
+        scratch.replace(folder / name)
+    finally:
+        scratch.unlink(missing_ok=True)
+    more = Counts(rows=rows, tokens=tokens, predicted=predicted)
+    return Split(counts=counts + more, shards=(shard,), largest=largest)
+
+
+SAFE_PATH = "PYTHONSAFEPATH"
+TOLD_EVERY_S = 0.2
+WATCH_S = 1.0
+"""Seconds between two looks of a worker at whether the command still runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The needs of a worker, for every part. A tokenizer is opened where it is used."""
+
+    folder: Path
+    sources: Sequence[SourceFile]
+    recipe: Recipe
+    tokenizer: str
+    read: Synchronized[int]
+
+
+_work: _Work
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Have children import what is installed, and nothing of the current folder."""
+    given = SAFE_PATH in os.environ
+    os.environ.setdefault(SAFE_PATH, "1")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[SAFE_PATH]
+
+
+@_safe_path()
+def do_parts(
+    folder: Path,
+    sources: Sequence[SourceFile],
+    parts: Sequence[Part],
+    recipe: Recipe,
+    workers: int,
+    report: Callable[[float], None],
+) -> None:
+    """Do the parts that are not done; see `work.prepare`."""
+    sizes = [sum(piece.nbytes for piece in part) for part in parts]
+    left = [n for n in range(len(parts)) if not done_path(folder, n).exists()]
+    total, before = sum(sizes), sum(sizes) - sum(sizes[n] for n in left)
+    if workers == 1 or len(left) < 2:
+        read = before
+
+        def advance(nbytes: int) -> None:
+            nonlocal read
+            read += nbytes
+            report(min(read / total, 1.0))
+
+        for number in left:
+            write_part(folder, number, sources, parts[number], recipe, advance)
+        return
+    context = multiprocessing.get_context("spawn")
+    counter: Synchronized[int] = context.Value("q", before)
+    files = recipe.tokenizer.files
+    bare = dataclasses.replace(recipe, tokenizer=Bytes())  # A stand-in, until opened.
+    work = _Work(folder, sources, bare, str(files[0]) if files else "", counter)
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(left)), context, _begin_worker, (work, os.getpid())
+    ) as pool:
+        try:
+            waiting = {pool.submit(_do_part, n, parts[n]) for n in left}
+            while waiting:
+                done, waiting = concurrent.futures.wait(
+                    waiting, TOLD_EVERY_S, concurrent.futures.FIRST_COMPLETED
+                )
+                report(min(counter.value / total, 1.0))
+                for one in done:
+                    one.result()
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"--workers = {workers}: a worker ended, perhaps for want of memory; "
+                f"give fewer, and the same command goes on in {folder}"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+
+
+def _begin_worker(work: _Work, parent: int) -> None:
+    """Make this process a worker: it leaves signals of the terminal to the command,
+    and ends when that is gone."""
+    global _work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Each worker has one core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    recipe = dataclasses.replace(work.recipe, tokenizer=open_tokenizer(work.tokenizer))
+    _work = dataclasses.replace(work, recipe=recipe)
+
+
+def _do_part(number: int, part: Part) -> None:
+    counter = _work.read
+
+    def advance(nbytes: int) -> None:
+        with counter.get_lock():
+            counter.value += nbytes
+
+    write_part(_work.folder, number, _work.sources, part, _work.recipe, advance)
+
+
+PLAN = "plan.json"
+PLAN_FORMAT = 2
+LOCK = "lock"
+Report = Callable[[float], None]
+"""Called with the share that is done."""
+
+
+class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting and source on which the bytes of the result depend."""
+
+    format: int
+    tokenizer: Tokens
+    sequence_length: int
+    validation_fraction: float
+    text_field: str
+    turn: str
+    part_bytes: int
+    sources: tuple[SourceFile, ...]
+
+
+def prepare(
+    out: Path,
+    paths: tuple[str, ...],
+    recipe: Recipe,
+    *,
+    workers: int,
+    report: Report = lambda share: None,
+    part_bytes: int = PART_BYTES,
+) -> Contents:
+    """Make a prepared folder of source files, and return its manifest.
+
+    Args:
+      out: the folder, which appears when it is whole.
+      paths: files and folders of text, JSON lines and Parquet.
+      recipe: how documents become rows.
+      workers: processes; they change nothing in the result.
+      report: see `Report`.
+      part_bytes: bytes of sources that become one file of rows.
+
+    Raises:
+      ConfigError: the folder is there; a source is missing or not what its name says;
+        another command is at it; or what it began had other options or sources.
+    """
+    if out.exists():
+        raise ConfigError(f"OUT: {out} exists; give the name of a new folder")
+    if not out.parent.is_dir():
+        raise ConfigError(f"OUT: there is no folder {out.parent}; make it first")
+    scratch = out.with_name(f"{out.name}.partial")
+    sources = [
+        source
+        for source in find_sources(paths)
+        if not Path(source.path).is_relative_to(scratch)
+    ]
+    tokenizer = recipe.tokenizer
+    plan = WorkPlan(
+        format=PLAN_FORMAT,
+        tokenizer=Tokens(
+            digest=tokenizer.digest,
+            vocab_size=tokenizer.vocab_size,
+            start=tokenizer.start,
+            end=tokenizer.end,
+            file=kept_name(tokenizer.files[0]) if tokenizer.files else "",
+        ),
+        sequence_length=recipe.sequence_length,
+        validation_fraction=recipe.validation_fraction,
+        text_field=recipe.reader.text_field,
+        turn=recipe.reader.writes,
+        part_bytes=part_bytes,
+        sources=tuple(sources),
+    )
+    try:
+        (scratch / "parts").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"OUT: {scratch}, where the work lies until it is done, is no folder and "
+            f"cannot be made ({error.strerror}); give another OUT"
+        ) from error
+    with _alone(scratch):
+        try:
+            _begin(scratch, plan)
+            parts = make_parts(sources, part_bytes)
+            _try(sources, parts, recipe.reader)
+            recipe = _split(sources, parts, recipe)
+            do_parts(scratch, sources, parts, recipe, workers, report)
+            return _finish(scratch, out, plan, parts, recipe)
+        except BaseException:
+            if not _begun(scratch):
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _alone(scratch: Path) -> Iterator[None]:
+    """Let one command at a time work in a folder. Its end, however it comes, frees it.
+
+    Workers do not inherit the lock: they end with the command.
+    """
+    with (scratch / LOCK).open("w") as file:
+        if not files.lock(file, scratch / LOCK):
+            raise ConfigError(
+                f"OUT: another command works in {scratch}; wait for it, or give "
+                f"another folder"
+            )
+        yield
+
+
+def _begin(scratch: Path, plan: WorkPlan) -> None:
+    """Write the plan; raise ConfigError if what was begun there had another one."""
+    path = scratch / PLAN
+    if not _begun(scratch):
+        files.write_text(msgspec.json.encode(plan).decode(), path)
+        return
+    try:
+        begun = msgspec.json.decode(path.read_bytes(), type=WorkPlan)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"OUT: {path} cannot be read ({error}); delete {scratch} and begin again"
+        ) from error
+    for name in WorkPlan.__struct_fields__:
+        then, now = getattr(begun, name), getattr(plan, name)
+        if then != now:
+            if name == "sources":
+                then, now = _first_difference(then, now)
+            raise ConfigError(
+                f"OUT: the work in {scratch} began with {name} = {then}, now it is "
+                f"{now}; give what it began with, or delete {scratch} and begin again"
+            )
+
+
+def _begun(scratch: Path) -> bool:
+    """Tell if a part is done, with which the same command can go on."""
+    return any((scratch / "parts").glob("*.json"))
+
+
+def _try(sources: Sequence[SourceFile], parts: Sequence[Part], reader: Reader) -> None:
+    """Read one document of each kind of source, so that an option that fits none is
+    refused before the work."""
+    tried = set[SourceKind]()
+    for piece in (piece for part in parts for piece in part):
+        source = sources[piece.source]
+        if source.kind not in tried:
+            tried.add(source.kind)
+            next(read(source, piece, reader), None)
+
+
+def _split(
+    sources: Sequence[SourceFile], parts: Sequence[Part], recipe: Recipe
+) -> Recipe:
+    """Return the recipe by which each side gets a document: where chance leaves one
+    without any, as it does with few documents, the nearest one is moved there.
+
+    Reads until both sides have one. Raises ConfigError if there are not two documents.
+    """
+    places, roles, count = list[int](), set[str](), 0
+    border = recipe.validation_fraction * 2**64
+    for piece in itertools.chain.from_iterable(parts):
+        for document in read(sources[piece.source], piece, recipe.reader):
+            count += 1
+            roles |= set(document.roles)
+            if any(span.learned and span.text for span in document.example.spans):
+                places = sorted({*places, place(document.key)})
+                places = sorted({*places[:2], *places[-2:]})
+                if places[0] < border <= places[-1]:
+                    return recipe
+    if not places:
+        why = "each is empty, or null where its text belongs; give --text-field"
+        if roles and "assistant" not in roles:
+            why = (
+                f"only what 'assistant' says is learned, and their messages have "
+                f"the roles {', '.join(map(repr, sorted(roles)))}; rename it"
+            )
+        raise ConfigError(f"SOURCES: {count:,} documents, and nothing to learn: {why}")
+    if len(places) == 1:
+        raise ConfigError(
+            f"SOURCES: {count:,} documents with one text, which cannot be on both "
+            f"sides, to train on and to validate on; cut it into several documents, "
+            f"or give a file of text as data.paths as it is: its end is held out then"
+        )
+    apart = places[:2] if border <= places[0] else places[-2:]
+    return dataclasses.replace(recipe, validation_fraction=sum(apart) / 2**65)
+
+
+def _first_difference(
+    then: Sequence[SourceFile], now: Sequence[SourceFile]
+) -> tuple[object, object]:
+    for before, after in zip(then, now, strict=False):
+        if before != after:
+            return before, after
+    return f"{len(then)} files", f"{len(now)} files"
+
+
+def _finish(
+    scratch: Path, out: Path, plan: WorkPlan, parts: Sequence[Part], recipe: Recipe
+) -> Contents:
+    """Write the manifest of the parts, leave out what was needed for the work alone,
+    and give the folder its name."""
+    done = [
+        msgspec.json.decode(done_path(scratch, n).read_bytes(), type=PartDone)
+        for n in range(len(parts))
+    ]
+    digests = [hashlib.sha256() for _ in plan.sources]
+    for part, result in zip(parts, done, strict=True):
+        for piece, digest in zip(part, result.digests, strict=True):
+            digests[piece.source].update(digest.encode())
+    end = recipe.reader.turn_end
+    taught = any(result.train.counts.chats for result in done)
+    prepared = Contents(
+        sequence_length=plan.sequence_length,
+        row_bytes=recipe.records.nbytes,
+        validation_fraction=recipe.validation_fraction,
+        turn=plan.turn,
+        ends=(end,) if taught and end is not None else (),
+        tokenizer=plan.tokenizer,
+        train=_together([result.train for result in done]),
+        validation=_together([result.validation for result in done]),
+        sources=tuple(
+            Origin(
+                name=source.name,
+                size=source.size,
+                digest=digest.hexdigest()[:16],
+                kind=source.kind,
+            )
+            for source, digest in zip(plan.sources, digests, strict=True)
+        ),
+    )
+    _require_both_sides(scratch, prepared)
+    for path in recipe.tokenizer.files:
+        with naming(scratch):
+            shutil.copyfile(path, scratch / kept_name(path))
+    manifest = msgspec.json.format(msgspec.json.encode(prepared), indent=1)
+    files.write_text(manifest.decode() + "\n", scratch / MANIFEST)
+    for path in (scratch / PLAN, scratch / LOCK):
+        path.unlink()
+    shutil.rmtree(scratch / "parts")
+    for path in scratch.glob("*.tmp"):  # Of a command that was killed.
+        path.unlink(missing_ok=True)
+    sync_path(scratch)
+    scratch.rename(out)
+    sync_path(out.parent)
+    return prepared
+
+
+def _require_both_sides(scratch: Path, prepared: Contents) -> None:
+    """Raise ConfigError, and leave nothing, if a side has no row: another fraction is
+    another plan."""
+    train, validation = prepared.train.counts, prepared.validation.counts
+    if not train.rows or not validation.rows:
+        shutil.rmtree(scratch)
+        raise ConfigError(
+            f"--validation-fraction = {prepared.validation_fraction:g} puts "
+            f"{train.documents} documents with {train.rows} rows on the side to train "
+            f"on, {validation.documents} with {validation.rows} on that to validate "
+            f"on, and each needs one; give another fraction, or more documents"
+        )
+
+
+def _together(splits: Sequence[Split]) -> Split:
+    noted = [split.largest for split in splits]
+    return Split(
+        counts=sum((split.counts for split in splits), Counts()),
+        shards=tuple(shard for split in splits for shard in split.shards),
+        largest=max(noted) if min(noted) >= 0 else -1,
+    )

@@ -1,0 +1,634 @@
+"""Prepared folders: packed rows in ArrayRecord files, beside a manifest of them.
+
+A folder lies on this machine, or in a bucket of Google Cloud. Rows are read by number,
+by ArrayRecord's own reader, which knows both. A start does not read the files to
+compute their digests. It compares names and sizes, and a few chunks that it draws at
+random. One folder is the data of a run, or several are, in a mixture.
+
+`T` tokens are predicted of each row. A record has, in this order and little-endian:
+
+- the number of tokens without padding, uint32;
+- the tokens [T + 1], uint16 if the vocabulary fits, else uint32;
+- a bit for each token, set where a document begins [T + 1];
+- a bit for each prediction, set where it counts [T].
+
+All records of a folder have the same length.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from etils.epath import Path as BucketPath
+
+from diloco_jax import storage
+from diloco_jax.config import DataConfig, ModelConfig, RunConfig
+from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, Fields, Row, slots_of
+from diloco_jax.data.tokenizers import BESIDE, open_tokenizer, require_digest
+from diloco_jax.errors import ConfigError
+from diloco_jax.files import is_bucket
+from diloco_jax.protocol.messages import MAX_SOURCES
+
+SCHEME = "gs://"
+ASKERS = 16
+"""Threads that ask for sizes, since a mounted bucket takes its time for each."""
+
+
+class Folder(Protocol):
+    """A folder's files by name. `str` of it is its path."""
+
+    def has(self, name: str) -> bool:
+        """Tell if there is such a file."""
+
+    def sizes(self, names: Sequence[str]) -> list[int | str]:
+        """Return the bytes of each file, or what is wrong with it."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes [start, stop) of a file, as far as there are any."""
+
+    def path(self, name: str) -> str:
+        """Return the path of a file."""
+
+    def at_hand(self, name: str) -> Path:
+        """Return a tokenizer's file on this machine, with those that belong to it."""
+
+
+def folder_at(path: str | Path) -> Folder:
+    """Return the folder of a path; raise ConfigError for a bucket that no library here
+    reads rows of."""
+    if not is_bucket(str(path)):
+        return LocalFolder(Path(path))
+    if not str(path).startswith(SCHEME):
+        raise ConfigError(
+            f"data.paths: {path} is a bucket, and rows are read of {SCHEME} alone; "
+            f"mount it (mount-s3, rclone mount) and give the folder, or copy it"
+        )
+    return BucketFolder(str(path).rstrip("/"))
+
+
+class LocalFolder:
+    """A folder of this machine, or a mounted one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def has(self, name: str) -> bool:
+        return (self._folder / name).is_file()
+
+    def sizes(self, names: Sequence[str]) -> list[int | str]:
+        def size(name: str) -> int | str:
+            try:
+                return (self._folder / name).stat().st_size
+            except OSError as error:
+                return str(error.strerror)
+
+        with ThreadPoolExecutor(ASKERS) as pool:
+            return list(pool.map(size, names))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with (self._folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+
+    def path(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def at_hand(self, name: str) -> Path:
+        return self._folder / name
+
+
+class BucketFolder:
+    """A folder gs://BUCKET/FOLDER. Methods raise ConfigError, naming the account, where
+    it may not be read, and StorageAway where the bucket does not answer."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return self._folder
+
+    def has(self, name: str) -> bool:
+        try:
+            with self._bucket() as bucket:
+                return bool(bucket.info(self.path(name))["type"] == "file")
+        except FileNotFoundError:
+            return False
+
+    def sizes(self, names: Sequence[str]) -> list[int | str]:
+        with self._bucket() as bucket:
+            listed = bucket.ls(self._folder, detail=True, refresh=True)
+        found = {entry["name"].rpartition("/")[2]: entry["size"] for entry in listed}
+        return [found.get(name, "No such object") for name in names]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._bucket() as bucket:
+            return bytes(bucket.cat_file(self.path(name), start=start, end=stop))
+
+    def path(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def at_hand(self, name: str) -> Path:
+        return Path(_copied(self._folder, name).name, name)
+
+    @contextlib.contextmanager
+    def _bucket(self) -> Iterator[Any]:
+        there = BucketPath(self._folder)
+        try:
+            import fsspec
+
+            yield fsspec.filesystem(SCHEME.removesuffix("://"))
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # A bucket's library has its own error classes.
+            storage.raise_if_away(there, error)
+            raise ConfigError(storage.cannot_read(there, error)) from error
+
+
+@functools.cache
+def _copied(folder: str, name: str) -> tempfile.TemporaryDirectory[str]:
+    """Copy a tokenizer's files to this machine, for as long as the process lives."""
+    there, here = BucketFolder(folder), tempfile.TemporaryDirectory()
+    for file in (name, *BESIDE):
+        if file == name or there.has(file):
+            Path(here.name, file).write_bytes(there.read(file))
+    return here
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFormat:
+    """Records of one sequence length and vocabulary."""
+
+    sequence_length: int
+    vocab_size: int
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Type of a token."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    @property
+    def nbytes(self) -> int:
+        """Length of a record."""
+        length = self.sequence_length
+        return (
+            4
+            + (length + 1) * self.dtype.itemsize
+            + -(-(length + 1) // 8)
+            + (-(-length // 8))
+        )
+
+    def encode(self, parts: list[tuple[np.ndarray, np.ndarray]]) -> bytes:
+        """Return the record of documents, or pieces of them, side by side.
+
+        parts: tokens, integers [n], and for each of them whether its prediction counts,
+        bool [n]; the first of a part is never predicted.
+        """
+        length = self.sequence_length
+        tokens = np.zeros(length + 1, self.dtype)
+        starts, counts = np.zeros((2, length + 1), bool)
+        at = 0
+        for part, learned in parts:
+            end = at + len(part)
+            tokens[at:end] = part
+            counts[at:end] = learned
+            starts[at], counts[at] = True, False
+            at = end
+        bits = np.packbits(starts).tobytes() + np.packbits(counts[1:]).tobytes()
+        return at.to_bytes(4, "little") + tokens.tobytes() + bits
+
+    def decode(self, record: bytes) -> Row:
+        """Return the arrays of a record, as `source.TOKENS` and its neighbours say.
+
+        Raises ValueError if it has another length.
+        """
+        if len(record) != self.nbytes:
+            raise ValueError(
+                f"a record has {len(record)} bytes, {self.nbytes} are those of "
+                f"{self.sequence_length} predicted tokens"
+            )
+        length, size = self.sequence_length, self.dtype.itemsize
+        used = int.from_bytes(record[:4], "little")
+        bits = 4 + (length + 1) * size
+        middle = bits + -(-(length + 1) // 8)
+        tokens = np.frombuffer(record, self.dtype, length + 1, 4).astype(np.int32)
+        starts = _unpacked(record[bits:middle], length + 1)
+        segments = np.cumsum(starts, dtype=np.int32)
+        segments[used:] = 0
+        weights = _unpacked(record[middle:], length).astype(np.float32)
+        return {"tokens": tokens, "segments": segments, "weights": weights}
+
+
+def _unpacked(data: bytes, count: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=count)
+
+
+MANIFEST = "prepared.json"
+FORMAT = 2
+TRAIN, VALIDATION = "train", "validation"
+CHUNK_BYTES = 1 << 20
+SAMPLES = 16
+"""Chunks that a start compares."""
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of rows."""
+
+    name: str
+    rows: int
+    size: int
+    chunks: tuple[str, ...]
+    """Digests of its chunks of `CHUNK_BYTES`, each of 16 hex digits."""
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over a split. Tokens are positions without padding."""
+
+    documents: int = 0
+    rows: int = 0
+    tokens: int = 0
+    predicted: int = 0
+    """Predictions that count."""
+    text_bytes: int = 0
+    """Bytes of the text of which the predictions count."""
+    left_out: int = 0
+    """Documents in which no prediction counts."""
+    chats: int = 0
+    """Documents of messages in which some count."""
+    cut: int = 0
+    """Answers that do not count, since the template leaves out a part of them."""
+
+    def __add__(self, other: Counts) -> Counts:
+        names = self.__struct_fields__
+        return Counts(**{n: getattr(self, n) + getattr(other, n) for n in names})
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The rows to train on, or to validate on."""
+
+    counts: Counts
+    shards: tuple[Shard, ...]
+    largest: int = -1
+    """Highest token of the rows; -1, and left out, where an older version made them."""
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokenizer that made the tokens."""
+
+    digest: str
+    vocab_size: int
+    start: tuple[int, ...]
+    end: int | None
+    file: str
+    """Its name in the folder; empty for bytes."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file of the sources. `digest`: of its documents."""
+
+    name: str
+    size: int
+    digest: str
+    kind: str = ""
+    """A `SourceKind`; folders of before it was noted have none."""
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """The manifest of a folder."""
+
+    format: int = FORMAT
+    sequence_length: int
+    """Tokens predicted of a row."""
+    row_bytes: int
+    """Length of a record before its compression."""
+    validation_fraction: float
+    turn: str
+    """How turns of a chat are written."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer of the chats."""
+    tokenizer: Tokens
+    train: Split
+    validation: Split
+    sources: tuple[Origin, ...]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over all of it, and thereby over the contents of the files."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
+
+    @property
+    def records(self) -> RecordFormat:
+        """The format of the records."""
+        return RecordFormat(self.sequence_length, self.tokenizer.vocab_size)
+
+
+def is_prepared(folder: str | Path) -> bool:
+    """Tell if a path is a folder that has such a manifest."""
+    return folder_at(folder).has(MANIFEST)
+
+
+def read_manifest(folder: str | Path) -> Contents:
+    """Read a folder's manifest; raise ConfigError, naming it, if it cannot be read."""
+    there = folder_at(folder)
+    path = there.path(MANIFEST)
+    try:
+        found = msgspec.json.decode(there.read(MANIFEST), type=Contents)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"data.paths: {path} cannot be read ({error}); copy it again, or make the "
+            f"folder with `diloco data prepare`"
+        ) from error
+    if found.format != FORMAT:
+        raise ConfigError(
+            f"data.paths: {path} has format {found.format}, this version reads format "
+            f"{FORMAT}; make the folder again with `diloco data prepare`"
+        )
+    return found
+
+
+def require_whole(
+    folder: str | Path,
+    prepared: Contents,
+    samples: int = SAMPLES,
+    draw: Callable[[range, int], list[int]] = random.sample,
+) -> None:
+    """Raise ConfigError, with both values, if files are not the manifest's: compare all
+    sizes, and `samples` chunks that are drawn."""
+    shards = (*prepared.train.shards, *prepared.validation.shards)
+    there = folder_at(folder)
+    sizes = there.sizes([shard.name for shard in shards])
+    for shard, size in zip(shards, sizes, strict=True):
+        if size != shard.size:
+            raise _differs(there.path(shard.name), "size", size, shard.size)
+    places = [(shard, number) for shard in shards for number in range(_chunks(shard))]
+    for at in draw(range(len(places)), min(samples, len(places))):
+        shard, number = places[at]
+        start = number * CHUNK_BYTES
+        chunk = there.read(shard.name, start, min(start + CHUNK_BYTES, shard.size))
+        if (found := chunk_digest(chunk)) != shard.chunks[number]:
+            what, path = f"digest of bytes from {start} on", there.path(shard.name)
+            raise _differs(path, what, found, shard.chunks[number])
+
+
+def shard_of(path: Path, name: str, rows: int) -> Shard:
+    """Return the facts about a file of rows, which is read as a whole."""
+    chunks = []
+    with path.open("rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            chunks.append(chunk_digest(data))
+    return Shard(name=name, rows=rows, size=path.stat().st_size, chunks=tuple(chunks))
+
+
+def chunk_digest(data: bytes) -> str:
+    """Return the digest of a chunk, 16 hex digits."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _chunks(shard: Shard) -> int:
+    return len(shard.chunks)
+
+
+def _differs(path: str, what: str, here: object, then: object) -> ConfigError:
+    return ConfigError(
+        f"data.paths: {path} is not the file of {MANIFEST}: {what} is {here} here, "
+        f"{then} there; copy the folder again, or make it with `diloco data prepare`"
+    )
+
+
+MOST_OPEN = 256
+"""Files that are open at a time."""
+FIELDS: Fields = {
+    "tokens": TOKENS,
+    "segments": SEGMENTS,
+    "weights": WEIGHTS,
+}
+READER = "readahead_buffer_size:0"
+"""A row is read alone: what lies behind it belongs to other steps."""
+
+
+class PreparedRows:
+    """The rows of one split; a `source.Source`. Several threads may read at once."""
+
+    fields = FIELDS
+
+    def __init__(self, folder: str | Path, prepared: Contents, split: Split) -> None:
+        self._folder, self._records = folder_at(folder), prepared.records
+        self._shards = split.shards
+        self._ends = np.array(
+            list(itertools.accumulate(shard.rows for shard in split.shards)), np.int64
+        )
+        self._open: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, row: int) -> Row:
+        """Return a row; raise OSError, naming the file, if it cannot be read."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        shard = self._shards[number]
+        within = row - int(self._ends[number]) + shard.rows
+        try:
+            (record,) = self._reader(number).read([within])
+            return self._records.decode(record)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise OSError(
+                f"row {within} of {self._folder.path(shard.name)} cannot be read "
+                f"({error}); copy the folder again"
+            ) from error
+
+    def _reader(self, number: int) -> Any:
+        """Return the open file of a shard; open it if need be.
+
+        Beyond `MOST_OPEN` files the one unused for longest is dropped; it closes once
+        its last read ends.
+        """
+        with self._lock:
+            found = self._open.get(number)
+        if found is None:
+            from array_record.python.array_record_module import ArrayRecordReader
+
+            # Not under the lock: a bucket takes its time.
+            path = self._folder.path(self._shards[number].name)
+            found = ArrayRecordReader(path, READER)
+        with self._lock:
+            found = self._open.setdefault(number, found)
+            self._open.move_to_end(number)
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+            return found
+
+
+class Folders(NamedTuple):
+    """Prepared folders, in the order of `data.paths`."""
+
+    train: tuple[PreparedRows, ...]
+    validation: tuple[PreparedRows, ...]
+    weights: tuple[float, ...]
+    """Shares of several folders; none for one."""
+    digest: str
+    largest: int
+    """Highest token of the rows."""
+    bytes_per_token: float
+
+
+def are_prepared(data: DataConfig) -> bool:
+    """Tell if the data is prepared folders; raise ConfigError if some of it is."""
+    found = [path for path in data.paths if is_prepared(path)]
+    if found and len(found) < len(data.paths):
+        other = next(path for path in data.paths if path not in found)
+        raise ConfigError(
+            f"data.paths: {found[0]} is a prepared folder and {other} is none (it has "
+            f"no {MANIFEST}); prepare both, or give one kind"
+        )
+    if data.weights and not found:
+        raise ConfigError(
+            f"data.weights = {data.weights}, but {', '.join(data.paths) or 'the text'} "
+            f"is no prepared folder; make some with `diloco data prepare`"
+        )
+    for path in data.paths:
+        if is_bucket(path) and not found:
+            raise ConfigError(
+                f"data.paths: {path} is no prepared folder (it has no {MANIFEST}), and "
+                f"of a bucket nothing else is read; make one with `diloco data "
+                f"prepare`, copy it there (`gcloud storage rsync -r`), or mount the "
+                f"bucket"
+            )
+    return bool(found)
+
+
+def open_folders(run: RunConfig) -> Folders:
+    """Open the prepared folders of a run: read their manifests, compare sizes and a few
+    chunks of their files. Raise ConfigError if they are not the run's."""
+    data = run.data
+    paths = [str(folder_at(path)) for path in data.paths]
+    if doubled := {path for path in paths if paths.count(path) > 1}:
+        raise ConfigError(
+            f"data.paths names {min(doubled)} {paths.count(min(doubled))} times; give "
+            f"it once, and the sum of its weights in data.weights"
+        )
+    found = [read_manifest(path) for path in paths]
+    for path, prepared in zip(paths, found, strict=True):
+        _require_length(path, prepared, run.sequence_length)
+        require_digest(
+            prepared.tokenizer.digest,
+            found[0].tokenizer.digest,
+            path,
+            f"that of {paths[0]}",
+        )
+    weights = _weights(data, [prepared.train.counts.rows for prepared in found])
+    digest = _digest(found, weights)
+    if data.digest and data.digest != digest:
+        raise ConfigError(
+            f"data.digest = {data.digest} in the run's config, but the data here "
+            f"({', '.join(data.paths)}) has {digest}; give the run's folders "
+            f"(--data.paths), in its order and with its data.weights"
+        )
+    for path, prepared in zip(paths, found, strict=True):
+        require_whole(path, prepared, max(1, SAMPLES // len(paths)))
+    counts = [prepared.validation.counts for prepared in found]
+    return Folders(
+        tuple(PreparedRows(p, f, f.train) for p, f in zip(paths, found, strict=True)),
+        tuple(
+            PreparedRows(p, f, f.validation) for p, f in zip(paths, found, strict=True)
+        ),
+        weights,
+        digest,
+        max(_largest(p, f, run.model) for p, f in zip(paths, found, strict=True)),
+        sum(c.text_bytes for c in counts) / sum(c.predicted for c in counts),
+    )
+
+
+def tokenizer_of(data: DataConfig) -> str | None:
+    """Return the path of the data's tokenizer; "" for bytes, None if it is not known.
+
+    The path is `data.tokenizer`, or that of the file in the prepared folder. Raises
+    ConfigError, with both digests, if `data.tokenizer` is not the folder's.
+    """
+    if not data.paths or not is_prepared(data.paths[0]):
+        return data.tokenizer or None
+    folder = folder_at(data.paths[0])
+    tokens = read_manifest(data.paths[0]).tokenizer
+    if data.tokenizer:
+        given = open_tokenizer(data.tokenizer)
+        require_digest(tokens.digest, given.digest, str(folder), given.name)
+    return str(folder.at_hand(tokens.file)) if tokens.file else ""
+
+
+def _weights(data: DataConfig, rows: Sequence[int]) -> tuple[float, ...]:
+    """Return the shares of several folders, by their rows if none are given."""
+    weights = data.weights or tuple(map(float, rows))
+    if len(weights) != len(rows):
+        raise ConfigError(
+            f"data.weights has {len(weights)} numbers, data.paths {len(rows)} folders; "
+            f"give one number for each folder"
+        )
+    if len(rows) > MAX_SOURCES:
+        raise ConfigError(
+            f"data.paths has {len(rows)} folders, and a mixture has at most "
+            f"{MAX_SOURCES}; prepare several together"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"data.weights = {weights}; each has to be above 0, and finite"
+        )
+    try:
+        slots_of(weights)
+    except ValueError as error:
+        raise ConfigError(
+            f"data.weights: {error}; raise it, or leave its folder out"
+        ) from error
+    return weights if len(rows) > 1 else ()
+
+
+def _largest(path: str, prepared: Contents, model: ModelConfig) -> int:
+    """Return the highest token of a folder's rows. Where it is not noted, it is that of
+    the tokenizer; raise ConfigError if the bundled model has no row for that."""
+    noted = [split.largest for split in (prepared.train, prepared.validation)]
+    if min(noted) >= 0:
+        return max(noted)
+    tokens = prepared.tokenizer.vocab_size
+    if tokens > model.vocab_size and not model.factory:
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}, but the tokenizer of {path} has "
+            f"{tokens} tokens, and the folder, of an older version, does not say which "
+            f"its rows have; make it again with `diloco data prepare`"
+        )
+    return tokens - 1
+
+
+def _digest(found: Sequence[Contents], weights: Sequence[float]) -> str:
+    """Return the digest of one folder, or of several and their shares."""
+    if not weights:
+        return found[0].digest
+    parts = [prepared.digest for prepared in found]
+    return hashlib.sha256(f"{parts}:{slots_of(weights)}".encode()).hexdigest()[:16]
+
+
+def _require_length(path: str, prepared: Contents, sequence_length: int) -> None:
+    if prepared.sequence_length != sequence_length:
+        raise ConfigError(
+            f"sequence_length = {sequence_length}, but the rows of {path} have "
+            f"{prepared.sequence_length} predicted tokens; set it to "
+            f"{prepared.sequence_length}, or prepare the data again with "
+            f"--sequence-length {sequence_length}"
+        )

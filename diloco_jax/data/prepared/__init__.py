@@ -1,1 +1,0 @@
-"""Prepared folders: packed rows in ArrayRecord files, beside a manifest of them."""

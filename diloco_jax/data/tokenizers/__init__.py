@@ -1,1 +1,0 @@
-"""Tokenizers: text to tokens and back. `opening.py` finds the one of a path."""
