@@ -71,7 +71,7 @@ def load_corpus(
     Args:
       paths: text files, and folders in which every regular file counts, hidden ones
         apart, and those without documents (`documents.py`); or token files
-        (`tokens.py`); none = the Python standard library's own sources.
+        (`documents.py`); none = the Python standard library's own sources.
       validation_fraction: share of the documents held out. A document's side depends
         on its name alone, so new documents move no others. Where that leaves a side
         without any, as with one file, the end of every document is held out.

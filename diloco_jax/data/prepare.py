@@ -65,355 +65,6 @@ from diloco_jax.errors import ConfigError
 from diloco_jax.files import naming
 from diloco_jax.storage import sync_path
 
-
-class Tokenised(NamedTuple):
-    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
-    prediction of each counts, bool."""
-
-    tokens: np.ndarray
-    learned: np.ndarray
-
-
-def pieces(document: Tokenised, sequence_length: int) -> Iterator[Tokenised]:
-    """Yield the pieces of a document, at most T + 1 tokens each. Leave out a piece of
-    which no prediction counts.
-    """
-    tokens, learned = document
-    for start in range(0, max(len(tokens) - 1, 0), sequence_length):
-        part = slice(start, start + sequence_length + 1)
-        if learned[part][1:].any():
-            yield Tokenised(tokens[part], learned[part])
-
-
-def pack(
-    documents: Iterable[Tokenised], sequence_length: int
-) -> Iterator[Sequence[Tokenised]]:
-    """Yield the pieces of one row after the other.
-
-    A piece that fills a row comes at once. All others come at the end: from the longest
-    on, each is put into the fullest row with room for it.
-    """
-    size, left = sequence_length + 1, list[Tokenised]()
-    for document in documents:
-        for piece in pieces(document, sequence_length):
-            if len(piece.tokens) == size:
-                yield [piece]
-            else:
-                left.append(piece)
-    left.sort(key=lambda piece: -len(piece.tokens))  # Stable, so it is repeatable.
-    open_rows: dict[int, list[list[Tokenised]]] = {}
-    rooms: list[int] = []  # Those of the open rows, ascending.
-    for piece in left:
-        need = len(piece.tokens)
-        at = bisect.bisect_left(rooms, need)
-        if at == len(rooms):
-            row, room = [piece], size - need
-        else:
-            room = rooms[at]
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                del open_rows[room], rooms[at]
-            row.append(piece)
-            room -= need
-        if room < 2:  # Nothing is predicted in a single token.
-            yield row
-            continue
-        if room not in open_rows:
-            open_rows[room] = []
-            bisect.insort(rooms, room)
-        open_rows[room].append(row)
-    for room in rooms:
-        yield from open_rows[room]
-
-
-SUFFIX = ".arrayrecord"
-OPTIONS = "group_size:1"
-"""A record is read alone, since rows are drawn one by one."""
-TRAILING = 4
-"""Tokens at the end of a text among which one that ends it is looked for."""
-AT_ONCE = 256
-"""Documents that a tokenizer gets together."""
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes of a source that were read since the last call."""
-
-
-class PartDone(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a part; its file says that the part is whole."""
-
-    train: Split
-    validation: Split
-    digests: tuple[str, ...]
-    """Digests of what was read from each of its slices."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Rules by which documents become rows, the same for every part."""
-
-    tokenizer: Tokenizer
-    reader: Reader
-    sequence_length: int
-    validation_fraction: float
-
-    @property
-    def records(self) -> RecordFormat:
-        """The format of the records."""
-        return RecordFormat(self.sequence_length, self.tokenizer.vocab_size)
-
-
-def done_path(folder: Path, number: int) -> Path:
-    """Return the path of the file that says that a part is done."""
-    return folder / "parts" / f"{number:05}.json"
-
-
-def write_part(
-    folder: Path,
-    number: int,
-    sources: Sequence[SourceFile],
-    part: Part,
-    recipe: Recipe,
-    advance: Advance,
-) -> PartDone:
-    """Make a part's files in a folder, whole or not at all, and note that it is done.
-
-    Raises ConfigError, naming file and place, for sources that cannot be read.
-    """
-    digests = [hashlib.sha256() for _ in part]
-    sides: dict[str, list[Tokenised]] = {TRAIN: [], VALIDATION: []}
-    counts = {TRAIN: Counts(), VALIDATION: Counts()}
-
-    def documents() -> Iterator[Document]:
-        for piece, digest in zip(part, digests, strict=True):
-            source = sources[piece.source]
-            for document in read(source, piece, recipe.reader):
-                advance(document.nbytes)
-                for span in document.example.spans:
-                    digest.update(span.text.encode())
-                digest.update(b"\0")
-                yield document
-
-    ahead = documents()
-    while some := list(itertools.islice(ahead, AT_ONCE)):
-        for document, tokenised in zip(some, _tokenised(some, recipe), strict=True):
-            held = is_validation(document.key, recipe.validation_fraction)
-            side = VALIDATION if held else TRAIN
-            spans = document.example.spans
-            learned = sum(len(span.text.encode()) for span in spans if span.learned)
-            counts[side] += Counts(
-                documents=1,
-                left_out=int(not learned),
-                text_bytes=learned,
-                chats=int(document.example.chat and learned > 0),
-                cut=document.example.cut,
-            )
-            if learned:
-                sides[side].append(tokenised)
-    splits = {
-        side: _write(folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side])
-        for side, found in sides.items()
-    }
-    done = PartDone(
-        train=splits[TRAIN],
-        validation=splits[VALIDATION],
-        digests=tuple(digest.hexdigest()[:16] for digest in digests),
-    )
-    files.write_text(msgspec.json.encode(done).decode(), done_path(folder, number))
-    return done
-
-
-def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
-    """Yield the tokens of documents, with those that begin and end one.
-
-    The spans of a document are one text for the tokenizer: many put a space before
-    whatever they are given. A token is learned if a character of it is.
-    """
-    tokenizer, end = recipe.tokenizer, recipe.tokenizer.end
-    ends = {end, recipe.reader.turn_end} - {None}
-    texts, flags = [], []
-    for document in some:
-        spans = document.example.spans
-        texts.append("".join(span.text for span in spans))
-        sizes = [len(span.text) for span in spans]
-        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
-    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
-    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
-    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
-    for document, flag, is_mixed in zip(some, flags, mixed, strict=True):
-        if is_mixed:
-            found, places = next(placed)
-            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
-            before = np.concatenate([[0], np.cumsum(flag)])
-            begin = np.minimum(begin, len(flag) - 1)
-            learned = before[np.maximum(stop, begin + 1)] > before[begin]
-        else:
-            tokens = next(alike)
-            learned = np.full(len(tokens), flag.any())
-        start = tokenizer.start
-        if not start and end is not None and learned[:1].all():
-            start = (end,)  # The first token, too, is predicted from something.
-        if start and tuple(tokens[: len(start)]) == start:
-            learned[: len(start)] = False  # The text has them already.
-        else:
-            tokens = np.concatenate([np.array(start, np.int32), tokens])
-            learned = np.concatenate([np.zeros(len(start), bool), learned])
-        wants = document.example.ends and not _has_ended(tokens, ends, tokenizer)
-        if wants and end is not None:
-            tokens = np.append(tokens, np.int32(end))
-            learned = np.append(learned, flag[-1:].any())
-        yield Tokenised(tokens, learned)
-
-
-def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
-    """Tell if one of these tokens ends a document, but for spaces after it."""
-    last = tokens[:0:-1][:TRAILING].tolist()
-    at = next((n for n, token in enumerate(last) if token in ends), None)
-    return at is not None and not tokenizer.decode(last[:at]).strip()
-
-
-def _write(
-    folder: Path, name: str, found: list[Tokenised], recipe: Recipe, counts: Counts
-) -> Split:
-    """Write the rows of one side; a side without any has no file."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    scratch = folder / f"{name}.{os.getpid()}.tmp"
-    records, rows, tokens, predicted, largest = recipe.records, 0, 0, 0, 0
-    writer = None
-    try:
-        with naming(scratch):
-            for row in pack(found, recipe.sequence_length):
-                writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
-                writer.write(records.encode([(p.tokens, p.learned) for p in row]))
-                rows += 1
-                tokens += sum(len(piece.tokens) for piece in row)
-                largest = max(largest, *(int(piece.tokens.max()) for piece in row))
-                predicted += sum(int(piece.learned[1:].sum()) for piece in row)
-            if writer is None:
-                return Split(counts=counts, shards=(), largest=0)
-            writer.close()
-            with scratch.open("rb") as file:
-                os.fsync(file.fileno())
-        shard: Shard = shard_of(scratch, name, rows)
-        scratch.replace(folder / name)
-    finally:
-        scratch.unlink(missing_ok=True)
-    more = Counts(rows=rows, tokens=tokens, predicted=predicted)
-    return Split(counts=counts + more, shards=(shard,), largest=largest)
-
-
-SAFE_PATH = "PYTHONSAFEPATH"
-TOLD_EVERY_S = 0.2
-WATCH_S = 1.0
-"""Seconds between two looks of a worker at whether the command still runs."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """The needs of a worker, for every part. A tokenizer is opened where it is used."""
-
-    folder: Path
-    sources: Sequence[SourceFile]
-    recipe: Recipe
-    tokenizer: str
-    read: Synchronized[int]
-
-
-_work: _Work
-
-
-@contextlib.contextmanager
-def _safe_path() -> Iterator[None]:
-    """Have children import what is installed, and nothing of the current folder."""
-    given = SAFE_PATH in os.environ
-    os.environ.setdefault(SAFE_PATH, "1")
-    try:
-        yield
-    finally:
-        if not given:
-            del os.environ[SAFE_PATH]
-
-
-@_safe_path()
-def do_parts(
-    folder: Path,
-    sources: Sequence[SourceFile],
-    parts: Sequence[Part],
-    recipe: Recipe,
-    workers: int,
-    report: Callable[[float], None],
-) -> None:
-    """Do the parts that are not done; see `work.prepare`."""
-    sizes = [sum(piece.nbytes for piece in part) for part in parts]
-    left = [n for n in range(len(parts)) if not done_path(folder, n).exists()]
-    total, before = sum(sizes), sum(sizes) - sum(sizes[n] for n in left)
-    if workers == 1 or len(left) < 2:
-        read = before
-
-        def advance(nbytes: int) -> None:
-            nonlocal read
-            read += nbytes
-            report(min(read / total, 1.0))
-
-        for number in left:
-            write_part(folder, number, sources, parts[number], recipe, advance)
-        return
-    context = multiprocessing.get_context("spawn")
-    counter: Synchronized[int] = context.Value("q", before)
-    files = recipe.tokenizer.files
-    bare = dataclasses.replace(recipe, tokenizer=Bytes())  # A stand-in, until opened.
-    work = _Work(folder, sources, bare, str(files[0]) if files else "", counter)
-    with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(left)), context, _begin_worker, (work, os.getpid())
-    ) as pool:
-        try:
-            waiting = {pool.submit(_do_part, n, parts[n]) for n in left}
-            while waiting:
-                done, waiting = concurrent.futures.wait(
-                    waiting, TOLD_EVERY_S, concurrent.futures.FIRST_COMPLETED
-                )
-                report(min(counter.value / total, 1.0))
-                for one in done:
-                    one.result()
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                f"--workers = {workers}: a worker ended, perhaps for want of memory; "
-                f"give fewer, and the same command goes on in {folder}"
-            ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-
-
-def _begin_worker(work: _Work, parent: int) -> None:
-    """Make this process a worker: it leaves signals of the terminal to the command,
-    and ends when that is gone."""
-    global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Each worker has one core.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(WATCH_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    recipe = dataclasses.replace(work.recipe, tokenizer=open_tokenizer(work.tokenizer))
-    _work = dataclasses.replace(work, recipe=recipe)
-
-
-def _do_part(number: int, part: Part) -> None:
-    counter = _work.read
-
-    def advance(nbytes: int) -> None:
-        with counter.get_lock():
-            counter.value += nbytes
-
-    write_part(_work.folder, number, _work.sources, part, _work.recipe, advance)
-
-
 PLAN = "plan.json"
 PLAN_FORMAT = 2
 LOCK = "lock"
@@ -677,3 +328,351 @@ def _together(splits: Sequence[Split]) -> Split:
         shards=tuple(shard for split in splits for shard in split.shards),
         largest=max(noted) if min(noted) >= 0 else -1,
     )
+
+
+SAFE_PATH = "PYTHONSAFEPATH"
+TOLD_EVERY_S = 0.2
+WATCH_S = 1.0
+"""Seconds between two looks of a worker at whether the command still runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The needs of a worker, for every part. A tokenizer is opened where it is used."""
+
+    folder: Path
+    sources: Sequence[SourceFile]
+    recipe: Recipe
+    tokenizer: str
+    read: Synchronized[int]
+
+
+_work: _Work
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Have children import what is installed, and nothing of the current folder."""
+    given = SAFE_PATH in os.environ
+    os.environ.setdefault(SAFE_PATH, "1")
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[SAFE_PATH]
+
+
+@_safe_path()
+def do_parts(
+    folder: Path,
+    sources: Sequence[SourceFile],
+    parts: Sequence[Part],
+    recipe: Recipe,
+    workers: int,
+    report: Callable[[float], None],
+) -> None:
+    """Do the parts that are not done; see `prepare`."""
+    sizes = [sum(piece.nbytes for piece in part) for part in parts]
+    left = [n for n in range(len(parts)) if not done_path(folder, n).exists()]
+    total, before = sum(sizes), sum(sizes) - sum(sizes[n] for n in left)
+    if workers == 1 or len(left) < 2:
+        read = before
+
+        def advance(nbytes: int) -> None:
+            nonlocal read
+            read += nbytes
+            report(min(read / total, 1.0))
+
+        for number in left:
+            write_part(folder, number, sources, parts[number], recipe, advance)
+        return
+    context = multiprocessing.get_context("spawn")
+    counter: Synchronized[int] = context.Value("q", before)
+    files = recipe.tokenizer.files
+    bare = dataclasses.replace(recipe, tokenizer=Bytes())  # A stand-in, until opened.
+    work = _Work(folder, sources, bare, str(files[0]) if files else "", counter)
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(left)), context, _begin_worker, (work, os.getpid())
+    ) as pool:
+        try:
+            waiting = {pool.submit(_do_part, n, parts[n]) for n in left}
+            while waiting:
+                done, waiting = concurrent.futures.wait(
+                    waiting, TOLD_EVERY_S, concurrent.futures.FIRST_COMPLETED
+                )
+                report(min(counter.value / total, 1.0))
+                for one in done:
+                    one.result()
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"--workers = {workers}: a worker ended, perhaps for want of memory; "
+                f"give fewer, and the same command goes on in {folder}"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+
+
+def _begin_worker(work: _Work, parent: int) -> None:
+    """Make this process a worker: it leaves signals of the terminal to the command,
+    and ends when that is gone."""
+    global _work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Each worker has one core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    recipe = dataclasses.replace(work.recipe, tokenizer=open_tokenizer(work.tokenizer))
+    _work = dataclasses.replace(work, recipe=recipe)
+
+
+def _do_part(number: int, part: Part) -> None:
+    counter = _work.read
+
+    def advance(nbytes: int) -> None:
+        with counter.get_lock():
+            counter.value += nbytes
+
+    write_part(_work.folder, number, _work.sources, part, _work.recipe, advance)
+
+
+SUFFIX = ".arrayrecord"
+OPTIONS = "group_size:1"
+"""A record is read alone, since rows are drawn one by one."""
+TRAILING = 4
+"""Tokens at the end of a text among which one that ends it is looked for."""
+AT_ONCE = 256
+"""Documents that a tokenizer gets together."""
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes of a source that were read since the last call."""
+
+
+class PartDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a part; its file says that the part is whole."""
+
+    train: Split
+    validation: Split
+    digests: tuple[str, ...]
+    """Digests of what was read from each of its slices."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Rules by which documents become rows, the same for every part."""
+
+    tokenizer: Tokenizer
+    reader: Reader
+    sequence_length: int
+    validation_fraction: float
+
+    @property
+    def records(self) -> RecordFormat:
+        """The format of the records."""
+        return RecordFormat(self.sequence_length, self.tokenizer.vocab_size)
+
+
+def done_path(folder: Path, number: int) -> Path:
+    """Return the path of the file that says that a part is done."""
+    return folder / "parts" / f"{number:05}.json"
+
+
+def write_part(
+    folder: Path,
+    number: int,
+    sources: Sequence[SourceFile],
+    part: Part,
+    recipe: Recipe,
+    advance: Advance,
+) -> PartDone:
+    """Make a part's files in a folder, whole or not at all, and note that it is done.
+
+    Raises ConfigError, naming file and place, for sources that cannot be read.
+    """
+    digests = [hashlib.sha256() for _ in part]
+    sides: dict[str, list[Tokenised]] = {TRAIN: [], VALIDATION: []}
+    counts = {TRAIN: Counts(), VALIDATION: Counts()}
+
+    def documents() -> Iterator[Document]:
+        for piece, digest in zip(part, digests, strict=True):
+            source = sources[piece.source]
+            for document in read(source, piece, recipe.reader):
+                advance(document.nbytes)
+                for span in document.example.spans:
+                    digest.update(span.text.encode())
+                digest.update(b"\0")
+                yield document
+
+    ahead = documents()
+    while some := list(itertools.islice(ahead, AT_ONCE)):
+        for document, tokenised in zip(some, _tokenised(some, recipe), strict=True):
+            held = is_validation(document.key, recipe.validation_fraction)
+            side = VALIDATION if held else TRAIN
+            spans = document.example.spans
+            learned = sum(len(span.text.encode()) for span in spans if span.learned)
+            counts[side] += Counts(
+                documents=1,
+                left_out=int(not learned),
+                text_bytes=learned,
+                chats=int(document.example.chat and learned > 0),
+                cut=document.example.cut,
+            )
+            if learned:
+                sides[side].append(tokenised)
+    splits = {
+        side: _write(folder, f"{side}-{number:05}{SUFFIX}", found, recipe, counts[side])
+        for side, found in sides.items()
+    }
+    done = PartDone(
+        train=splits[TRAIN],
+        validation=splits[VALIDATION],
+        digests=tuple(digest.hexdigest()[:16] for digest in digests),
+    )
+    files.write_text(msgspec.json.encode(done).decode(), done_path(folder, number))
+    return done
+
+
+def _tokenised(some: Sequence[Document], recipe: Recipe) -> Iterator[Tokenised]:
+    """Yield the tokens of documents, with those that begin and end one.
+
+    The spans of a document are one text for the tokenizer: many put a space before
+    whatever they are given. A token is learned if a character of it is.
+    """
+    tokenizer, end = recipe.tokenizer, recipe.tokenizer.end
+    ends = {end, recipe.reader.turn_end} - {None}
+    texts, flags = [], []
+    for document in some:
+        spans = document.example.spans
+        texts.append("".join(span.text for span in spans))
+        sizes = [len(span.text) for span in spans]
+        flags.append(np.repeat([span.learned for span in spans], sizes).astype(bool))
+    mixed = [bool(flag.any() and not flag.all()) for flag in flags]
+    placed = iter(tokenizer.encode_placed([*itertools.compress(texts, mixed)]))
+    alike = iter(tokenizer.encode([*itertools.compress(texts, ~np.array(mixed))]))
+    for document, flag, is_mixed in zip(some, flags, mixed, strict=True):
+        if is_mixed:
+            found, places = next(placed)
+            tokens, (begin, stop) = np.array(found, np.int32), np.array(places).T
+            before = np.concatenate([[0], np.cumsum(flag)])
+            begin = np.minimum(begin, len(flag) - 1)
+            learned = before[np.maximum(stop, begin + 1)] > before[begin]
+        else:
+            tokens = next(alike)
+            learned = np.full(len(tokens), flag.any())
+        start = tokenizer.start
+        if not start and end is not None and learned[:1].all():
+            start = (end,)  # The first token, too, is predicted from something.
+        if start and tuple(tokens[: len(start)]) == start:
+            learned[: len(start)] = False  # The text has them already.
+        else:
+            tokens = np.concatenate([np.array(start, np.int32), tokens])
+            learned = np.concatenate([np.zeros(len(start), bool), learned])
+        wants = document.example.ends and not _has_ended(tokens, ends, tokenizer)
+        if wants and end is not None:
+            tokens = np.append(tokens, np.int32(end))
+            learned = np.append(learned, flag[-1:].any())
+        yield Tokenised(tokens, learned)
+
+
+def _has_ended(tokens: np.ndarray, ends: set[int | None], tokenizer: Tokenizer) -> bool:
+    """Tell if one of these tokens ends a document, but for spaces after it."""
+    last = tokens[:0:-1][:TRAILING].tolist()
+    at = next((n for n, token in enumerate(last) if token in ends), None)
+    return at is not None and not tokenizer.decode(last[:at]).strip()
+
+
+def _write(
+    folder: Path, name: str, found: list[Tokenised], recipe: Recipe, counts: Counts
+) -> Split:
+    """Write the rows of one side; a side without any has no file."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    scratch = folder / f"{name}.{os.getpid()}.tmp"
+    records, rows, tokens, predicted, largest = recipe.records, 0, 0, 0, 0
+    writer = None
+    try:
+        with naming(scratch):
+            for row in pack(found, recipe.sequence_length):
+                writer = writer or ArrayRecordWriter(str(scratch), OPTIONS)
+                writer.write(records.encode([(p.tokens, p.learned) for p in row]))
+                rows += 1
+                tokens += sum(len(piece.tokens) for piece in row)
+                largest = max(largest, *(int(piece.tokens.max()) for piece in row))
+                predicted += sum(int(piece.learned[1:].sum()) for piece in row)
+            if writer is None:
+                return Split(counts=counts, shards=(), largest=0)
+            writer.close()
+            with scratch.open("rb") as file:
+                os.fsync(file.fileno())
+        shard: Shard = shard_of(scratch, name, rows)
+        scratch.replace(folder / name)
+    finally:
+        scratch.unlink(missing_ok=True)
+    more = Counts(rows=rows, tokens=tokens, predicted=predicted)
+    return Split(counts=counts + more, shards=(shard,), largest=largest)
+
+
+class Tokenised(NamedTuple):
+    """A document, or a piece of one. Both [n]: tokens, int32, and whether the
+    prediction of each counts, bool."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+def pieces(document: Tokenised, sequence_length: int) -> Iterator[Tokenised]:
+    """Yield the pieces of a document, at most T + 1 tokens each. Leave out a piece of
+    which no prediction counts.
+    """
+    tokens, learned = document
+    for start in range(0, max(len(tokens) - 1, 0), sequence_length):
+        part = slice(start, start + sequence_length + 1)
+        if learned[part][1:].any():
+            yield Tokenised(tokens[part], learned[part])
+
+
+def pack(
+    documents: Iterable[Tokenised], sequence_length: int
+) -> Iterator[Sequence[Tokenised]]:
+    """Yield the pieces of one row after the other.
+
+    A piece that fills a row comes at once. All others come at the end: from the longest
+    on, each is put into the fullest row with room for it.
+    """
+    size, left = sequence_length + 1, list[Tokenised]()
+    for document in documents:
+        for piece in pieces(document, sequence_length):
+            if len(piece.tokens) == size:
+                yield [piece]
+            else:
+                left.append(piece)
+    left.sort(key=lambda piece: -len(piece.tokens))  # Stable, so it is repeatable.
+    open_rows: dict[int, list[list[Tokenised]]] = {}
+    rooms: list[int] = []  # Those of the open rows, ascending.
+    for piece in left:
+        need = len(piece.tokens)
+        at = bisect.bisect_left(rooms, need)
+        if at == len(rooms):
+            row, room = [piece], size - need
+        else:
+            room = rooms[at]
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                del open_rows[room], rooms[at]
+            row.append(piece)
+            room -= need
+        if room < 2:  # Nothing is predicted in a single token.
+            yield row
+            continue
+        if room not in open_rows:
+            open_rows[room] = []
+            bisect.insort(rooms, room)
+        open_rows[room].append(row)
+    for room in rooms:
+        yield from open_rows[room]

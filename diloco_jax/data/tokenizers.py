@@ -27,69 +27,14 @@ from diloco_jax.config import ModelConfig
 from diloco_jax.errors import ConfigError
 from diloco_jax.files import how_to_mend, parse_json
 
+JSON_NAME = "tokenizer.json"
+PIECES_NAME = "tokenizer.model"
+PIECES_SUFFIX = ".model"
 CONFIG = "tokenizer_config.json"
 ADDED = "added_tokens.json"
 NAMING = (CONFIG, "special_tokens_map.json")
 BESIDE = (*NAMING, ADDED, "chat_template.jinja")
 """Files that say which tokens are special, and how a chat is written."""
-
-
-@contextlib.contextmanager
-def refusing(path: Path, what: str) -> Iterator[None]:
-    """Raise ConfigError, naming the file, for all that a tokenizer's library raises.
-
-    what: says what the file is not fit for, as "be read as a tokenizer".
-    """
-    try:
-        yield
-    except (ConfigError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # A panic of Rust is no Exception.
-        raise ConfigError(
-            f"{path} cannot {what} ({error}); {how_to_mend(path)}"
-        ) from error
-
-
-def read_beside(path: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file beside a tokenizer's, empty if there is none.
-
-    Raises ConfigError, naming the file, if it is no JSON object."""
-    beside = path.with_name(name)
-    try:
-        found = parse_json(beside.read_bytes()) if beside.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError(f"it is of type {type(found).__name__}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{beside} cannot be read as a JSON object ({error}); copy it again, or "
-            f"leave it out"
-        ) from error
-    return found
-
-
-def named_token(
-    path: Path, field: str, token_of: Callable[[str], int | None], default: int
-) -> int:
-    """Return the token that the files beside a tokenizer's name as its `bos_token` or
-    `eos_token`; the default if they name none.
-
-    Raises ConfigError, naming the file, if it is none of the tokenizer's words."""
-    for name in NAMING:
-        named = read_beside(path, name).get(field)
-        if named is None:
-            continue
-        word: Any = named.get("content") if isinstance(named, dict) else named
-        found: int | None = None
-        with contextlib.suppress(TypeError, RuntimeError, UnicodeError):
-            found = token_of(word)
-        if found is None:
-            raise ConfigError(
-                f"{path.with_name(name)}: {field} = {named!r} is no token of {path}; "
-                f"give the files of one tokenizer"
-            )
-        return found
-    return default
-
 
 Placed = tuple[Sequence[int], Sequence[tuple[int, int]]]
 """Tokens, and of each its first character in the text and the one after its last. A
@@ -123,7 +68,7 @@ class Tokenizer(Protocol):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files from which `opening.open_tokenizer` makes the same tokenizer
+        """The files from which `open_tokenizer` makes the same tokenizer
         again.
         """
 
@@ -148,12 +93,87 @@ class Tokenizer(Protocol):
         """Return the word of a token as the files have it, empty if they have none."""
 
 
+def open_tokenizer(path: str | Path, field: str = "data.tokenizer") -> Tokenizer:
+    """Open a tokenizer.json, a *.model of SentencePiece, or a folder that has one; ""
+    is the tokenizer of bytes.
+
+    Raises ConfigError, naming `field`, if the path has none of these.
+    """
+    if not str(path):
+        return Bytes()
+    given = Path(path)
+    found = find_tokenizer(given) if given.is_dir() else given
+    if found is None or not found.is_file():
+        what = (
+            f"has neither {JSON_NAME} nor {PIECES_NAME}"
+            if found is None
+            else "is no file"
+        )
+        raise ConfigError(
+            f"{field}: {given} {what}; give a tokenizer.json, a {PIECES_SUFFIX} of "
+            f"SentencePiece, or a folder that has one"
+        )
+    if found.suffix == ".json":
+        return JsonTokenizer(found)
+    if found.suffix == PIECES_SUFFIX:
+        return PiecesTokenizer(found)
+    raise ConfigError(
+        f"{field}: {found} ends neither in .json nor in {PIECES_SUFFIX}; give a "
+        f"tokenizer.json or a {PIECES_SUFFIX} of SentencePiece"
+    )
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """Return the tokenizer's file in a folder, None if it has none. Where there are
+    both kinds, tokenizer.json counts: it has the words that were added, too."""
+    found = (folder / name for name in (JSON_NAME, PIECES_NAME))
+    return next((path for path in found if path.is_file()), None)
+
+
+def kept_name(path: Path) -> str:
+    """Return the name under which a run keeps and exports a file of a tokenizer."""
+    if path.name in BESIDE:
+        return path.name
+    return PIECES_NAME if path.suffix == PIECES_SUFFIX else JSON_NAME
+
+
+def tokenizer_of_weights(weights: str) -> Path | None:
+    """Return the tokenizer's file in the folder that a run starts from, as
+    `model.weights` names it; None if there is none."""
+    kind, _, folder = weights.partition(":")
+    beside = Path(folder, "" if kind == "hf" else run_files.SOURCE)
+    return find_tokenizer(beside) if weights and beside.is_dir() else None
+
+
+def require_tokenizer(tokenizer: Tokenizer, model: ModelConfig, data: str) -> None:
+    """Raise ConfigError if the data's tokenizer is another one than that of the weights
+    that a run starts from. data: names the data."""
+    theirs = tokenizer_of_weights(model.weights)
+    if theirs is not None:
+        digest = open_tokenizer(theirs).digest
+        require_digest(tokenizer.digest, digest, data, str(theirs))
+
+
+def require_digest(ours: str, theirs: str, data: str, name: str) -> None:
+    """Raise ConfigError, with both digests, if data was made with another tokenizer.
+
+    ours: digest of the tokenizer that the data was made with; data: names it. theirs
+    and name: digest and name of the one that it has to be.
+    """
+    if ours != theirs:
+        raise ConfigError(
+            f"data.tokenizer: {data} is of the tokenizer {ours}, but {name} is "
+            f"{theirs}; make the data again with `diloco data prepare OUT SOURCES "
+            f"--tokenizer {name}`"
+        )
+
+
 SEPARATOR = 0
 VOCAB_SIZE = 256
 
 
 class Bytes:
-    """The tokenizer of UTF-8 bytes; see `tokenizer.Tokenizer`."""
+    """The tokenizer of UTF-8 bytes; see `Tokenizer`."""
 
     name = digest = "bytes"
     vocab_size = VOCAB_SIZE
@@ -201,12 +221,11 @@ def decode_bytes(tokens: np.ndarray) -> str:
     return bytes(np.where(data == SEPARATOR, ord("\n"), data)).decode(errors="replace")
 
 
-JSON_NAME = "tokenizer.json"
 PROBE = "a"
 
 
 class JsonTokenizer:
-    """A tokenizer in a file tokenizer.json; see `tokenizer.Tokenizer`.
+    """A tokenizer in a file tokenizer.json; see `Tokenizer`.
 
     It never cuts or pads a document, even if the file asks for that.
     """
@@ -272,15 +291,13 @@ class JsonTokenizer:
         return self._made.id_to_token(token) or ""
 
 
-PIECES_NAME = "tokenizer.model"
-PIECES_SUFFIX = ".model"
 NO_PREFIX = b"\x1a\x02\x18\x00"
 """`normalizer_spec.add_dummy_prefix = false` as a field of ModelProto. The last field
 of a name counts, so behind a model's bytes it changes the model."""
 
 
 class PiecesTokenizer:
-    """A tokenizer of SentencePiece; see `tokenizer.Tokenizer`."""
+    """A tokenizer of SentencePiece; see `Tokenizer`."""
 
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file is no tokenizer, the files beside it are of
@@ -425,76 +442,58 @@ class PiecesTokenizer:
         }
 
 
-def open_tokenizer(path: str | Path, field: str = "data.tokenizer") -> Tokenizer:
-    """Open a tokenizer.json, a *.model of SentencePiece, or a folder that has one; ""
-    is the tokenizer of bytes.
+@contextlib.contextmanager
+def refusing(path: Path, what: str) -> Iterator[None]:
+    """Raise ConfigError, naming the file, for all that a tokenizer's library raises.
 
-    Raises ConfigError, naming `field`, if the path has none of these.
+    what: says what the file is not fit for, as "be read as a tokenizer".
     """
-    if not str(path):
-        return Bytes()
-    given = Path(path)
-    found = find_tokenizer(given) if given.is_dir() else given
-    if found is None or not found.is_file():
-        what = (
-            f"has neither {JSON_NAME} nor {PIECES_NAME}"
-            if found is None
-            else "is no file"
-        )
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # A panic of Rust is no Exception.
         raise ConfigError(
-            f"{field}: {given} {what}; give a tokenizer.json, a {PIECES_SUFFIX} of "
-            f"SentencePiece, or a folder that has one"
-        )
-    if found.suffix == ".json":
-        return JsonTokenizer(found)
-    if found.suffix == PIECES_SUFFIX:
-        return PiecesTokenizer(found)
-    raise ConfigError(
-        f"{field}: {found} ends neither in .json nor in {PIECES_SUFFIX}; give a "
-        f"tokenizer.json or a {PIECES_SUFFIX} of SentencePiece"
-    )
+            f"{path} cannot {what} ({error}); {how_to_mend(path)}"
+        ) from error
 
 
-def find_tokenizer(folder: Path) -> Path | None:
-    """Return the tokenizer's file in a folder, None if it has none. Where there are
-    both kinds, tokenizer.json counts: it has the words that were added, too."""
-    found = (folder / name for name in (JSON_NAME, PIECES_NAME))
-    return next((path for path in found if path.is_file()), None)
+def read_beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file beside a tokenizer's, empty if there is none.
 
-
-def kept_name(path: Path) -> str:
-    """Return the name under which a run keeps and exports a file of a tokenizer."""
-    if path.name in BESIDE:
-        return path.name
-    return PIECES_NAME if path.suffix == PIECES_SUFFIX else JSON_NAME
-
-
-def tokenizer_of_weights(weights: str) -> Path | None:
-    """Return the tokenizer's file in the folder that a run starts from, as
-    `model.weights` names it; None if there is none."""
-    kind, _, folder = weights.partition(":")
-    beside = Path(folder, "" if kind == "hf" else run_files.SOURCE)
-    return find_tokenizer(beside) if weights and beside.is_dir() else None
-
-
-def require_tokenizer(tokenizer: Tokenizer, model: ModelConfig, data: str) -> None:
-    """Raise ConfigError if the data's tokenizer is another one than that of the weights
-    that a run starts from. data: names the data."""
-    theirs = tokenizer_of_weights(model.weights)
-    if theirs is not None:
-        digest = open_tokenizer(theirs).digest
-        require_digest(tokenizer.digest, digest, data, str(theirs))
-
-
-def require_digest(ours: str, theirs: str, data: str, name: str) -> None:
-    """Raise ConfigError, with both digests, if data was made with another tokenizer.
-
-    ours: digest of the tokenizer that the data was made with; data: names it. theirs
-    and name: digest and name of the one that it has to be.
-    """
-    if ours != theirs:
+    Raises ConfigError, naming the file, if it is no JSON object."""
+    beside = path.with_name(name)
+    try:
+        found = parse_json(beside.read_bytes()) if beside.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"it is of type {type(found).__name__}")
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.tokenizer: {data} is of the tokenizer {ours}, but {name} is "
-            f"{theirs}; make the data again with `diloco data prepare OUT SOURCES "
-            f"--tokenizer {name}`"
-        )
+            f"{beside} cannot be read as a JSON object ({error}); copy it again, or "
+            f"leave it out"
+        ) from error
+    return found
+
+
+def named_token(
+    path: Path, field: str, token_of: Callable[[str], int | None], default: int
+) -> int:
+    """Return the token that the files beside a tokenizer's name as its `bos_token` or
+    `eos_token`; the default if they name none.
+
+    Raises ConfigError, naming the file, if it is none of the tokenizer's words."""
+    for name in NAMING:
+        named = read_beside(path, name).get(field)
+        if named is None:
+            continue
+        word: Any = named.get("content") if isinstance(named, dict) else named
+        found: int | None = None
+        with contextlib.suppress(TypeError, RuntimeError, UnicodeError):
+            found = token_of(word)
+        if found is None:
+            raise ConfigError(
+                f"{path.with_name(name)}: {field} = {named!r} is no token of {path}; "
+                f"give the files of one tokenizer"
+            )
+        return found
+    return default

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prepare_support import LENGTH, documents_of, made, many, recipe, write_lines
 from pyarrow import parquet
 
-from diloco_jax.data import prepare_sources as parts_module
+from diloco_jax.data import prepare_sources
 from diloco_jax.data.corpus import is_validation, place
 from diloco_jax.data.examples import Reader
 from diloco_jax.data.prepare import Tokenised, pack
@@ -139,7 +139,7 @@ def test_other_tokens_give_the_text_back(kind, tokenizers, tmp_path):
 
 
 def test_a_long_text_is_cut_at_ends_of_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(prepare_sources, "DOCUMENT_BYTES", 1000)
     monkeypatch.setattr("diloco_jax.data.prepare_sources.DOCUMENT_BYTES", 1000)
     (tmp_path / "in").mkdir()
     lines = "".join(f"line {i} of ünïcode\n" for i in range(400)) + "ü" * 2500
@@ -243,7 +243,7 @@ def test_lines_are_read_once_wherever_parts_end(tmp_path_factory, sizes, limit):
     cuts = sorted({0, source.size, *(source.size * i // limit for i in range(limit))})
     found = []
     for start, stop in itertools.pairwise(cuts):
-        piece = parts_module.SourceSlice(0, start, stop, stop - start)
+        piece = prepare_sources.SourceSlice(0, start, stop, stop - start)
         found += [d.example.spans[0].text for d in read(source, piece, Reader())]
     assert found == ["", *(o["text"] for o in objects)]
 

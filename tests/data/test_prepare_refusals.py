@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
-from diloco_jax.data import prepare_sources as parts_module
+from diloco_jax.data import prepare_sources
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 26906\n"
 DEEP = b"[" * 200_000 + b"]" * 200_000
@@ -136,7 +136,7 @@ def test_any_failure_before_a_part_is_done_leaves_nothing(
 
 
 def test_a_source_that_went_away_meanwhile_is_named(texts, tmp_path, monkeypatch):
-    real = parts_module.make_parts
+    real = prepare_sources.make_parts
 
     def late(*arguments):
         (tmp_path / "in" / "t005.txt").unlink()
@@ -174,7 +174,7 @@ def test_other_options_do_not_go_on(texts, tmp_path, monkeypatch):
 
 
 def test_a_source_that_changes_meanwhile_is_refused(texts, tmp_path, monkeypatch):
-    real = parts_module.make_parts
+    real = prepare_sources.make_parts
 
     def late(*arguments):
         found = real(*arguments)
