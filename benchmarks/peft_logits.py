@@ -65,10 +65,12 @@ def of_project(weights: Path, rows: np.ndarray) -> np.ndarray:
     import jax.numpy as jnp
 
     from diloco_jax.models.generation import Cache, make_decode
-    from diloco_jax.weights import families, files
+    from diloco_jax.weights import families, tensor_files
     from diloco_jax.weights.first import read_folder, whole
 
-    model = families.read(files.read_json(weights / files.CONFIG), str(weights))
+    model = families.read(
+        tensor_files.read_json(weights / tensor_files.CONFIG), str(weights)
+    )
     params = whole(read_folder(weights, model))
     count, length = rows.shape
     empty = Cache.empty(model, count, length, "float32")

@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diloco_jax.models.presets import preset
-from diloco_jax.weights import families, files, names
+from diloco_jax.weights import families, tensor_files
 
 HEAD = 64
 OUTSIDE = {
@@ -70,8 +70,8 @@ def write_weights(reader: Any, folder: Path) -> None:
     epsilon = float(reader.fields["llama.attention.layer_norm_rms_epsilon"].contents())
     assert abs(epsilon - model.norm_epsilon) < 1e-9
     there = {tensor.name: tensor for tensor in reader.tensors}
-    shapes = {tensor.name: tensor.shape for tensor in names.tensors(model)}
-    arrays = files.make_tensors(folder, shapes, np.dtype(np.float32))
+    shapes = {tensor.name: tensor.shape for tensor in tensor_files.tensors(model)}
+    arrays = tensor_files.make_tensors(folder, shapes, np.dtype(np.float32))
     for name, array in arrays.items():
         tensor = there.pop(source_of(name))
         value = gguf.dequantize(tensor.data, tensor.tensor_type)

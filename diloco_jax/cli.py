@@ -298,12 +298,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
         "loss on the whole validation split",
     ),
     "export": (
-        _of("diloco_jax.weights.export_command", "export_command"),
+        _of("diloco_jax.weights.commands", "export_command"),
         "WORKDIR DIR [--dtype bfloat16]",
         "the parameters as safetensors and config.json, for other tools",
     ),
     "generate": (
-        _of("diloco_jax.weights.generate_command", "generate_command"),
+        _of("diloco_jax.weights.commands", "generate_command"),
         "RUN_OR_EXPORT --prompt TEXT [--max-tokens N] [--temperature T] [--top-p P]",
         "continues a text",
     ),

@@ -25,7 +25,7 @@ from diloco_jax.process import uncollected
 from diloco_jax.workdir import add_to_summary, read_config
 
 if TYPE_CHECKING:
-    from diloco_jax.weights.speaker import Speaker
+    from diloco_jax.weights.tasks import Speaker
 
 
 T = TypeVar("T")
@@ -403,11 +403,11 @@ def _eval_lm_eval(options: EvalOptions) -> tuple[dict[str, Any], str]:
     from rich.console import Console
 
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights import harness
+    from diloco_jax.weights import tasks
 
     speaker, length = _eval_speaker(options)
     with bar(Console(stderr=True), "lm-eval") as report:
-        found = harness.scores(
+        found = tasks.scores(
             speaker,
             options.lm_eval,
             length,
@@ -426,7 +426,7 @@ def _eval_speaker(options: EvalOptions) -> tuple[Speaker, int]:
     from rich.console import Console
 
     from diloco_jax.observability.terminal import bar
-    from diloco_jax.weights.speaker import open_speaker
+    from diloco_jax.weights.tasks import open_speaker
 
     config = read_config(options.workdir, trust_code=options.trust_code)
     with bar(Console(stderr=True), "reading the parameters") as report:

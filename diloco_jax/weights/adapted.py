@@ -1,13 +1,20 @@
-"""Published weights with adapters: the weights stay as they are, the adapters train."""
+"""Adapters on published weights: the weights stay as they are, the adapters train.
+
+A run's adapters are written as a folder that PEFT reads: adapter_config.json and
+adapter_model.safetensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 from xxhash import xxh3_64
 
 from diloco_jax.config import ConfigError, IslandConfig, ModelConfig, RunConfig
@@ -15,6 +22,7 @@ from diloco_jax.models import build as models
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Frozen, Layout, Model, Params
 from diloco_jax.weights.first import first_pieces
+from diloco_jax.weights.tensor_files import IN_A_LAYER
 
 
 def factory(run: RunConfig, island: IslandConfig, layout: Layout) -> Model:
@@ -111,3 +119,42 @@ def delta(model: ModelConfig, pair: dict[str, Any]) -> np.ndarray:
     flat = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
     shaped = flat.reshape(*a.shape[:-1], *b.shape[2:])
     return np.float32(transformer.adapter_scale(model)) * shaped
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_TENSORS = "adapter_model.safetensors"
+
+
+def write_adapter(model: ModelConfig, params: Params, folder: Path) -> int:
+    """Write the adapters into a folder that is there; return their number of values."""
+    tensors: dict[str, np.ndarray] = {}
+    for path in transformer.ADAPTED_AXES:
+        half, name = path.split("/")
+        pair = params["layers"][half][name]
+        module = IN_A_LAYER[path].removesuffix(".weight")
+        for layer in range(model.num_layers):
+            a, b = (np.asarray(pair[key][layer], np.float32) for key in ("a", "b"))
+            place = f"base_model.model.model.layers.{layer}.{module}"
+            # Files have a matrix's outputs first.
+            tensors[f"{place}.lora_A.weight"] = a.reshape(-1, model.lora_rank).T.copy()
+            tensors[f"{place}.lora_B.weight"] = b.reshape(model.lora_rank, -1).T.copy()
+    save_file(tensors, folder / ADAPTER_TENSORS, {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(
+        json.dumps(_adapter_config(model), indent=2) + "\n"
+    )
+    return sum(tensor.size for tensor in tensors.values())
+
+
+def _adapter_config(model: ModelConfig) -> dict[str, Any]:
+    targets = {IN_A_LAYER[path].split(".")[-2] for path in transformer.ADAPTED_AXES}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.weights.partition(":")[2],
+        "r": model.lora_rank,
+        "lora_alpha": model.lora_alpha or model.lora_rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(targets),
+        "inference_mode": True,
+    }

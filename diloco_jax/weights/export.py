@@ -1,7 +1,8 @@
 """A run's parameters as a folder that other tools read.
 
 A fragment of the newest snapshot is read at a time and written into the mapped files,
-so that memory holds one fragment and the disk the whole.
+so that memory holds one fragment and the disk the whole. Of a run that goes on, one
+cycle is gathered from its coordinator.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +21,94 @@ import numpy as np
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, RunConfig
+from diloco_jax.config.loading import from_builtins
+from diloco_jax.coordinator import kept
 from diloco_jax.core.fragments import from_pieces
 from diloco_jax.data.tokenizers import find_tokenizer, open_tokenizer
 from diloco_jax.evaluation import kept_folder, kept_pieces, newest_pieces
 from diloco_jax.files import require_writable
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.storage import sync_path
-from diloco_jax.weights import families, files, names
-from diloco_jax.weights.adapted import base_run, merged_leaves
-from diloco_jax.weights.adapter import write_adapter
-from diloco_jax.weights.files import BESIDE, CONFIG, GENERATION
+from diloco_jax.weights import families, tensor_files
+from diloco_jax.weights.adapted import base_run, merged_leaves, write_adapter
 from diloco_jax.weights.first import fill
+from diloco_jax.weights.tensor_files import BESIDE, CONFIG, GENERATION
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import Busy, ConnectionLost
+
+POLL_S = 0.5
+
+GatherReport = Callable[[str, float], None]
+"""Called with what is being done, and the share that is done."""
+
+
+class LiveRun:
+    """A run that is served at HOST:PORT."""
+
+    def __init__(self, client: Client, deadlines_s: float) -> None:
+        """deadlines_s: seconds within which the coordinator answers, or, if it is away,
+        comes back."""
+        self._client, self._patience_s = client, deadlines_s
+
+    def config(self) -> Config:
+        """Return the run's config."""
+        answer = self._client.config(self._patience_s)
+        return from_builtins(answer, self._client.address)
+
+    def gather(self, cycle: int, workdir: Path, report: GatherReport) -> int:
+        """Have a cycle kept, and copy its files as a workdir would have them. Return
+        its number.
+
+        No merge of the run waits for this. cycle: 0 = the next one that can be kept.
+        Raises Refused for a cycle that cannot be kept.
+        """
+        cycle, files = self._await(cycle, report)
+        folder = kept.path_of(workdir / run_files.KEPT, cycle)
+        for done, name in enumerate(files):
+            report(f"cycle {cycle} comes", done / len(files))
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ConfigError(f"{self._client.address} names a file {name!r}")
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._copy(cycle, name, path)
+        return cycle
+
+    def _copy(self, cycle: int, name: str, path: Path) -> None:
+        """Copy a file; begin it again where it breaks off, until that has gone on for
+        the patience."""
+        broke_off: float | None = None
+        while True:
+            try:
+                with path.open("wb") as file:
+                    for part in self._client.kept(cycle, name):
+                        file.write(part)
+                return
+            except (Busy, ConnectionLost):
+                now = time.monotonic()
+                broke_off = now if broke_off is None else broke_off
+                if now - broke_off > self._patience_s:
+                    raise
+                time.sleep(POLL_S)
+
+    def _await(self, cycle: int, report: GatherReport) -> tuple[int, list[str]]:
+        """Return the cycle and the names of its files once it is kept. A cycle takes as
+        long as the run's islands need for it, so this has no deadline while the
+        coordinator answers."""
+        heard = time.monotonic()
+        while True:
+            try:
+                answer = self._client.keep(cycle, self._patience_s)
+            except (Busy, ConnectionLost):
+                if time.monotonic() - heard > self._patience_s:
+                    raise
+            else:
+                heard = time.monotonic()
+                cycle = int(answer["cycle"])
+                if answer["files"]:
+                    return cycle, list(map(str, answer["files"]))
+                report(f"cycle {cycle} is being kept", float(answer["share"]))
+            time.sleep(POLL_S)
+
 
 KINDS = {"float32": "F32", "bfloat16": "BF16"}
 TOKENS = ("bos_token_id", "eos_token_id")
@@ -45,7 +124,7 @@ def export(
     cycle: int | None = None,
     merged: bool = False,
     dtype: str = "float32",
-    shard_bytes: int = files.SHARD_BYTES,
+    shard_bytes: int = tensor_files.SHARD_BYTES,
     report: Report = lambda share: None,
 ) -> tuple[int, str]:
     """Write a run's parameters to a new folder; return their number, and what other
@@ -102,8 +181,8 @@ class _Whole:
         """source: the small files that the run kept of what it started from."""
 
         def made(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-            kind = files.DTYPES[KINDS[dtype]]
-            return files.make_tensors(folder, shapes, kind, shard_bytes)
+            kind = tensor_files.DTYPES[KINDS[dtype]]
+            return tensor_files.make_tensors(folder, shapes, kind, shard_bytes)
 
         self._folder, self._done = folder, 0
         self._beside: dict[str, Any] = {}
@@ -120,9 +199,9 @@ class _Whole:
             written = families.write(run.model, run.sequence_length)
             self._gains = families.read(written, "").norm_gain != run.model.norm_gain
             self._beside, self._lacks = _settings(written, source, dtype)
-            tensors = names.tensors(run.model)
+            tensors = tensor_files.tensors(run.model)
             arrays = made({tensor.name: tensor.shape for tensor in tensors})
-            self.views = names.views(run.model, arrays)
+            self.views = tensor_files.views(run.model, arrays)
             self._norms = {tensor.path for tensor in tensors if tensor.is_norm}
         self._total = sum(array.size for array in arrays.values())
 
@@ -199,7 +278,7 @@ def _settings(
     """
     kept: dict[str, Any] = {}
     if (source / CONFIG).is_file():
-        kept = dict(families.text_config(files.read_json(source / CONFIG)))
+        kept = dict(families.text_config(tensor_files.read_json(source / CONFIG)))
         for key in ("rope_parameters", "_sliding_window_pattern", "dtype", "auto_map"):
             kept.pop(key, None)  # Older keys say the same; no code comes along.
         lengths = (kept, written)
@@ -210,7 +289,7 @@ def _settings(
         }
     saying: dict[str, Any] = {}
     if (source / GENERATION).is_file():
-        saying = files.read_json(source / GENERATION)
+        saying = tensor_files.read_json(source / GENERATION)
     tokens, trouble = _tokens(source, saying, kept)
     named = {key: token for key, token in tokens.items() if token is not None}
     found = {CONFIG: {**_filled(kept, tokens), **written, "torch_dtype": dtype}}

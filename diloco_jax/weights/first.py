@@ -1,23 +1,28 @@
 """The first parameters of a run: drawn, or from files, or from another run.
 
-`hf:DIR` is a folder with config.json and safetensors; `run:WORKDIR` is the newest
-snapshot of a run of this package.
+`--init hf:DIR` names a folder with config.json and safetensors, `--init run:WORKDIR`
+the newest snapshot of a run of this package. Of a folder in a bucket there is a copy on
+this machine for as long as somebody reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils.epath import Path as Folder
 
-from diloco_jax import files, run_files
+from diloco_jax import files, run_files, storage
 from diloco_jax.config import (
     Config,
     ConfigError,
@@ -28,26 +33,120 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
+from diloco_jax.coordinator import snapshots
 from diloco_jax.core.fragments import Piece, get_piece
 from diloco_jax.data.prepared import is_prepared, read_manifest, tokenizer_of
-from diloco_jax.data.tokenizers import (
-    find_tokenizer,
-    kept_name,
-    open_tokenizer,
-)
+from diloco_jax.data.tokenizers import find_tokenizer, kept_name, open_tokenizer
 from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
-from diloco_jax.weights import families, names
-from diloco_jax.weights.buckets import at_hand
-from diloco_jax.weights.files import (
+from diloco_jax.weights import families, tensor_files
+from diloco_jax.weights.init_option import FROM_ISLAND, read_init
+from diloco_jax.weights.tensor_files import (
     BESIDE,
     CONFIG,
     GENERATION,
+    INDEX,
     read_json,
     read_tensors,
 )
-from diloco_jax.weights.init_option import FROM_ISLAND, read_init
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 64 << 20
+"""Bytes that are in memory at a time."""
+PREFIX, SUFFIX = f"{run_files.SOURCE}.", ".tmp"
+"""Beginning and end of a copy's name. A run that begins anew removes such folders."""
+
+
+@contextlib.contextmanager
+def at_hand(
+    kind: str, folder: str, *, arrays: bool, scratch: Path | None = None
+) -> Iterator[Path]:
+    """Yield a source's folder on this machine: itself, or a copy if it is in a bucket.
+
+    The copy ends with the block; arrays that are mapped from it stay readable.
+
+    Args:
+      kind: "hf" or "run", as in `init_option.KINDS`.
+      arrays: copy the arrays too, not only the small files that describe them.
+      scratch: where the copy lies; None = the machine's folder of temporary files.
+
+    Raises:
+      ConfigError: no such source there, or it may not be read. Messages about the copy
+        name the bucket. StorageAway: the bucket does not answer.
+    """
+    if not is_bucket(folder):
+        yield Path(folder)
+        return
+    if scratch is not None:
+        for left in scratch.glob(f"{PREFIX}*{SUFFIX}"):  # By a process that was killed.
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(SUFFIX, PREFIX, scratch) as made:
+        try:
+            _copy(kind, Folder(folder), Path(made), arrays=arrays)
+            yield Path(made)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(made, folder)) from error
+
+
+def _copy(kind: str, there: Folder, here: Path, *, arrays: bool) -> None:
+    began, total = time.monotonic(), 0
+    try:
+        for path in _files(kind, there, arrays=arrays):
+            target = here / path.relative_to(there)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("rb") as source, target.open("wb") as copy:
+                shutil.copyfileobj(source, copy, BLOCK_BYTES)
+            total += target.stat().st_size
+            if arrays:
+                seconds = max(time.monotonic() - began, 1e-3)
+                logger.info(
+                    "copied %s: %.3g GB so far, %.3g MB/s",
+                    path,
+                    total / 1e9,
+                    total / seconds / 1e6,
+                )
+    except (ConfigError, FileNotFoundError) as error:
+        raise ConfigError(
+            f"{there} is no source of weights ({error}); give --init "
+            f"{kind}:gs://BUCKET/FOLDER, or s3://, of a folder that has config.json"
+        ) from error
+    except Exception as error:
+        # Each bucket backend has its own error classes, and S3's makes OSErrors of
+        # them; a full disk is ours.
+        storage.raise_if_away(there, error)
+        if isinstance(error, OSError) and error.errno and error.__cause__ is None:
+            raise
+        raise ConfigError(storage.cannot_read(there, error)) from error
+
+
+def _files(kind: str, there: Folder, *, arrays: bool) -> Iterator[Folder]:
+    """Yield what a source consists of, the files that describe it first."""
+    if kind == "run":
+        yield there / run_files.CONFIG
+        yield there / run_files.FACTS
+        kept = there / run_files.SOURCE
+        yield from sorted(kept.iterdir()) if kept.is_dir() else ()
+        if arrays:
+            yield from _newest(there / run_files.CHECKPOINTS / "coordinator")
+        return
+    names = {path.name for path in there.iterdir()}
+    yield there / CONFIG
+    yield from (there / name for name in (INDEX, *BESIDE) if name in names)
+    if arrays:
+        yield from (there / n for n in sorted(names) if n.endswith(".safetensors"))
+
+
+def _newest(folder: Folder) -> Iterator[Folder]:
+    """Yield the newest snapshots of a run, where its workdir has any."""
+    states = snapshots.states(folder) if folder.is_dir() else []
+    for number in states[-1:]:
+        yield snapshots.state_path(folder, number)
+        fragments = (path.name for path in folder.iterdir())
+        for fragment in sorted(int(name) for name in fragments if name.isdecimal()):
+            newest = snapshots.versions(folder, fragment)[-1]
+            yield snapshots.fragment_path(folder, fragment, newest)
 
 
 def started_from(config: Config, source: str, *, trust_code: bool = False) -> Config:
@@ -262,7 +361,7 @@ def read_folder(folder: Path, model: ModelConfig) -> Params:
             f"files have the parameters of the bundled transformer alone; load them in "
             f"the factory's init"
         )
-    wanted = {tensor.name: tensor.shape for tensor in names.tensors(model)}
+    wanted = {tensor.name: tensor.shape for tensor in tensor_files.tensors(model)}
     arrays = read_tensors(folder, lambda name: _plain_name(name) in wanted)
     arrays = _decoder(folder, arrays, model)
     for name, shape in wanted.items():
@@ -281,7 +380,7 @@ def read_folder(folder: Path, model: ModelConfig) -> Params:
             f"{folder} has the tensor {surplus[0]} and {len(surplus) - 1} others that "
             f"the model has no place for; its config.json must be that of its weights"
         )
-    return names.views(model, arrays)
+    return tensor_files.views(model, arrays)
 
 
 def whole(
@@ -330,7 +429,7 @@ def _decoder(
         if not name.endswith("rotary_emb.inv_freq")
         and (not of_more or name.startswith((*inner, "lm_head.")))
     }
-    head, table = names.OUTSIDE["unembedding"], names.OUTSIDE["embedding"]
+    head, table = tensor_files.OUTSIDE["unembedding"], tensor_files.OUTSIDE["embedding"]
     if not model.tied_embeddings or head not in arrays:
         return arrays
     copy = arrays.pop(head)

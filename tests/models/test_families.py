@@ -20,8 +20,8 @@ from diloco_jax.models.generation import Cache, make_decode
 from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
 from diloco_jax.weights import families
-from diloco_jax.weights.files import read_json
 from diloco_jax.weights.first import read_folder, whole
+from diloco_jax.weights.tensor_files import read_json
 
 FOLDER = Path(__file__).with_name("families")
 NAMES = sorted(path.name for path in FOLDER.iterdir())

@@ -27,7 +27,7 @@ from diloco_jax.config import (
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.evaluation import load_params
 from diloco_jax.weights import adapted
-from diloco_jax.weights.speaker import open_speaker
+from diloco_jax.weights.tasks import open_speaker
 
 pytestmark = pytest.mark.dist
 

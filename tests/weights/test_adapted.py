@@ -30,11 +30,11 @@ from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.models import transformer
 from diloco_jax.models.build import build
-from diloco_jax.weights import adapted, files, names
-from diloco_jax.weights.adapter import CONFIG, TENSORS, write_adapter
+from diloco_jax.weights import adapted, tensor_files
+from diloco_jax.weights.adapted import ADAPTER_CONFIG, ADAPTER_TENSORS, write_adapter
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params, started_from
-from diloco_jax.weights.speaker import open_speaker
+from diloco_jax.weights.tasks import open_speaker
 
 FAMILIES = Path(__file__).parents[1] / "models" / "families"
 NAMES = sorted(path.name for path in FAMILIES.iterdir())
@@ -157,15 +157,15 @@ def test_the_files_are_those_of_peft(tmp_path):
     params = moved(first_params(run, build(run)), 2)
     count = write_adapter(model, params, tmp_path)
     assert count == sum(leaf.size for leaf in jax.tree.leaves(params))
-    said = json.loads((tmp_path / CONFIG).read_text())
+    said = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
     assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", RANK, ALPHA)
     assert said["target_modules"] == sorted(
         f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
     )
-    pairs = load_file(tmp_path / TENSORS)
+    pairs = load_file(tmp_path / ADAPTER_TENSORS)
     merged = adapted.merged(run, params)
-    base = files.read_tensors(FAMILIES / "qwen3")
-    wanted = {t.name: t for t in names.tensors(model)}
+    base = tensor_files.read_tensors(FAMILIES / "qwen3")
+    wanted = {t.name: t for t in tensor_files.tensors(model)}
     found = 0
     for name in pairs:
         if not name.endswith(".lora_A.weight"):
@@ -201,15 +201,15 @@ def test_a_run_leaves_as_adapters_or_merged(begun, tmp_path):
     config, workdir = begun
     model = config.run.model
     assert cli.main(["export", str(workdir), str(tmp_path / "adapter")]) == 0
-    said = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    said = json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())
     assert said["base_model_name_or_path"] == str(FAMILIES / "smollm2")
     assert not (tmp_path / "adapter" / "config.json").exists()
-    pairs = load_file(tmp_path / "adapter" / TENSORS)
+    pairs = load_file(tmp_path / "adapter" / ADAPTER_TENSORS)
     assert len(pairs) == 2 * model.num_layers * len(transformer.ADAPTED_AXES)
     assert all(pairs[n].any() == ("lora_A" in n) for n in pairs)
     assert cli.main(["export", str(workdir), str(tmp_path / "whole"), "--merged"]) == 0
-    whole = files.read_tensors(tmp_path / "whole")
-    for name, tensor in files.read_tensors(FAMILIES / "smollm2").items():
+    whole = tensor_files.read_tensors(tmp_path / "whole")
+    for name, tensor in tensor_files.read_tensors(FAMILIES / "smollm2").items():
         np.testing.assert_array_equal(whole[name], tensor)
     assert (tmp_path / "whole" / "config.json").is_file()
 

@@ -18,7 +18,7 @@ from diloco_jax.config import (
 from diloco_jax.config.resolving import resolve
 from diloco_jax.coordinator import main
 from diloco_jax.files import POINTER, StorageAway
-from diloco_jax.weights import families, files
+from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import started_from
 from diloco_jax.workdir import read_config
@@ -107,9 +107,9 @@ def test_a_file_that_is_not_the_one_it_should_be_is_named(
 ):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=shown):
-        files.read_json(tmp_path / name) if ".json" in name else files.read_tensors(
-            tmp_path
-        )
+        tensor_files.read_json(
+            tmp_path / name
+        ) if ".json" in name else tensor_files.read_tensors(tmp_path)
 
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
@@ -154,7 +154,7 @@ def test_an_index_that_names_no_files_is_refused(index, config, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(FAMILIES / "qwen3", source)
     gone(source)
-    (source / files.INDEX).write_text(index)
+    (source / tensor_files.INDEX).write_text(index)
     with pytest.raises(ConfigError, match=r"index.json: weight_map names no files"):
         started_from(config, f"hf:{source}")
 
@@ -225,7 +225,7 @@ def test_a_bucket_that_does_not_answer_is_no_failure_of_the_disk(config, monkeyp
     def files_of(*arguments, **options):
         raise UnreachableError(-2, "no such host")
 
-    monkeypatch.setattr("diloco_jax.weights.buckets._files", files_of)
+    monkeypatch.setattr("diloco_jax.weights.first._files", files_of)
     with pytest.raises(StorageAway, match=r"gs://b/w does not answer: .*no such host"):
         started_from(config, "hf:gs://b/w")
 

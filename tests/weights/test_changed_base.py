@@ -15,7 +15,7 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.resolving import resolve
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Frozen
-from diloco_jax.weights import adapted, files
+from diloco_jax.weights import adapted, tensor_files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import first_params
 from diloco_jax.workdir import read_config
@@ -33,9 +33,9 @@ def adapting(tmp_path):
 
 
 def changed(base):
-    found = load_file(base / files.SINGLE)
+    found = load_file(base / tensor_files.SINGLE)
     found["model.norm.weight"] = -found["model.norm.weight"]
-    save_file(found, base / files.SINGLE)
+    save_file(found, base / tensor_files.SINGLE)
 
 
 @pytest.mark.parametrize("read", ["merged", "merged_leaves"])

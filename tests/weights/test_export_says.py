@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from diloco_jax import cli
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.evaluation import load_params
-from diloco_jax.weights import families, files
+from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.export import _settings
 from diloco_jax.weights.first import end_tokens
 
@@ -101,7 +101,7 @@ def test_a_model_of_ones_own_leaves_as_its_arrays(config, tmp_path, capsys):
     assert cli.main(["export", *trusted]) == 0
     told = capsys.readouterr().err
     assert f"model.factory = '{module}:model': the arrays by their names" in told
-    found = load_file(out / files.SINGLE)
+    found = load_file(out / tensor_files.SINGLE)
     assert "layers/attention/query" in found
     want = jax.tree_util.tree_leaves_with_path(load_params(workdir, trust_code=True))
     assert len(found) == len(want)

@@ -15,8 +15,7 @@ import reference_forward as reference
 from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.models.generation import make_decode
-from diloco_jax.weights.harness import Answers
-from diloco_jax.weights.speaker import open_speaker
+from diloco_jax.weights.tasks import Answers, open_speaker
 
 LENGTH = 12
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from diloco_jax.weights import live
+from diloco_jax.weights import export
 from diloco_jax.wire.errors import Busy, ConnectionLost
 
 FILES = {"facts.json": b"{}", "fragments/0": b"abcdef", "fragments/1": b"ghi"}
@@ -41,17 +41,17 @@ class Served:
 def clock(monkeypatch):
     """Seconds that pass when the gathering waits, and then alone."""
     now = [0.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(export.time, "monotonic", lambda: now[0])
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(live.time, "sleep", sleep)
+    monkeypatch.setattr(export.time, "sleep", sleep)
     return now
 
 
 def gather(served: Served, folder: Path) -> int:
-    run = live.LiveRun(cast(Any, served), BUDGET_S)
+    run = export.LiveRun(cast(Any, served), BUDGET_S)
     return run.gather(0, folder, lambda what, share: None)
 
 
@@ -68,4 +68,4 @@ def test_a_coordinator_that_stays_away_ends_it(clock, tmp_path):
     always = [ConnectionLost("by the test") for _ in range(100)]
     with pytest.raises(ConnectionLost):
         gather(Served({"fragments/1": always}), tmp_path)
-    assert BUDGET_S < clock[0] <= BUDGET_S + live.POLL_S
+    assert BUDGET_S < clock[0] <= BUDGET_S + export.POLL_S

@@ -20,7 +20,7 @@ from test_adapted import FAMILIES, NAMES, moved, run_of
 from diloco_jax.models.build import build
 from diloco_jax.models.generation import Cache, make_decode
 from diloco_jax.weights import adapted
-from diloco_jax.weights.adapter import write_adapter
+from diloco_jax.weights.adapted import write_adapter
 from diloco_jax.weights.first import first_params
 
 PYTHON = os.environ.get("DILOCO_PEFT_PYTHON", "")

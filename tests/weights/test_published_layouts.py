@@ -35,7 +35,7 @@ from diloco_jax.models.generation import generate
 from diloco_jax.weights import adapted
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import end_tokens, first_params, started_from
-from diloco_jax.weights.speaker import open_speaker
+from diloco_jax.weights.tasks import open_speaker
 from diloco_jax.workdir import read_config
 
 FOLDER = make_published.FOLDER

@@ -10,7 +10,7 @@ from begin_support import FAMILIES
 from safetensors.numpy import load_file, save_file
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.weights import families, files
+from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.first import read_folder, started_from, whole
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
@@ -39,8 +39,8 @@ def settings(folder, **changes):
 
 
 def tensors(folder, **changes):
-    found = {**load_file(folder / files.SINGLE), **changes}
-    save_file(found, folder / files.SINGLE)
+    found = {**load_file(folder / tensor_files.SINGLE), **changes}
+    save_file(found, folder / tensor_files.SINGLE)
     return found
 
 
@@ -51,7 +51,7 @@ def params(folder):
 
 def test_a_copy_of_the_tied_table_counts_as_nothing(folder):
     _, want = params(folder)
-    table = load_file(folder / files.SINGLE)[TABLE]
+    table = load_file(folder / tensor_files.SINGLE)[TABLE]
     tensors(folder, **{HEAD: table})
     model, found = params(folder)
     assert model.tied_embeddings
@@ -60,15 +60,15 @@ def test_a_copy_of_the_tied_table_counts_as_nothing(folder):
 
 def test_a_table_saved_as_the_head_alone_is_the_table(folder):
     _, want = params(folder)
-    there = load_file(folder / files.SINGLE)
+    there = load_file(folder / tensor_files.SINGLE)
     there[HEAD] = there.pop(TABLE)
-    save_file(there, folder / files.SINGLE)
+    save_file(there, folder / tensor_files.SINGLE)
     np.testing.assert_array_equal(params(folder)[1]["embedding"], want["embedding"])
 
 
 @pytest.mark.parametrize("change", ["a value", "the shape", "no number"])
 def test_a_head_that_differs_from_the_tied_table_is_refused(change, folder):
-    head = load_file(folder / files.SINGLE)[TABLE].copy()
+    head = load_file(folder / tensor_files.SINGLE)[TABLE].copy()
     if change == "a value":
         head[-1, -1] += 1
     elif change == "the shape":
@@ -171,12 +171,14 @@ def test_one_file_counts_before_an_index_that_is_older(shards, tmp_path):
     """As `save_pretrained` leaves it over a folder of shards."""
     source = tmp_path / "source"
     shutil.copytree(FAMILIES / "llama3", source)
-    newer = {name: array + 1 for name, array in files.read_tensors(source).items()}
-    save_file(newer, source / files.SINGLE)
+    newer = {
+        name: array + 1 for name, array in tensor_files.read_tensors(source).items()
+    }
+    save_file(newer, source / tensor_files.SINGLE)
     if not shards:
         for path in source.glob("model-*.safetensors"):
             path.unlink()
-    found = files.read_tensors(source)
+    found = tensor_files.read_tensors(source)
     assert found.keys() == newer.keys()
     for name, array in newer.items():
         np.testing.assert_array_equal(found[name], array)
@@ -184,11 +186,11 @@ def test_one_file_counts_before_an_index_that_is_older(shards, tmp_path):
 
 def sharded(folder, extra):
     """Make an index of a folder's one file that has entries of more."""
-    there = load_file(folder / files.SINGLE)
+    there = load_file(folder / tensor_files.SINGLE)
     name = "model-00001-of-00001.safetensors"
-    (folder / files.SINGLE).rename(folder / name)
+    (folder / tensor_files.SINGLE).rename(folder / name)
     index = {"weight_map": {**dict.fromkeys(there, name), **extra(name)}}
-    (folder / files.INDEX).write_text(json.dumps(index))
+    (folder / tensor_files.INDEX).write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("name", [HEAD, "vision.weight", "a.rotary_emb.inv_freq"])

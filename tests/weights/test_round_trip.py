@@ -25,7 +25,7 @@ from diloco_jax.evaluation import load_params
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
-from diloco_jax.weights import families, files
+from diloco_jax.weights import families, tensor_files
 from diloco_jax.weights.export import export
 from diloco_jax.weights.first import fill, first_params, first_pieces, started_from
 from diloco_jax.workdir import read_config
@@ -61,9 +61,9 @@ def test_what_a_run_starts_from_is_what_it_gives_back(
     out = tmp_path / "out"
     export(read_config(workdir), workdir, out, dtype="bfloat16")
     assert_same(in_files(out), in_files(source))
-    assert families.read(files.read_json(out / "config.json"), "") == families.read(
-        files.read_json(source / "config.json"), ""
-    )
+    assert families.read(
+        tensor_files.read_json(out / "config.json"), ""
+    ) == families.read(tensor_files.read_json(source / "config.json"), "")
     again = begun(config, f"hf:{out}", tmp_path / "again")
     exported = tmp_path / "exported"
     export(read_config(again), again, exported, dtype="bfloat16", shard_bytes=30_000)
@@ -94,7 +94,7 @@ def test_a_byte_model_leaves_as_a_llama_with_plain_norms(config, tmp_path):
     workdir = begun(config, "", tmp_path / "run")
     out = tmp_path / "out"
     assert cli.main(["export", str(workdir), str(out)]) == 0
-    model = families.read(files.read_json(out / "config.json"), "")
+    model = families.read(tensor_files.read_json(out / "config.json"), "")
     assert model == dataclasses.replace(tiny.UNLIKE, norm_gain="scale")
     found = in_files(out)
     np.testing.assert_array_equal(found["model.norm.weight"], np.ones(32, np.float32))
@@ -118,7 +118,7 @@ def test_the_tokenizer_travels_with_the_weights(config, tmp_path):
     export(read_config(workdir), workdir, out)
     assert (out / "tokenizer.json").read_text() == "{}"
     assert not (out / "README.md").exists()
-    written = files.read_json(out / "config.json")
+    written = tensor_files.read_json(out / "config.json")
     assert written["eos_token_id"] == 7
     assert written["max_position_embeddings"] == 99
     assert written["torch_dtype"] == "float32"

@@ -17,9 +17,9 @@ from diloco_jax import cli
 from diloco_jax.config import Config, IslandConfig, RunConfig
 from diloco_jax.models.generation import Cache, generate, make_decode
 from diloco_jax.models.presets import preset
-from diloco_jax.weights import files
+from diloco_jax.weights import tensor_files
 from diloco_jax.weights.first import first_pieces, started_from
-from diloco_jax.weights.speaker import open_speaker
+from diloco_jax.weights.tasks import open_speaker
 
 FOLDER = Path(os.environ.get("SMOLLM2", ""))
 pytestmark = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def test_it_is_the_preset(speaker):
     run = started_from(config, f"hf:{FOLDER}").run
     assert speaker.model == preset("smollm2_135m")
     pieces = first_pieces(run, None)
-    there = files.read_tensors(FOLDER)["model.embed_tokens.weight"]
+    there = tensor_files.read_tensors(FOLDER)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(pieces["embedding"][:99], there[:99])
 
 

@@ -9,8 +9,8 @@ import pytest
 from diloco_jax import cli
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.data.tokenizers import Bytes, open_tokenizer
-from diloco_jax.weights import harness
-from diloco_jax.weights.speaker import Speaker, prompt_tokens
+from diloco_jax.weights import tasks
+from diloco_jax.weights.tasks import Speaker, prompt_tokens
 
 ROWS = 4096
 
@@ -115,9 +115,9 @@ def spoken(tokenizers, monkeypatch):
     def generate(model, params, prompt, *rest, **how):
         yield from (*space, ROWS - 1, *space)
 
-    for place in ("diloco_jax.models.generation", "diloco_jax.weights.harness"):
+    for place in ("diloco_jax.models.generation", "diloco_jax.weights.tasks"):
         monkeypatch.setattr(f"{place}.generate", generate)
-    opened = "diloco_jax.weights.speaker.open_speaker"
+    opened = "diloco_jax.weights.tasks.open_speaker"
     monkeypatch.setattr(opened, lambda *given, **how: speaker)
     return speaker
 
@@ -130,7 +130,7 @@ def test_generate_says_the_first_space(more, spoken, capsys):
 
 
 def test_lm_eval_gets_the_first_space(spoken):
-    answers = harness.Answers(spoken, 512)
+    answers = tasks.Answers(spoken, 512)
     asked = [("import", {"max_gen_toks": 8}), ("import", {"until": "s o"})]
     assert answers.continuations(asked) == [" os os", " o"]
 

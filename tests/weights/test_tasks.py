@@ -23,8 +23,7 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.values import Version
 from diloco_jax.weights.first import first_params
-from diloco_jax.weights.speaker import open_speaker
-from diloco_jax.weights.tasks import read_task, score
+from diloco_jax.weights.tasks import open_speaker, read_task, score
 from diloco_jax.workdir import read_config
 
 WORDS = ("a", "bb", "of it", "z?", "longer", "\N{GREEK SMALL LETTER ALPHA}")

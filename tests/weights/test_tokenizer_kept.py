@@ -14,7 +14,7 @@ from diloco_jax.coordinator import main
 from diloco_jax.data.prepared import Contents, Split, Tokens
 from diloco_jax.data.tokenizers import open_tokenizer
 from diloco_jax.weights.first import end_tokens, keep_tokenizer
-from diloco_jax.weights.speaker import open_speaker
+from diloco_jax.weights.tasks import open_speaker
 
 
 @pytest.mark.parametrize(
