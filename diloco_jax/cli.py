@@ -21,8 +21,8 @@ from importlib import metadata
 from typing import Literal, NoReturn, TypeVar
 
 from diloco_jax import commands, machine
-from diloco_jax.config import named
 from diloco_jax.config.fields import positional
+from diloco_jax.config.loading import named_configs
 from diloco_jax.errors import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -106,7 +106,7 @@ def bash(options: Mapping[str, Sequence[str]], script: str = BASH) -> str:
     return (
         script.replace("COMMANDS", " ".join(options))
         .replace("CASES", cases)
-        .replace("NAMES", " ".join(named.names()))
+        .replace("NAMES", " ".join(named_configs()))
     )
 
 
@@ -361,15 +361,13 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str, str]] = {
 
 
 def _help() -> str:
-    from diloco_jax.config.named import names
-
     lines = ["usage: diloco COMMAND ...   (diloco COMMAND --help tells more)", ""]
     for name, (_, usage, does) in COMMANDS.items():
         lines += [f"  diloco {name} {usage}", f"      {does}"]
     lines += [
         "",
         "CONFIG is a .py file (diloco init writes one), a run's config.json, or one of",
-        f"{', '.join(names())}.",
+        f"{', '.join(named_configs())}.",
         "Options such as --sync.quorum 2 or --islands.NAME.batch-size 4 override its",
         "fields.",
         "Exit codes: 0 done, 2 bad arguments or config, 3 refused, 1 anything else.",

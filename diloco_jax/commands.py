@@ -247,8 +247,7 @@ def _config_and_options(
     command: str, arguments: Sequence[str], options: T
 ) -> tuple[str, Config, T]:
     """Read CONFIG, the first argument, and the options; help needs no CONFIG."""
-    from diloco_jax.config.loading import read_config
-    from diloco_jax.config.named import names
+    from diloco_jax.config.loading import named_configs, read_config
     from diloco_jax.options import ANY_ISLAND, parse_with_config
 
     prog, launches = f"diloco {command} CONFIG", command == "launch"
@@ -260,7 +259,7 @@ def _config_and_options(
             f"CONFIG comes first: {prog} [options]"
             f"{f'; found {arguments[0]!r}' if arguments else ''}; give the path to a "
             f".py file or to a run's config.json, or one of the names "
-            f"{', '.join(names())}"
+            f"{', '.join(named_configs())}"
         )
     path = arguments[0]
     config, parsed = parse_with_config(

@@ -23,9 +23,8 @@ from diloco_jax.config import (
     RunConfig,
     differences,
     shared_fields,
-    trust,
 )
-from diloco_jax.config.loading import read_config_json, write_config_json
+from diloco_jax.config.loading import read_config_json, require_trust, write_config_json
 from diloco_jax.files import lock, require_writable, write_json
 
 FORMAT = 14
@@ -128,7 +127,7 @@ def read_config(
     require_format(workdir)
     path = workdir / run_files.CONFIG
     config = read_config_json(path)
-    trust.require(config.run, config.placement, path, trust_code=trust_code)
+    require_trust(config.run, config.placement, path, trust_code=trust_code)
     if text is None:
         return config
     data = dataclasses.replace(config.run.data, paths=tuple(text))

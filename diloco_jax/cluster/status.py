@@ -19,9 +19,9 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.cluster.processes import with_own_keys
 from diloco_jax.config import ConfigError, Placement
+from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import Bound, positional, setting
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.config.validation import check_name
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.files import expand
 from diloco_jax.observability.measures import EVALUATING

@@ -11,17 +11,23 @@ Bounds and help stand on the field (`fields.setting`), rules between fields in
 """
 
 from diloco_jax.config.config import Config
-from diloco_jax.config.data import DataConfig
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.fingerprint import differences, shared_fields
-from diloco_jax.config.inner import InnerConfig
 from diloco_jax.config.island import AnchorMemory, IslandConfig
 from diloco_jax.config.launch import LaunchConfig
-from diloco_jax.config.model import ModelConfig
-from diloco_jax.config.outer import OuterConfig
 from diloco_jax.config.placement import Placement
-from diloco_jax.config.run import RunConfig
-from diloco_jax.config.sync import FragmentBy, GraceWindow, PartialMerges, SyncConfig
+from diloco_jax.config.run import (
+    DataConfig,
+    FragmentBy,
+    GraceWindow,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    PartialMerges,
+    RunConfig,
+    SyncConfig,
+    differences,
+    shared_fields,
+)
 from diloco_jax.errors import ConfigError, suggest
 
 __all__ = [

@@ -1,16 +1,135 @@
-"""`diloco init FILE [--like CONFIG] [--all]`."""
+"""`diloco init FILE [--like CONFIG] [--all]`: a config as Python.
+
+Above each field stands its help text.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from diloco_jax.config import named
+from diloco_jax.config.config import Config
 from diloco_jax.config.fields import positional, setting
+from diloco_jax.config.loading import named_configs, read_config, title_of_named
 from diloco_jax.errors import ConfigError
 from diloco_jax.options import parse
+
+WIDTH = 88
+MAIN = {
+    "RunConfig": ("sequence_length", "total_tokens", "seed"),
+    "ModelConfig": ("d_model", "num_layers", "vocab_size"),
+    "DataConfig": ("paths",),
+    "InnerConfig": ("optimizer", "learning_rate"),
+    "SyncConfig": ("fragments", "steps_per_cycle", "quorum", "codec_up", "codec_down"),
+    "IslandConfig": ("batch_size", "mesh_fsdp", "hosts"),
+    "Placement": ("workdir", "certificates"),
+}
+"""Fields that are written whatever their value is, by section."""
+
+
+def render(config: Config, title: str, *, whole: bool = False) -> str:
+    """Return the source of a configs file that gives this config.
+
+    Args:
+      config: fields that differ from their defaults are written, and those of `MAIN`.
+      title: first line of the file's docstring.
+      whole: write every field.
+    """
+    body = list(_call(config, "    ", whole, set()))
+    body[0] = f"    return {body[0].strip()}"
+    sections = sorted({word for line in body for word in _sections_in(line)})
+    lines = [
+        f'"""{title}"""',
+        "",
+        "from diloco_jax.config import (",
+        *(f"    {section}," for section in sections),
+        ")",
+        "",
+        "",
+        "def config() -> Config:",
+        '    """Return the run, its islands and where they are."""',
+        *body,
+    ]
+    lines[-1] = lines[-1].rstrip(",")
+    return "\n".join(lines) + "\n"
+
+
+def _call(section: Any, indent: str, whole: bool, explained: set[str]) -> Iterator[str]:
+    """Yield the lines of a dataclass's constructor, the last one with a comma.
+
+    explained: fields whose help was given, which islands share; it is added to.
+    """
+    kind, inner = type(section).__name__, indent + "    "
+    yield f"{indent}{kind}("
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if not (whole or _matters(section, field, value)):
+            continue
+        name = f"{kind}.{field.name}"
+        if name not in explained:
+            yield from _comment(field, inner)
+        explained.add(name)
+        first, *rest = _value(value, inner, whole, explained)
+        yield f"{inner}{field.name}={first.strip()}"
+        yield from rest
+    yield f"{indent}),"
+
+
+def _value(value: Any, indent: str, whole: bool, explained: set[str]) -> Iterator[str]:
+    """Yield the lines of a value, the last one with a comma."""
+    if dataclasses.is_dataclass(value):
+        yield from _call(value, indent, whole, explained)
+    elif isinstance(value, dict) and value:
+        yield f"{indent}{{"
+        for key, item in value.items():
+            first, *rest = _value(item, indent + "    ", whole, explained)
+            yield f"{indent}    {_literal(key)}: {first.strip()}"
+            yield from rest
+        yield f"{indent}}},"
+    else:
+        yield f"{indent}{_literal(value)},"
+
+
+def _literal(value: Any) -> str:
+    """Return a value as code, with the quotes that formatters choose."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        parts = ", ".join(map(_literal, value))
+        return f"({parts},)" if len(value) == 1 else f"({parts})"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:_}" if value >= 10_000 else str(value)
+    return repr(value)
+
+
+def _matters(section: Any, field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.name in MAIN.get(type(section).__name__, ()):
+        return True
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    if dataclasses.is_dataclass(value) and type(value).__name__ in MAIN:
+        return True
+    return bool(value != default)
+
+
+def _comment(field: dataclasses.Field[Any], indent: str) -> Iterator[str]:
+    text = field.metadata.get("help", "")
+    for line in textwrap.wrap(text, WIDTH - len(indent) - 2):
+        yield f"{indent}# {line}"
+
+
+def _sections_in(line: str) -> Iterator[str]:
+    """Yield the name of the class that a line calls, if it does."""
+    head = line.strip().removeprefix("return ")
+    name = head.removesuffix("(").rpartition("=")[2].rpartition(" ")[2]
+    if head.endswith("(") and not head.startswith("#"):
+        yield name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +147,13 @@ class InitOptions:
 
 def init_command(arguments: Sequence[str]) -> int:
     """Write a commented config; an existing file is left alone."""
-    known = "; ".join(f"{name}: {named.title(name)}" for name in named.names())
+    known = "; ".join(f"{name}: {title_of_named(name)}" for name in named_configs())
     (options,) = parse(
         [InitOptions],
         arguments,
         "diloco init",
         f"Write a commented config to start from. Configs with a name: {known}",
     )
-    from diloco_jax.config.loading import read_config
-    from diloco_jax.config.template import render
-
     file = options.file if options.file.suffix else options.file.with_suffix(".py")
     if file.suffix != ".py":
         raise ConfigError(f"{str(file)!r} is no .py file; give one, as in my_run.py")

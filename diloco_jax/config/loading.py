@@ -1,14 +1,26 @@
-"""Read a `Config` from a path; write and read `config.json`.
+"""Read a `Config` by path or name; write and read `config.json`; trust in its code.
 
 A configs file is a Python file with a function `config()` that returns a `Config`.
-Wherever a command takes such a file, it takes a run's `config.json` too.
+Wherever a command takes such a file, it takes a run's `config.json` too, or the name of
+a config that comes with the package, those of the folder `configs/`.
+
+Opening a folder that somebody else made executes nothing unless the user says so.
+Whoever writes a config that names code seals it with a key of their own, which lies in
+their home. A folder without that seal, or with another config, is foreign. The code
+itself is not sealed: it may change, as it does while somebody works on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import hmac
+import json
+import os
 import re
 import runpy
+import secrets
 import traceback
 import typing
 from pathlib import Path
@@ -18,12 +30,153 @@ import msgspec
 
 from diloco_jax import config as configs
 from diloco_jax import run_files
-from diloco_jax.config import Config, named, trust
+from diloco_jax.config import Config
+from diloco_jax.config.config import require_sections
 from diloco_jax.config.fields import types_of
-from diloco_jax.config.validation import require_sections
+from diloco_jax.config.placement import Placement
+from diloco_jax.config.run import RunConfig
 from diloco_jax.core.members import find_beside
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.files import absolute, expand, parse_json, write_json
+from diloco_jax.files import (
+    absolute,
+    expand,
+    of_home,
+    parse_json,
+    write_json,
+    write_text,
+)
+
+NAMED_FOLDER = Path(__file__).parents[1] / "configs"
+"""A link to the checkout's `configs/`; in a wheel, a copy of it."""
+
+
+def named_configs() -> list[str]:
+    """Return the names, in order."""
+    return sorted(path.stem for path in NAMED_FOLDER.glob("*.py"))
+
+
+def find_named(name: str) -> Path | None:
+    """Return the file of the config of this name; None if there is none."""
+    path = NAMED_FOLDER / f"{name}.py"
+    return path if name in named_configs() else None
+
+
+def title_of_named(name: str) -> str:
+    """Return the first line of a config's docstring, without running its code."""
+    text = (NAMED_FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    return text.splitlines()[0].strip('"')
+
+
+CODE_FIELDS = (
+    "model.factory",
+    "data.factory",
+    "sync.weighting",
+    "sync.merge",
+    "sync.adopt",
+    "sync.codec_up",
+    "sync.codec_down",
+    "outer.optimizer",
+)
+"""Fields that may name code outside of the package, as "path/to/file.py:name" or
+"package.module:name"."""
+ALERT_FIELD = "placement.alert_command"
+"""Field that names a command."""
+SEAL = ".seal"
+"""Ending of the file beside a config."""
+KEY_BYTES = 32
+
+
+def named_code(run: RunConfig, placement: Placement | None = None) -> dict[str, str]:
+    """Return the code outside of the package that a config names, by field. placement:
+    of a run that may go on, whose command for alerts is executed then."""
+    found = {}
+    if placement is not None and placement.alert_command:
+        found[ALERT_FIELD] = placement.alert_command
+    for field in CODE_FIELDS:
+        section, name = field.split(".")
+        value = getattr(getattr(run, section), name)
+        if value and ":" in value:
+            found[field] = value
+    return found
+
+
+def seal(run: RunConfig, placement: Placement, path: Path) -> None:
+    """Write the seal of a config at `path`, if the config names code.
+
+    If the user has no home folder that can be written, there is no seal, and the run's
+    folder counts as foreign.
+    """
+    if not named_code(run, placement):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        write_text(_digest(_key(make=True), run, placement), path.with_suffix(SEAL))
+
+
+def require_trust(
+    run: RunConfig, placement: Placement, path: Path, *, trust_code: bool
+) -> None:
+    """Raise ConfigError if a config at `path` names code and is foreign.
+
+    trust_code: execute the code all the same; the folder then gets the user's seal.
+    """
+    if trust_code or not named_code(run, placement):
+        seal(run, placement, path)
+        return
+    with contextlib.suppress(OSError, ValueError):
+        wanted = _digest(_key(make=False), run, placement)
+        found = path.with_suffix(SEAL).read_bytes()
+        if hmac.compare_digest(found, wanted.encode()):
+            return
+    require_trust_flag(run, f"{path}", trust_code=False, placement=placement)
+
+
+def require_trust_flag(
+    run: RunConfig,
+    whose: str,
+    *,
+    trust_code: bool,
+    placement: Placement | None = None,
+) -> None:
+    """Raise ConfigError if a foreign config names code, unless `trust_code` is True.
+
+    whose: names the config in the message. placement: see `named_code`.
+    """
+    code = named_code(run, placement)
+    if trust_code or not code:
+        return
+    named = ", ".join(f"{field} = {value!r}" for field, value in code.items())
+    raise ConfigError(
+        f"{whose} names code ({named}), and was not written by this user on this "
+        f"machine: opening it executes that code; read it, then give --trust-code"
+    )
+
+
+def _digest(key: bytes, run: RunConfig, placement: Placement) -> str:
+    code = named_code(run, placement)
+    sealed = json.dumps([code, run.fingerprint()], sort_keys=True)
+    return hmac.new(key, sealed.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(*, make: bool) -> bytes:
+    """Return the user's key; make it if there is none. Raises OSError, or ValueError if
+    it is damaged."""
+    path = of_home("XDG_STATE_HOME", "~/.local/state") / "diloco" / "key"
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        whole = path.with_name(f".key-{secrets.token_hex(8)}")
+        descriptor = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # Another process was faster.
+                os.link(whole, path)
+        finally:
+            whole.unlink()
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"{path} has {len(key)} bytes, expected {KEY_BYTES}")
+    return key
+
 
 # Python's message about a keyword argument that a class does not have.
 UNKNOWN_FIELD = re.compile(
@@ -78,7 +231,7 @@ def write_config_json(config: Config, path: str | Path) -> None:
     """Write all fields, those local to this machine included, atomically; and the
     user's seal beside them, if they name code (`trust.py`)."""
     write_json(dataclasses.asdict(config), path)
-    trust.seal(config.run, config.placement, Path(path))
+    seal(config.run, config.placement, Path(path))
 
 
 def read_config_json(path: str | Path) -> Config:
@@ -167,18 +320,18 @@ def _found(path: Path) -> Path:
     """Return the file itself, or that of the config of this name."""
     if path.is_file():
         return path
-    if named_file := named.find(str(path)):
+    if named_file := find_named(str(path)):
         return named_file
     raise ConfigError(
         f"no config file {str(path)!r}{_suggest_file(path)}; give the path to a .py "
         f"file or to a run's config.json, or one of the names "
-        f"{', '.join(named.names())}"
+        f"{', '.join(named_configs())}"
     )
 
 
 def _suggest_file(path: Path) -> str:
     if path.suffix == path.name or (path.parent == Path() and not path.suffix):
-        return suggest(path.name, named.names())
+        return suggest(path.name, named_configs())
     if not path.parent.is_dir():
         return ""
     return suggest(path.name, sorted(p.name for p in path.parent.glob("*.py")))

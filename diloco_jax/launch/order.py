@@ -20,10 +20,10 @@ from diloco_jax.config import (
     Placement,
     own_code,
 )
+from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.files import is_bucket
 from diloco_jax.hardware.slices import Slice, slice_of
 from diloco_jax.launch.variables import check_variables
-from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 from diloco_jax.wire import principal
 
 Backend = Literal["tpu_vm", "gke", "sky"]

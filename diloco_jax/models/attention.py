@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from diloco_jax.config.validation import LANES, require_blocks
+from diloco_jax.config.config import LANES, require_blocks
 from diloco_jax.models.model import Layout
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from diloco_jax.config import ConfigError, Placement, trust
+from diloco_jax.config import ConfigError, Placement
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
@@ -22,6 +22,7 @@ from diloco_jax.config.fields import (
     positional,
     setting,
 )
+from diloco_jax.config.loading import require_trust_flag
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.files import absolute, expand
 from diloco_jax.options import TRUST_CODE, parse
@@ -145,7 +146,7 @@ def _export_live(
         run = LiveRun(client, placement.deadlines.budget_s)
         config = run.config()
         whose = f"the config of {options.run}"
-        trust.require_flag(config.run, whose, trust_code=options.trust_code)
+        require_trust_flag(config.run, whose, trust_code=options.trust_code)
         # Beside the export: a disk that has room for one has room for the other.
         with tempfile.TemporaryDirectory(
             prefix=f".{target.name}.", suffix=".tmp", dir=target.parent

@@ -33,6 +33,7 @@ from diloco_jax.config import (
     differences,
     shared_fields,
 )
+from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.coordinator import snapshots
 from diloco_jax.core.fragments import Piece, get_piece
 from diloco_jax.data.prepared import is_prepared, read_manifest, tokenizer_of
@@ -41,7 +42,6 @@ from diloco_jax.files import is_bucket
 from diloco_jax.models.build import build
 from diloco_jax.models.model import Model, Params
 from diloco_jax.weights import families, tensor_files
-from diloco_jax.weights.init_option import FROM_ISLAND, read_init
 from diloco_jax.weights.tensor_files import (
     BESIDE,
     CONFIG,

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from diloco_jax.config.config import check_name
 from diloco_jax.config.fields import NOT_NEGATIVE, positional, setting
-from diloco_jax.config.validation import check_name
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.options import parse
 

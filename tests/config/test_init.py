@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from diloco_jax import cli
-from diloco_jax.config import Config, IslandConfig, named
+from diloco_jax.config import Config, IslandConfig, loading
+from diloco_jax.config.init_command import render
 from diloco_jax.config.loading import read_config
-from diloco_jax.config.template import render
 from diloco_jax.errors import ConfigError
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("name", named.names())
+@pytest.mark.parametrize("name", loading.named_configs())
 def test_what_it_writes_is_the_config(name, whole, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(render(read_config(name), "Mine.", whole=whole))
@@ -73,5 +73,5 @@ def test_a_file_of_that_name_goes_before_the_package_and_names_are_told(
 
 
 def test_titles_are_those_of_the_files():
-    assert named.title("quickstart").startswith("The first run")
-    assert named.find("../configs/quickstart") is None
+    assert loading.title_of_named("quickstart").startswith("The first run")
+    assert loading.find_named("../configs/quickstart") is None

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.config.outer import OuterConfig
-from diloco_jax.config.presets import preset
+from diloco_jax.config.resolving import preset
+from diloco_jax.config.run import OuterConfig
 
 LONG: dict[str, Any] = {
     "merges_per_fragment": 200.0,

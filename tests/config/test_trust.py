@@ -16,7 +16,7 @@ from diloco_jax.config import (
     ModelConfig,
     Placement,
     RunConfig,
-    trust,
+    loading,
 )
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.evaluation import load_params
@@ -58,14 +58,18 @@ def workdir(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_all_fields_that_name_code_are_sealed() -> None:
-    assert set(trust.CODE) == {*families.FIELDS, "model.factory", "data.factory"}
+    assert set(loading.CODE_FIELDS) == {
+        *families.FIELDS,
+        "model.factory",
+        "data.factory",
+    }
     run = RunConfig()
-    assert trust.named_code(run) == {}, "members of the package are no such code"
-    for field in trust.CODE:
+    assert loading.named_code(run) == {}, "members of the package are no such code"
+    for field in loading.CODE_FIELDS:
         section, name = field.split(".")
         part = dataclasses.replace(getattr(run, section), **{name: "a.py:b"})
         changed = dataclasses.replace(run, **{section: part})
-        assert trust.named_code(changed) == {field: "a.py:b"}
+        assert loading.named_code(changed) == {field: "a.py:b"}
 
 
 def test_a_command_for_alerts_is_code_of_whoever_wrote_the_config(
@@ -146,9 +150,9 @@ def test_a_workdir_without_code_needs_no_seal(tmp_path: Path) -> None:
 def test_a_config_from_a_coordinator_is_foreign(code: Path) -> None:
     run = RunConfig(model=ModelConfig(factory=f"{code}:make"))
     with pytest.raises(ConfigError, match="the config of host:7077 names code"):
-        trust.require_flag(run, "the config of host:7077", trust_code=False)
-    trust.require_flag(run, "the config of host:7077", trust_code=True)
-    trust.require_flag(RunConfig(), "the config of host:7077", trust_code=False)
+        loading.require_trust_flag(run, "the config of host:7077", trust_code=False)
+    loading.require_trust_flag(run, "the config of host:7077", trust_code=True)
+    loading.require_trust_flag(RunConfig(), "the config of host:7077", trust_code=False)
 
 
 def test_a_recorded_flag_with_a_path_is_not_set() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.config.validation import LANES
+from diloco_jax.config.config import LANES
 from diloco_jax.models import transformer
 from diloco_jax.models.attention import ATTENTION
 from diloco_jax.models.model import Layout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_families import loaded
 
-from diloco_jax.config.validation import LANES
+from diloco_jax.config.config import LANES
 from diloco_jax.models import transformer
 from diloco_jax.models.layers import restarted
 from diloco_jax.models.model import split_batch

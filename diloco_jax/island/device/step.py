@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import IslandConfig
-from diloco_jax.config.validation import check_batch
+from diloco_jax.config.config import check_batch
 from diloco_jax.core.inner import by_source
 from diloco_jax.data.batches import Batch, OwnRows
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields

@@ -25,8 +25,8 @@ from rich.console import Console
 
 from diloco_jax import compilation, merge_route, run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
+from diloco_jax.config.config import require_section
 from diloco_jax.config.resolving import resolve
-from diloco_jax.config.validation import require_section
 from diloco_jax.coordinator import summary
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.journal import ALERTS_KEPT

@@ -24,8 +24,8 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax import run_files
-from diloco_jax.config import Config, ConfigError, Placement, trust
-from diloco_jax.config.loading import from_builtins
+from diloco_jax.config import Config, ConfigError, Placement
+from diloco_jax.config.loading import from_builtins, named_code
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.outpost.admission import Admission
 from diloco_jax.coordinator.workers.outpost.files import (
@@ -278,11 +278,11 @@ class Outpost:
         ConfigError for a config that must not, or cannot, be followed here."""
         config = from_builtins(begin.config, "the lead's config")
         own, theirs = self._config.placement, config.placement
-        code = trust.named_code(config.run)
-        if code != trust.named_code(self._config.run):
+        code = named_code(config.run)
+        if code != named_code(self._config.run):
             raise ConfigError(
                 f"the lead's config names code ({code or 'none'}), and CONFIG of this "
-                f"worker other code ({trust.named_code(self._config.run) or 'none'}); "
+                f"worker other code ({named_code(self._config.run) or 'none'}); "
                 f"give both the same CONFIG"
             )
         buckets = is_bucket(own.checkpoints), is_bucket(theirs.checkpoints)
