@@ -7,7 +7,7 @@ another one. A `configs/*.py` file defines a function `config()` that returns a
 `Config`.
 
 Bounds and help stand on the field (`fields.setting`), rules between fields in
-`validation`, and choices for open fields in `presets`.
+`config`, and choices for open fields in `resolving`.
 """
 
 from diloco_jax.config.config import Config

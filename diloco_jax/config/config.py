@@ -25,81 +25,71 @@ from diloco_jax.observability.sinks import check_names as check_sinks
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import LAST_PORT, bulk_address, parse_address
 
-SECTIONS = ("run", "placement")
-"""Sections whose fields go by their own names, as on the command line."""
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run, its islands by name, and their placement.
 
-def replaced(config: Any, name: str, value: Any) -> Any:
-    """Return a copy of a config in which the field of this dotted name has this value.
-
-    Raises ConfigError if there is no such field, or the value is not one for it. Rules
-    between several fields are not checked.
+    Example:
+      >>> from diloco_jax import Config, IslandConfig
+      >>> config = Config(
+      ...     islands={"v5p": IslandConfig(batch_size=4), "v6e": IslandConfig()}
+      ... )
+      >>> quick = config.replace("total_tokens", 50_000).validate()
+      >>> round(quick.merges_per_fragment(), 2)
+      1.36
     """
-    head, _, rest = name.partition(".")
-    for section in SECTIONS:
-        if head in _names(getattr(config, section)):
-            head, rest = section, name
-    if head not in _names(config):
-        raise _unknown(name, config)
-    if not rest:
-        # Rules of a whole section are checked where the config is used.
-        return dataclasses.replace(config, **{head: value})
-    own = _with(getattr(config, head), rest, value, name)
-    return dataclasses.replace(config, **{head: own})
 
-
-def _with(section: Any, path: str, value: Any, name: str) -> Any:
-    """Return the section or dict with the value at `path`; `name` is for messages."""
-    head, _, rest = path.partition(".")
-    known = list(section) if isinstance(section, dict) else _names(section)
-    if head not in known:
-        found = f"{name.removesuffix(path)}{head}"
-        raise ConfigError(
-            f"no field {found!r} in this config{suggest(head, known)}; "
-            f"there are {', '.join(known)}"
-        )
-    own = section[head] if isinstance(section, dict) else getattr(section, head)
-    if rest:
-        if not isinstance(own, dict) and not dataclasses.is_dataclass(own):
-            raise ConfigError(
-                f"{name}: {name.removesuffix(f'.{rest}')} is a value, {own!r}, and has "
-                f"no fields"
-            )
-        value = _with(own, rest, value, name)
-    elif type(own) is not type(value) and dataclasses.is_dataclass(own):
-        raise ConfigError(f"{name} = {value!r}: give a {type(own).__name__}")
-    if isinstance(section, dict):
-        return section | {head: value}
-    made = dataclasses.replace(section, **{head: value})
-    if not rest:
-        check_fields(made, name.removesuffix(head))
-    return made
-
-
-def _unknown(name: str, config: Any) -> ConfigError:
-    known = list(_paths(config))
-    return ConfigError(
-        f"no field {name!r} in this config{suggest(name, known)}; the help of any "
-        f"command that takes a config lists them all (diloco run --help)"
+    run: RunConfig = RunConfig()
+    islands: dict[str, IslandConfig] = dataclasses.field(
+        default_factory=lambda: {"a": IslandConfig()}
     )
+    placement: Placement = Placement()
+    launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
 
+    def validate(self) -> Config:
+        """Return self; raise ConfigError naming field, values and remedy."""
+        validate(self)
+        return self
 
-def _paths(config: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the name of every field, sections of `SECTIONS` without their own."""
-    for head in _names(config):
-        own = getattr(config, head)
-        yield f"{prefix}{head}"
-        inner = "" if not prefix and head in SECTIONS else f"{prefix}{head}."
-        if dataclasses.is_dataclass(own):
-            yield from _paths(own, inner)
-        elif isinstance(own, dict):
-            for key, value in own.items():
-                if dataclasses.is_dataclass(value):
-                    yield from _paths(value, f"{inner}{key}.")
+    def replace(self, name: str, value: Any) -> Config:
+        """Return a copy with one field changed, for variations of a config.
 
+        Example:
+          >>> from diloco_jax import Config
+          >>> config = Config().replace("sync.grace", 0).replace("total_tokens", 5000)
+          >>> config.replace("islands.a.batch_size", 4).islands["a"].batch_size
+          4
 
-def _names(section: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(section)]
+        Args:
+          name: of the field, dotted, as an option of the command line has it
+            ("sync.grace", "islands.NAME.batch_size"); "run." and "placement." may
+            stand in front.
+          value: its new value, whose type and bounds are checked. Rules between fields
+            are checked where the config is used, so that fields may be changed one
+            after the other.
+
+        Raises:
+          ConfigError: there is no such field, or the value is not one for it.
+        """
+        changed: Config = replaced(self, name, value)
+        return changed
+
+    def island(self, name: str) -> IslandConfig:
+        """Return an island's config; ConfigError with the nearest name if there is
+        none."""
+        if name not in self.islands:
+            raise ConfigError(
+                f"no island {name!r} in this config{suggest(name, self.islands)}; "
+                f"it has {', '.join(self.islands)}"
+            )
+        return self.islands[name]
+
+    def merges_per_fragment(self) -> float:
+        """Return the merges each fragment will see if all islands are equally fast."""
+        per_step = sum(i.batch_size for i in self.islands.values())
+        steps = self.run.total_tokens / (per_step * self.run.sequence_length)
+        return steps / self.run.sync.steps_per_cycle
 
 
 URLS = ("https://", "http://")
@@ -331,67 +321,78 @@ def _port(field: str, address: str) -> int:
     return parse_address(address, f"placement.{field}")[1]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """A run, its islands by name, and their placement.
+SECTIONS = ("run", "placement")
+"""Sections whose fields go by their own names, as on the command line."""
 
-    Example:
-      >>> from diloco_jax import Config, IslandConfig
-      >>> config = Config(
-      ...     islands={"v5p": IslandConfig(batch_size=4), "v6e": IslandConfig()}
-      ... )
-      >>> quick = config.replace("total_tokens", 50_000).validate()
-      >>> round(quick.merges_per_fragment(), 2)
-      1.36
+
+def replaced(config: Any, name: str, value: Any) -> Any:
+    """Return a copy of a config in which the field of this dotted name has this value.
+
+    Raises ConfigError if there is no such field, or the value is not one for it. Rules
+    between several fields are not checked.
     """
+    head, _, rest = name.partition(".")
+    for section in SECTIONS:
+        if head in _names(getattr(config, section)):
+            head, rest = section, name
+    if head not in _names(config):
+        raise _unknown(name, config)
+    if not rest:
+        # Rules of a whole section are checked where the config is used.
+        return dataclasses.replace(config, **{head: value})
+    own = _with(getattr(config, head), rest, value, name)
+    return dataclasses.replace(config, **{head: own})
 
-    run: RunConfig = RunConfig()
-    islands: dict[str, IslandConfig] = dataclasses.field(
-        default_factory=lambda: {"a": IslandConfig()}
-    )
-    placement: Placement = Placement()
-    launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
 
-    def validate(self) -> Config:
-        """Return self; raise ConfigError naming field, values and remedy."""
-        validate(self)
-        return self
-
-    def replace(self, name: str, value: Any) -> Config:
-        """Return a copy with one field changed, for variations of a config.
-
-        Example:
-          >>> from diloco_jax import Config
-          >>> config = Config().replace("sync.grace", 0).replace("total_tokens", 5000)
-          >>> config.replace("islands.a.batch_size", 4).islands["a"].batch_size
-          4
-
-        Args:
-          name: of the field, dotted, as an option of the command line has it
-            ("sync.grace", "islands.NAME.batch_size"); "run." and "placement." may
-            stand in front.
-          value: its new value, whose type and bounds are checked. Rules between fields
-            are checked where the config is used, so that fields may be changed one
-            after the other.
-
-        Raises:
-          ConfigError: there is no such field, or the value is not one for it.
-        """
-        changed: Config = replaced(self, name, value)
-        return changed
-
-    def island(self, name: str) -> IslandConfig:
-        """Return an island's config; ConfigError with the nearest name if there is
-        none."""
-        if name not in self.islands:
+def _with(section: Any, path: str, value: Any, name: str) -> Any:
+    """Return the section or dict with the value at `path`; `name` is for messages."""
+    head, _, rest = path.partition(".")
+    known = list(section) if isinstance(section, dict) else _names(section)
+    if head not in known:
+        found = f"{name.removesuffix(path)}{head}"
+        raise ConfigError(
+            f"no field {found!r} in this config{suggest(head, known)}; "
+            f"there are {', '.join(known)}"
+        )
+    own = section[head] if isinstance(section, dict) else getattr(section, head)
+    if rest:
+        if not isinstance(own, dict) and not dataclasses.is_dataclass(own):
             raise ConfigError(
-                f"no island {name!r} in this config{suggest(name, self.islands)}; "
-                f"it has {', '.join(self.islands)}"
+                f"{name}: {name.removesuffix(f'.{rest}')} is a value, {own!r}, and has "
+                f"no fields"
             )
-        return self.islands[name]
+        value = _with(own, rest, value, name)
+    elif type(own) is not type(value) and dataclasses.is_dataclass(own):
+        raise ConfigError(f"{name} = {value!r}: give a {type(own).__name__}")
+    if isinstance(section, dict):
+        return section | {head: value}
+    made = dataclasses.replace(section, **{head: value})
+    if not rest:
+        check_fields(made, name.removesuffix(head))
+    return made
 
-    def merges_per_fragment(self) -> float:
-        """Return the merges each fragment will see if all islands are equally fast."""
-        per_step = sum(i.batch_size for i in self.islands.values())
-        steps = self.run.total_tokens / (per_step * self.run.sequence_length)
-        return steps / self.run.sync.steps_per_cycle
+
+def _unknown(name: str, config: Any) -> ConfigError:
+    known = list(_paths(config))
+    return ConfigError(
+        f"no field {name!r} in this config{suggest(name, known)}; the help of any "
+        f"command that takes a config lists them all (diloco run --help)"
+    )
+
+
+def _paths(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the name of every field, sections of `SECTIONS` without their own."""
+    for head in _names(config):
+        own = getattr(config, head)
+        yield f"{prefix}{head}"
+        inner = "" if not prefix and head in SECTIONS else f"{prefix}{head}."
+        if dataclasses.is_dataclass(own):
+            yield from _paths(own, inner)
+        elif isinstance(own, dict):
+            for key, value in own.items():
+                if dataclasses.is_dataclass(value):
+                    yield from _paths(value, f"{inner}{key}.")
+
+
+def _names(section: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(section)]

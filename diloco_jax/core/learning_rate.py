@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Course(Protocol):
-    """The settings that `config.inner.InnerConfig` has of it."""
+    """The settings that `config.InnerConfig` has of it."""
 
     @property
     def learning_rate(self) -> float:

@@ -370,7 +370,7 @@ def at_hand(
     The copy ends with the block; arrays that are mapped from it stay readable.
 
     Args:
-      kind: "hf" or "run", as in `init_option.KINDS`.
+      kind: "hf" or "run", as in `config.run.INIT_KINDS`.
       arrays: copy the arrays too, not only the small files that describe them.
       scratch: where the copy lies; None = the machine's folder of temporary files.
 
