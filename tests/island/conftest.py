@@ -54,7 +54,7 @@ def link(stack, client, mailbox, wanted):
         Targets(
             want=lambda *a: wanted.put(a),
             resend=link.resent.put,
-            order=link.traced.put,
+            profile=link.traced.put,
         )
     )
     stack.callback(link.close, Ending(0, "end of test", "stopped"), 5.0)

@@ -197,7 +197,7 @@ def test_an_end_does_not_wait_for_the_threads(stack, client, coordinator, mailbo
     link = Link(client, hello, mailbox, Deadlines(600.0))
     link.connect(WAIT_S)
     ignore = lambda *a: None  # noqa: E731
-    link.start(Targets(want=ignore, resend=ignore, order=ignore))
+    link.start(Targets(want=ignore, resend=ignore, profile=ignore))
     mailbox.post(Status(phase="training", steps=1))
     coordinator.until_report(lambda m: getattr(m, "phase", "") == "training")
     ending = Ending(1, "the machine is taken away", "preempted")
