@@ -219,5 +219,9 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # The tests' own cache: both commits compile much the same.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache/jax"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     sys.path.append(str(ROOT / "tests"))  # For `tiny.py`, as pytest does.
     sys.exit(main(sys.argv[1:]))
