@@ -11,8 +11,12 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import Config
-from diloco_jax.hardware.machines import MACHINES, disk_bytes_per_s, machine_of
-from diloco_jax.hardware.rates import CONSTANTS
+from diloco_jax.hardware.machines import (
+    CONSTANTS,
+    MACHINES,
+    disk_bytes_per_s,
+    machine_of,
+)
 
 STATE_BYTES = 12
 """Bytes per parameter of the state: parameters, anchor and momentum in f32."""

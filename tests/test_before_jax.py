@@ -20,7 +20,7 @@ from diloco_jax.before_jax import (
     skip_absent_tpu,
 )
 from diloco_jax.errors import ConfigError
-from diloco_jax.hardware.slices import GENERATIONS
+from diloco_jax.hardware.tpus import GENERATIONS
 
 
 def chosen(root, **environment):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from diloco_jax.config import Config, IslandConfig, LaunchConfig, Placement, RunConfig
-from diloco_jax.hardware.rates import CONSTANTS
+from diloco_jax.hardware.machines import CONSTANTS
 from diloco_jax.restart_time import lasting, outage_seconds, state_seconds
 
 CONFIG = Config(

@@ -7,8 +7,7 @@ The coordinator believes no island that says it is much faster.
 from __future__ import annotations
 
 from diloco_jax.config import Config, IslandConfig
-from diloco_jax.hardware.chips import chip_of
-from diloco_jax.hardware.slices import find_slice
+from diloco_jax.hardware.tpus import chip_of, find_slice
 
 ANY_DEVICE_FLOPS_PER_S = 1e16
 """Rate that no device of the islands without a topology is above: twice the peak of the

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from diloco_jax.hardware.chips import peak_flops_per_s
+from diloco_jax.hardware.tpus import peak_flops_per_s
 
 AXES = ("mesh_data", "mesh_fsdp", "mesh_tensor")
 

@@ -1,7 +1,8 @@
-"""The coordinator's machines and disks: published sizes and rates, as of 2026-11-24.
+"""The coordinator's machines and disks: published sizes and rates, and measured ones.
 
-A vCPU is a hardware thread, and so is each core of the machines on which this package
-measures its rates. Each row of the tables names the page that it is from:
+Published, as of 2026-11-24. A vCPU is a hardware thread, and so is each core of the
+machines on which this package measures its rates. Each row of the tables names the page
+that it is from:
 
 - N2, C3: cloud.google.com/compute/docs/general-purpose-machines, tables "N2 standard",
   "N2 high-mem", "C3 highmem": vCPUs, memory, default egress bandwidth. Its "GB" is 2^30
@@ -12,13 +13,28 @@ measures its rates. Each row of the tables names the page that it is from:
   disk_performance_benchmark/{limits_per_gb,n-family,c-family,m-family}.json:
   pd-balanced, write and read throughput in MiB/s; the table on
   cloud.google.com/compute/docs/disks/performance has the same per GiB and at most.
+
+Measured, by the package's benchmarks, are `CONSTANTS` and `NATIVE`. Every `WeightedSum`
+is merged by the same passes, of which `MachineRates` has the rates. The other kinds of
+merge rules do more, and need not grow in proportion to the deltas: a sort does not. So
+a rule has points, and the cost between two of them follows a power of the number.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from diloco_jax.config.placement import MergeRoute
 from diloco_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco_jax.merge_route import Route
+
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -126,3 +142,176 @@ def disk_bytes_per_s(gigabytes: int) -> float:
     machine with many cores."""
     by_size = DISK_BASE_MIB_PER_S + DISK_MIB_PER_S_PER_GIB * gigabytes
     return min(by_size, DISK_MOST_MIB_PER_S) * MIB
+
+
+class RuleRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Work of one rule beyond that of a weighted sum."""
+
+    beyond_core_seconds: tuple[tuple[int, float], ...]
+    """(deltas, core seconds per 1e9 parameters), by deltas: at least two, above 0."""
+    rule_from: str
+    """Command, machine and date."""
+
+    def beyond(self, deltas: int) -> float:
+        """Return the core seconds per 1e9 parameters of a merge of so many deltas.
+
+        Fewer than the first point has cost as much as it; beyond the last point the
+        power of the last two goes on.
+        """
+        points = self.beyond_core_seconds
+        if deltas <= points[0][0]:
+            return points[0][1]
+        around = (pair for pair in pairwise(points) if deltas <= pair[1][0])
+        (few, less), (many, more) = next(around, points[-2:])
+        power = math.log(more / less) / math.log(many / few)
+        return float(less * (deltas / few) ** power)
+
+    def line(self, rule: str) -> str:
+        """Return a line for people."""
+        points = ", ".join(
+            f"{seconds:.3g} for {deltas}"
+            for deltas, seconds in self.beyond_core_seconds
+        )
+        return (
+            f"rule {rule}, core seconds per 1e9 parameters beyond a weighted sum, by "
+            f"deltas: {points} [{self.rule_from}]"
+        )
+
+
+RULES_FROM = (
+    "constant: `python benchmarks/merging.py --rules`, 2 cores, Intel Xeon, 2026-11-27"
+)
+RULES_OF_PACKAGE: dict[Route, dict[str, RuleRates]] = {
+    "native": {
+        "trimmed_mean": RuleRates(
+            beyond_core_seconds=((2, 3.2), (8, 11.2), (64, 248.0)), rule_from=RULES_FROM
+        )
+    },
+    "xla": {
+        "trimmed_mean": RuleRates(
+            beyond_core_seconds=((2, 2.2), (8, 7.1), (64, 216.0)), rule_from=RULES_FROM
+        )
+    },
+}
+"""Rules of the package that are no weighted sums, by merge route: what they take less
+what `mean` takes in docs/results/merging.md, int8, 4 Mi elements. XLA computes them on
+either route. So by "xla" a merge takes what it takes by "native", with the checks and
+the publish of that route; beyond its weighted sum this is less."""
+
+
+class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Work that a core does, and the rate of memory."""
+
+    merge_core_seconds: dict[str, float]
+    """Core seconds per 1e9 parameters of a merge by a weighted sum, whatever its
+    deltas: the outer step and the encoded publish. By codec of the publish."""
+    delta_core_seconds: dict[str, float]
+    """Core seconds per 1e9 parameters of each delta, its check on arrival included. By
+    codec of the deltas."""
+    rules: dict[str, RuleRates]
+    """Costs of rules beyond that, by `sync.merge`."""
+    replay_core_seconds: dict[str, float]
+    """Core seconds per 1e9 parameters of a publish in recovery, which decodes it, adds
+    it and advances the outer optimizer by it, on any route. By codec of the publish."""
+    merge_route: str
+    """Route of the measured merges: "native" or "xla"."""
+    upload_core_seconds: float
+    """Core seconds of the coordinator per GB that arrives, with mutual TLS."""
+    fetch_core_seconds: float
+    """The same per GB that is fetched from it."""
+    write_core_seconds: float
+    """Core seconds per GB of sealed files that are written."""
+    copy_bytes_per_s: float
+    """Bytes that one core copies per second. It tells how machines compare: merges are
+    bound by memory."""
+    merge: str
+    """`sync.merge` of the measured weighted sums."""
+    outer: str
+    """`outer.optimizer` of the measured merges."""
+    merges_from: str
+    """Command, machine and date of the merges' figures and of the copy."""
+    wire_from: str
+    """The same of the wire's."""
+
+    def merging(self, codec: str) -> float:
+        """Return `merge_core_seconds` of a codec; of the slowest if this one was not
+        measured.
+        """
+        return _or_dearest(self.merge_core_seconds, codec)
+
+    def per_delta(self, codec: str) -> float:
+        """Return `delta_core_seconds` of a codec; of the slowest if this one was not
+        measured.
+        """
+        return _or_dearest(self.delta_core_seconds, codec)
+
+    def replaying(self, codec: str) -> float:
+        """Return `replay_core_seconds` of a codec; of the slowest if this one was not
+        measured.
+        """
+        return _or_dearest(self.replay_core_seconds, codec)
+
+    def lines(self, rule: str) -> list[str]:
+        """Return lines for people: each rate, and where it is from. rule: the run's,
+        whose rates are told if it has any of its own."""
+        merges = ", ".join(f"{k} {v:.3g}" for k, v in self.merge_core_seconds.items())
+        deltas = ", ".join(f"{k} {v:.3g}" for k, v in self.delta_core_seconds.items())
+        return [
+            f"merges, core seconds per 1e9 parameters ({self.merge}, {self.outer}, "
+            f"route {self.merge_route}): "
+            f"{merges}; each delta {deltas}; a copy {_gb(self.copy_bytes_per_s)}"
+            f" [{self.merges_from}]",
+            *([self.rules[rule].line(rule)] if rule in self.rules else []),
+            f"wire with TLS, core seconds per GB: {self.upload_core_seconds:.3g} up, "
+            f"{self.fetch_core_seconds:.3g} down [{self.wire_from}]",
+            f"sealed files, core seconds per GB: {self.write_core_seconds:.3g}",
+            "disk: as published for its size and machine (not measured)",
+        ]
+
+
+CONSTANTS = MachineRates(
+    merge_core_seconds={"f32": 7.6, "bf16": 6.9, "int8": 7.3, "int4": 10.9},
+    delta_core_seconds={"f32": 2.56, "bf16": 1.75, "int8": 1.50, "int4": 1.93},
+    rules=RULES_OF_PACKAGE["xla"],
+    replay_core_seconds={"f32": 5.7, "int8": 5.7},
+    merge_route="xla",
+    upload_core_seconds=0.73,
+    fetch_core_seconds=0.44,
+    write_core_seconds=0.6,
+    copy_bytes_per_s=8.4e9,
+    merge="rda",
+    outer="nesterov",
+    merges_from="constant: `python benchmarks/merging.py`, 2 cores, Intel Xeon, "
+    "2026-11-26",
+    wire_from="constant: `python benchmarks/wire.py`, 2 cores, AMD EPYC, 2026-11-25",
+)
+"""Merges: the line through 2 to 16 deltas of docs/results/merging.md, by the route that
+needs no compiler; it is within 3 % of each. On two cores of an AMD EPYC, 2026-11-24 and
+25, merges took about half as much. The Xeon's rates are taken: the machines of
+`MACHINES` have Xeons, a store of 1 B parameters took there what these say
+(docs/results/coordinator_scale.md), and of two measurements the slower one promises
+less. Replay: the most of that page, about. Wire: the coordinator's end in
+docs/results/wire.md. Sealed files: 16 of 64 MiB in turn, on the Xeon, 2026-11-26."""
+
+NATIVE = msgspec.structs.replace(
+    CONSTANTS,
+    merge_core_seconds={"f32": 2.1, "bf16": 2.0, "int8": 2.2, "int4": 2.5},
+    delta_core_seconds={"f32": 0.90, "bf16": 0.64, "int8": 0.50, "int4": 0.52},
+    rules=RULES_OF_PACKAGE["native"],
+    merge_route="native",
+)
+"""The same by the route "native", through 2 to 64 deltas: within 6 % of each."""
+
+
+def constants_of(route: MergeRoute) -> MachineRates:
+    """Return the constants for a merge route. "auto" counts as "xla": a plan does not
+    know whether the coordinator's machine will have a compiler."""
+    return NATIVE if route == "native" else CONSTANTS
+
+
+def _or_dearest(rates: dict[str, float], codec: str) -> float:
+    return rates.get(codec, max(rates.values()))
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"

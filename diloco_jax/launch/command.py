@@ -14,7 +14,7 @@ from diloco_jax.config import Config, ConfigError, suggest
 from diloco_jax.config.fields import setting
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.files import absolute, is_bucket, write_json
-from diloco_jax.hardware.slices import slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
 from diloco_jax.launch.order import COORDINATOR, Backend, Order, make_order

@@ -16,7 +16,7 @@ import yaml
 from diloco_jax import run_files
 from diloco_jax.config.launch import variables_of
 from diloco_jax.hardware.machines import GIB, machine_of
-from diloco_jax.hardware.slices import HOST_MACHINES
+from diloco_jax.hardware.tpus import HOST_MACHINES
 from diloco_jax.launch.order import (
     CERTIFICATES,
     CONFIG_FOLDER,

@@ -22,7 +22,7 @@ from diloco_jax.config import (
 )
 from diloco_jax.config.run import FROM_ISLAND, read_init
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.slices import Slice, slice_of
+from diloco_jax.hardware.tpus import Slice, slice_of
 from diloco_jax.launch.variables import check_variables
 from diloco_jax.wire import principal
 

@@ -23,11 +23,12 @@ from diloco_jax.hardware.machines import (
     MIB,
     MOST_DISK_GB,
     Machine,
+    MachineRates,
+    constants_of,
     disk_bytes_per_s,
     machine_of,
     smallest_machine,
 )
-from diloco_jax.hardware.rates import MachineRates, constants_of
 from diloco_jax.planning.coordinator import CoordinatorPlan, plan_coordinator
 from diloco_jax.protocol.coordinator import schedule
 from diloco_jax.restart_time import outage_seconds

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from diloco_jax.config import Config
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE
-from diloco_jax.hardware.chips import chip_of
 from diloco_jax.hardware.machines import machine_of
-from diloco_jax.hardware.slices import slice_of
+from diloco_jax.hardware.tpus import chip_of, slice_of
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.terminal import bar
 from diloco_jax.planning.compiler import (

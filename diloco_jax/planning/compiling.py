@@ -28,8 +28,7 @@ from diloco_jax.config import Config, ConfigError, IslandConfig, RunConfig, Sync
 from diloco_jax.config.loading import read_config
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import FragmentPlan, Piece
-from diloco_jax.hardware.chips import chip_of, ici_bytes_per_s
-from diloco_jax.hardware.slices import Slice, slice_of
+from diloco_jax.hardware.tpus import Slice, chip_of, ici_bytes_per_s, slice_of
 from diloco_jax.island.device.build import build_trainer
 from diloco_jax.island.device.kinds import Kind, alike, kind_of
 from diloco_jax.island.device.step import TrainState

@@ -1,8 +1,8 @@
 """Needs of the coordinator's machine: memory, cores, merges, disk, time to restart.
 
 All of it is arithmetic from sizes of payloads and from measured rates
-(`hardware/rates.py`). The disk holds what a run of expected course writes, and has room
-for the worst. Each of its terms follows from the code that writes: snapshots of
+(`hardware/machines.py`). The disk holds what a run of expected course writes, and has
+room for the worst. Each of its terms follows from the code that writes: snapshots of
 fragments in turns (`coordinator/snapshots.py`), publishes since the oldest kept one
 (`publishes.py` of `coordinator/holding/`), lines that are never deleted
 (`observability/`), deltas that memory has no place for (`rooms.py` there).
@@ -28,7 +28,7 @@ from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.rates import CONSTANTS, MachineRates
+from diloco_jax.hardware.machines import CONSTANTS, MachineRates
 from diloco_jax.protocol.coordinator.workers import deal
 
 SNAPSHOT_COPIES = 1

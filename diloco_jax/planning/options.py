@@ -21,7 +21,7 @@ from diloco_jax.config.fields import (
     setting,
 )
 from diloco_jax.errors import ConfigError
-from diloco_jax.hardware.slices import GENERATIONS, slice_of
+from diloco_jax.hardware.tpus import GENERATIONS, slice_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

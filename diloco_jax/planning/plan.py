@@ -25,9 +25,8 @@ import numpy as np
 from diloco_jax.config import Config, ConfigError, SyncConfig
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.hardware.chips import chip_of
-from diloco_jax.hardware.rates import MachineRates
-from diloco_jax.hardware.slices import slice_of
+from diloco_jax.hardware.machines import MachineRates
+from diloco_jax.hardware.tpus import chip_of, slice_of
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability import measures

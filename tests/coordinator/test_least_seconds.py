@@ -11,7 +11,7 @@ from diloco_jax.coordinator.least_seconds import (
     UNDESCRIBED,
     least_seconds,
 )
-from diloco_jax.hardware.chips import CHIPS
+from diloco_jax.hardware.tpus import CHIPS
 from diloco_jax.models.flops import analytic_flops, least_flops
 
 

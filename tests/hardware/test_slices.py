@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.hardware.slices import GENERATIONS, find_slice
+from diloco_jax.hardware.tpus import GENERATIONS, find_slice
 
 
 @pytest.mark.parametrize(

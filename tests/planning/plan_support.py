@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.config import Config, IslandConfig, RunConfig, SyncConfig
-from diloco_jax.hardware.slices import find_slice
+from diloco_jax.hardware.tpus import find_slice
 from diloco_jax.models.flops import Flops
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.compiling import ExchangePlan, Hbm, IslandPlan, roofline

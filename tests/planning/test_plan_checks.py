@@ -13,7 +13,7 @@ from diloco_jax import cli
 from diloco_jax.config import ConfigError
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.hardware.machines import disk_bytes_per_s, machine_of
-from diloco_jax.hardware.slices import slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning import checks
 from diloco_jax.planning.checks import Terms, mending, needs_of, refusals
 from diloco_jax.planning.options import parse_prices, price_per_hour

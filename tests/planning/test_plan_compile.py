@@ -199,7 +199,7 @@ def test_flags_that_are_refused_are_named_and_end_with_2(island, flag, tmp_path)
 def test_the_compiler_has_the_slices_hosts():
     script = """
 import json, sys
-from diloco_jax.hardware.slices import GENERATIONS, Slice
+from diloco_jax.hardware.tpus import GENERATIONS, Slice
 from diloco_jax.planning.compiling import _devices
 for generation in GENERATIONS.values():
     for shape in generation.shapes[:6]:
@@ -258,7 +258,7 @@ island = IslandConfig(
 )
 os.environ.update(environment_of(island))
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.hardware.slices import slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning.compiling import _devices
 model = ModelConfig(
     d_model=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=128, mlp_dim=128,

@@ -6,7 +6,7 @@ import pytest
 from config_support import load_config
 
 from diloco_jax import cli
-from diloco_jax.hardware.slices import slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.planning.options import Assumptions, PlanOptions
 from diloco_jax.planning.plan import fragments_of
 from diloco_jax.simulation.fleets.failures import FailureModel

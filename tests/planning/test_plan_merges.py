@@ -12,8 +12,7 @@ from rich.console import Console
 from diloco_jax.config import SyncConfig
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.merge_rules import comparators
-from diloco_jax.hardware.rates import CONSTANTS, NATIVE
-from diloco_jax.hardware.rule_rates import RULES_OF_PACKAGE, RuleRates
+from diloco_jax.hardware.machines import CONSTANTS, NATIVE, RULES_OF_PACKAGE, RuleRates
 from diloco_jax.planning import checks as planning_terms
 from diloco_jax.planning.checks import Terms, needs_of, refusals
 from diloco_jax.planning.coordinator import cost_of, plan_merges

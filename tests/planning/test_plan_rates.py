@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from diloco_jax import cli
-from diloco_jax.hardware.rates import CONSTANTS, constants_of
+from diloco_jax.hardware.machines import CONSTANTS, constants_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "four_regions.py"
 

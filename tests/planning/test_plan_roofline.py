@@ -5,8 +5,13 @@ import dataclasses
 import plan_support
 import pytest
 
-from diloco_jax.hardware.chips import CHIPS, chip_of, ici_bytes_per_s
-from diloco_jax.hardware.slices import GENERATIONS, find_slice
+from diloco_jax.hardware.tpus import (
+    CHIPS,
+    GENERATIONS,
+    chip_of,
+    find_slice,
+    ici_bytes_per_s,
+)
 from diloco_jax.planning.program import CollectiveSum
 
 GATHER = CollectiveSum(
