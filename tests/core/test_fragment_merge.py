@@ -1,9 +1,13 @@
-"""A merge has the same bits however it is cut; its memory is that of the fragment."""
+"""A merge has the same bits however it is cut, its memory is that of the fragment,
+and its measures are what their definitions give in float64."""
 
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -11,10 +15,20 @@ import pytest
 
 from diloco_jax.core import tiles
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.families import MERGE_RULES
-from diloco_jax.core.fragment_merge import FragmentMerge
+from diloco_jax.core.families import CODECS, MERGE_RULES
+from diloco_jax.core.fragment_merge import (
+    SAMPLED,
+    FragmentMerge,
+    Measuring,
+    MergeMeasures,
+    sample,
+    sample_bytes,
+    sampled,
+)
 from diloco_jax.core.fragments import Piece
+from diloco_jax.core.merging import Encoded, Plain, merge_piece
 from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.tiles import TileGrid
 
 PIECES = (
     Piece(("a",), -1, (256, 512), False),
@@ -191,3 +205,165 @@ grown = resident("VmHWM") - before
 digest = hashlib.sha256(bytes(after.payload)).hexdigest()
 print(json.dumps({"grown": grown, "digest": digest}))
 """
+
+
+SHAPES = [(6, 5), (7,)]
+WEIGHTS = [1.0, 2.0, 5.0]
+
+
+def drawn(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list]:
+    """Deltas by piece and island that have something in common."""
+    rng = np.random.default_rng(seed)
+    pieces = []
+    for shape in shapes:
+        common = rng.standard_normal(shape)
+        each = [common + rng.standard_normal(shape) for _ in WEIGHTS]
+        pieces.append([d.astype(np.float32) for d in each])
+    return pieces
+
+
+def measured(
+    pieces: list[list], rule: str, last: list | None = None, rate: float = 0.5
+) -> tuple[MergeMeasures, Measuring]:
+    """Merge by that rule, take an outer step of that rate, and measure both."""
+    measuring, before, after = Measuring(WEIGHTS), [], []
+    for deltas in pieces:
+        merged = merge_piece(MERGE_RULES.find(rule), Plain(deltas), WEIGHTS)
+        measuring.add(Plain(deltas), merged)
+        before.append(sample(np.ones_like(merged.total)))
+        after.append(before[-1] - sample(rate * merged.factor * merged.total))
+    return measuring.finish(last or [], before, after), measuring
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = np.float64(a).ravel(), np.float64(b).ravel()
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+def test_the_numbers_are_what_they_say(rule: str) -> None:
+    pieces = drawn(0)
+    found, measuring = measured(pieces, rule)
+    total = weight = 0.0
+    for deltas in pieces:
+        pairs = list(itertools.combinations(range(3), 2))
+        weights = [WEIGHTS[i] * WEIGHTS[j] for i, j in pairs]
+        cosines = [cosine(deltas[i], deltas[j]) for i, j in pairs]
+        total += deltas[0].size * np.average(cosines, weights=weights)
+        weight += deltas[0].size
+    assert found.pairwise_cosine == pytest.approx(total / weight, abs=1e-5)
+    islands = zip(*pieces, strict=True)
+    lengths = [np.linalg.norm([np.linalg.norm(p) for p in own]) for own in islands]
+    mean = np.average(lengths, weights=WEIGHTS)
+    assert found.length_ratio == pytest.approx(measuring.norm / mean, rel=1e-5)
+    assert found.step_ratio == pytest.approx(0.5, rel=1e-3)
+    assert found.cosine_to_last is None
+
+
+def test_the_cosine_to_the_last_merge_is_over_the_whole_fragment() -> None:
+    _, first = measured(drawn(0), "rda")
+    again, _ = measured(drawn(0), "rda", first.sample)
+    assert again.cosine_to_last == pytest.approx(1, abs=1e-5)
+    other, second = measured(drawn(1), "rda", first.sample)
+    flat = [np.concatenate([s.ravel() for s in m.sample]) for m in (first, second)]
+    assert other.cosine_to_last == pytest.approx(cosine(*flat), abs=1e-5)
+    turned, _ = measured([[-d for d in p] for p in drawn(0)], "rda", first.sample)
+    assert turned.cosine_to_last == pytest.approx(-1, abs=1e-5)
+
+
+def test_what_has_no_value_is_none() -> None:
+    zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
+    assert measured(zeros, "rda")[0] == MergeMeasures()
+    one = [[d, 0 * d, 0 * d] for d, *_ in drawn(0)]
+    found, _ = measured(one, "rda")
+    assert found.pairwise_cosine is None
+    assert found.length_ratio is not None
+
+
+def test_a_fixed_64th_of_the_tiles_is_looked_at() -> None:
+    shape = (1024, 2048)
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    grid = TileGrid.of(shape)
+    tiles = grid.split(x).reshape(-1, grid.elements)
+    found = sample(grid.to_tiles(x))
+    np.testing.assert_array_equal(found, tiles[::SAMPLED])
+    assert found.nbytes == sample_bytes(shape) == x.nbytes / SAMPLED
+
+
+@pytest.mark.parametrize("shape", [(513, 257), (1001, 1003), (2049, 3, 5)])
+def test_odd_extents_make_no_sample_larger(shape: tuple[int, ...]) -> None:
+    """They leave one tile. Its elements are looked at in even distances."""
+    (delta,), grid = drawn(4, [shape])[0][:1], TileGrid.of(shape)
+    assert grid.tiles == 1
+    found = sample(grid.to_tiles(delta))
+    assert found.nbytes == sample_bytes(shape)
+    assert 16384 <= found.size <= 2 * 16384
+    assert np.std(found) == pytest.approx(np.std(delta), rel=0.05)
+    np.testing.assert_array_equal(sampled(Plain([delta]), 0), found)
+    for name in CODECS.table:
+        codec = get_codec(name)
+        encoded = codec.encode(delta)
+        whole = np.asarray(codec.decode(encoded, shape)).reshape(1, -1)
+        theirs = sampled(Encoded(codec, shape, [encoded]), 0)
+        np.testing.assert_array_equal(theirs, whole[:, :: -(-delta.size // found.size)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements"),
+    [
+        ((201, 81), 201 * 81),
+        ((203, 81), 203 * 81),
+        ((255, 129), 255 * 129 / 2),
+        ((513, 257), 513 * 257 / 8),
+        ((2049, 1025), 2049 * 1025 / 64),
+        ((2 * 1001, 1003), 1001 * 1003 / 32),
+        ((32 * 1001, 1003), 1001 * 1003 / 2),
+        ((64 * 1001, 1003), 1001 * 1003),
+        ((128 * 1001, 1003), 2 * 1001 * 1003),
+    ],
+)
+def test_few_large_tiles_are_looked_at_in_part(
+    shape: tuple[int, int], elements: float
+) -> None:
+    """All elements of a tile are looked at up to its most; else that many, or 1/64."""
+    assert sample_bytes(shape) == 4 * math.ceil(elements)
+
+
+@pytest.mark.parametrize("shape", [(512, 1024), (513, 1025)])
+def test_sampled_deltas_agree_about_as_all_of_them(shape: tuple[int, int]) -> None:
+    """Under a rule that has no sum of directions."""
+    pieces, codec = drawn(2, [shape]), get_codec("int8")
+    exact, _ = measured(pieces, "rda")
+    encoded = Encoded(codec, shape, [codec.encode(d) for d in pieces[0]])
+    measuring = Measuring(WEIGHTS)
+    measuring.add(encoded, merge_piece(MERGE_RULES.find("mean"), encoded, WEIGHTS))
+    found = measuring.finish([], [], [])
+    assert found.pairwise_cosine == pytest.approx(exact.pairwise_cosine, abs=0.02)
+    assert found.pairwise_cosine != exact.pairwise_cosine
+
+
+@pytest.mark.parametrize("rule", ["rda", "mean", "trimmed_mean"])
+def test_the_direction_of_each_delta_is_against_the_others(rule: str) -> None:
+    pieces = drawn(3)
+    pieces = [[deltas[0], deltas[1], -deltas[2]] for deltas in pieces]
+    _, measuring = measured(pieces, rule)
+    islands = [
+        np.concatenate([d.ravel() for d in own]) for own in zip(*pieces, strict=True)
+    ]
+    for number, found in enumerate(measuring.directions):
+        others = sum(
+            w * np.float64(d)
+            for n, (w, d) in enumerate(zip(WEIGHTS, islands, strict=True))
+            if n != number
+        )
+        assert found == pytest.approx(cosine(islands[number], others), abs=1e-5)
+    assert measuring.directions[2] < 0, "it was turned"
+
+
+def test_directions_that_do_not_exist_are_none() -> None:
+    zeros = [[np.zeros(s, np.float32)] * 3 for s in SHAPES]
+    assert measured(zeros, "rda")[1].directions == (None,) * 3
+    two = Measuring(WEIGHTS[:2])
+    deltas = Plain(drawn(0)[0][:2])
+    two.add(deltas, merge_piece(MERGE_RULES.find("rda"), deltas, WEIGHTS[:2]))
+    assert two.directions == ()

@@ -1,4 +1,7 @@
-"""Inner optimizers on stacked parameters."""
+"""Inner optimizers on stacked parameters, the learning rate by the progress of the
+run, and losses by source of a mixture."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.core.inner import make_inner
+from diloco_jax.core.inner import by_source, make_inner
+from diloco_jax.core.learning_rate import learning_rate
 
 AXES = {
     "embed": ("vocab", "embed"),
@@ -153,3 +157,53 @@ def test_what_does_not_fit_is_refused(
 def test_a_dtype_that_it_gives_no_choice_of_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'bfloat16', but .* \['dtype_momentum'\]"):
         make_inner("adafactor", axes=AXES, moment_dtype="bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    learning_rate: float = 2.0
+    schedule: str = "cosine"
+    warmup_fraction: float = 0.1
+    final_fraction: float = 0.25
+
+
+@pytest.mark.parametrize(
+    ("progress", "expected"),
+    [(-1, 0), (0, 0), (0.05, 1), (0.1, 2), (0.55, 1.25), (1, 0.5), (2, 0.5)],
+)
+def test_rate_by_progress(progress: float, expected: float) -> None:
+    assert learning_rate(Settings(), progress) == pytest.approx(expected)
+    half = learning_rate(Settings(), progress, rewarm=0.5)
+    assert half == pytest.approx(expected / 2)
+
+
+def test_constant_rate_stays() -> None:
+    flat = Settings(schedule="constant")
+    assert learning_rate(flat, 0.05) == 1.0
+    assert learning_rate(flat, 1.0) == 2.0
+    no_warm_up = dataclasses.replace(flat, warmup_fraction=0.0)
+    assert learning_rate(no_warm_up, 0.0) == 2.0
+
+
+def test_an_unknown_course_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"inner\.schedule = 'linear'"):
+        learning_rate(Settings(schedule="linear"), 0.5)
+
+
+def test_each_row_counts_for_its_own_source():
+    sums = by_source(
+        jnp.array([2, 0, 2, 0]),
+        jnp.array([1.0, 2.0, 4.0, 8.0]),
+        jnp.array([1.0, 3.0, 5.0, 7.0]),
+        4,
+    )
+    np.testing.assert_array_equal(sums, [[10, 10], [0, 0], [5, 6], [0, 0]])
+
+
+def test_sums_are_those_of_numpy():
+    rng = np.random.default_rng(0)
+    sources = rng.integers(0, 7, 64).astype(np.int32)
+    rows = rng.random((2, 64)).astype(np.float32)
+    sums = jax.jit(by_source, static_argnums=3)(sources, *rows, 7)
+    by_hand = [[row[sources == n].sum() for row in rows] for n in range(7)]
+    np.testing.assert_allclose(sums, by_hand, rtol=1e-6)

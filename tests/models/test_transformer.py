@@ -1,8 +1,11 @@
-"""The transformer: what it may see, how big it is, and what must not change it."""
+"""The transformer: what it may see, how big it is, and what must not change it; its
+chunked cross entropy and its noise by blocks, in less memory."""
 
 import dataclasses
 import functools
 import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,9 @@ import pytest
 from diloco_jax.config import ConfigError, ModelConfig
 from diloco_jax.models import transformer
 from diloco_jax.models.layers import frequencies, rms_norm, rotate, rotations
+from diloco_jax.models.model import Layout
 from diloco_jax.models.presets import PRESETS, preset
+from diloco_jax.models.transformer import positions_at_a_time, token_losses
 
 TINY = preset("tiny")
 VARIANTS = {
@@ -274,3 +279,130 @@ def test_an_unknown_preset_is_refused_with_a_suggestion():
 def test_bad_models_are_refused(change, options, message):
     with pytest.raises(ConfigError, match=message):
         transformer.build(dataclasses.replace(TINY, **change), **options)
+
+
+LAYOUT = Layout.of_one_device()
+B, T, D, V = 2, 21, 8, 50
+
+
+def sums(chunk: int):
+    def loss(x, table, targets, weights):
+        return jnp.sum(token_losses(x, table, targets, chunk, LAYOUT) * weights)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def arguments():
+    random = np.random.default_rng(0)
+    return (
+        3 * random.normal(size=(B, T, D)).astype(np.float32),
+        random.normal(size=(D, V)).astype(np.float32),
+        random.integers(0, V, (B, T)).astype(np.int32),
+        random.random((B, T)).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 20, 21, 64])
+def test_chunks_change_neither_losses_nor_gradients(chunk):
+    x, table, targets, _ = arguments()
+    plain = token_losses(x, table, targets, 0, LAYOUT)
+    chunked = token_losses(x, table, targets, chunk, LAYOUT)
+    np.testing.assert_allclose(chunked, plain, rtol=1e-5, atol=1e-6)
+    for a, b in zip(
+        jax.tree.leaves(sums(chunk)(*arguments())),
+        jax.tree.leaves(sums(0)(*arguments())),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_loss_is_that_of_the_target(dtype):
+    x, table, targets, _ = arguments()
+    x, table = jnp.asarray(x, dtype), jnp.asarray(table, dtype)
+    logits = np.asarray(x, np.float64) @ np.asarray(table, np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(shares, targets[..., None], -1))[..., 0]
+    for chunk in (0, 4):
+        found = token_losses(x, table, targets, chunk, LAYOUT)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_a_large_vocabulary_never_stand_whole():
+    batch, length, words, chunk = 2, 512, 1 << 16, 16
+    shapes = (
+        jax.ShapeDtypeStruct((batch, length, D), jnp.float32),
+        jax.ShapeDtypeStruct((D, words), jnp.float32),
+        jax.ShapeDtypeStruct((batch, length), jnp.int32),
+        jax.ShapeDtypeStruct((batch, length), jnp.float32),
+    )
+
+    def temporary_bytes(chunk: int) -> int:
+        compiled = sums(chunk).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits = 4 * batch * length * words
+    assert temporary_bytes(0) > logits
+    assert temporary_bytes(chunk) < logits / 8
+
+
+def test_small_vocabularies_are_done_at_once_and_large_ones_in_half_a_gibibyte():
+    assert positions_at_a_time(256) > 100_000
+    assert positions_at_a_time(262_144) * 262_144 * 4 == 1 << 29
+
+
+PEAK = """
+import jax
+from diloco_jax.models.transformer import normal
+
+def resident(what):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(1024 * int(l.split()[1]) for l in lines if l.startswith(what))
+
+draw = jax.jit(normal, static_argnums=1)
+draw(jax.random.key(0), 1 << 21).block_until_ready()
+open("/proc/self/clear_refs", "w").write("5")
+before = resident("VmRSS")
+draw(jax.random.key(0), 1 << 25).block_until_ready()
+print((resident("VmHWM") - before) / (4 << 25))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 256, 257, 1000, 4096])
+def test_the_values_are_those_of_jax(monkeypatch, count):
+    monkeypatch.setattr(transformer, "BLOCK", 256)
+    key = jax.random.key(7)
+    drawn = jax.jit(transformer.normal, static_argnums=1)(key, count)
+    alike = jax.jit(lambda key: jax.random.normal(key, (count,)))(key)
+    np.testing.assert_array_equal(drawn, alike)
+
+
+def test_values_beyond_the_reach_of_32_bits_have_indices_of_their_own():
+    blocks = 2**32 // transformer.NOISE_BLOCK
+    for index, high in ((blocks - 1, 0), (blocks, 1), (2 * blocks + 3, 2)):
+        upper, lower = transformer.counters(jnp.uint32(index))
+        assert set(np.unique(upper)) == {high}
+        first = index * transformer.NOISE_BLOCK - high * 2**32
+        assert (int(lower[0]), int(lower[-1])) == (
+            first,
+            first + transformer.NOISE_BLOCK - 1,
+        )
+
+
+def test_another_generator_draws_its_own_values(monkeypatch):
+    monkeypatch.setattr(transformer, "BLOCK", 256)
+    key = jax.random.key(7, impl="rbg")
+    np.testing.assert_array_equal(
+        transformer.normal(key, 1000), jax.random.normal(key, (1000,))
+    )
+
+
+def test_memory_holds_little_more_than_the_values():
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert float(done.stdout) < 2.5, "as in jax at once: 4 and more"
