@@ -274,6 +274,38 @@ def _takes_any_anchor(version: Callable[..., Any]) -> Callable[..., Any]:
     return lambda state, name, index: Version()
 
 
+def _allows_one_version_more(is_in_time: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda config, base, current: is_in_time(
+        replace(config, max_staleness=config.max_staleness + 1), base, current
+    )
+
+
+def _forgets_what_was_left_behind(pending: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(state: Any, name: str, incarnation: int) -> Any:
+        fragments = tuple(replace(f, left_behind=()) for f in state.fragments)
+        return pending(replace(state, fragments=fragments), name, incarnation)
+
+    return broken
+
+
+def _frees_all_that_departed(free: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(state: Any) -> Any:
+        for ended in state.departed:
+            state = leases._forget(state, ended)
+        return state
+
+    return broken
+
+
+def _lets_a_second_process_in(refusal: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(*arguments: Any) -> Any:
+        refuse = refusal(*arguments)
+        in_use = refuse is not None and refuse.code == "name_in_use"
+        return None if in_use else refuse
+
+    return broken
+
+
 def _begins_with_all_data(first_state: Callable[..., Any]) -> Callable[..., Any]:
     def broken(*arguments: Any) -> Any:
         return replace(first_state(*arguments), next_position=0)
@@ -324,6 +356,18 @@ PLANTS = {
     "the_dead_merge_unsaid": Plant("fenced", members, "end", _hides_what_they_leave),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_untimely", _refuses_nothing
+    ),
+    "one_more_version_is_no_delay": Plant(
+        "stale", takes, "_is_in_time", _allows_one_version_more
+    ),
+    "data_of_deltas_left_behind_is_free": Plant(
+        "data", leases, "_pending", _forgets_what_was_left_behind
+    ),
+    "data_of_departed_is_free_at_once": Plant(
+        "data", leases, "free_departed", _frees_all_that_departed
+    ),
+    "two_processes_share_an_incarnation": Plant(
+        "durable", admission, "refusal", _lets_a_second_process_in
     ),
     "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
     "any_rates_are_believed": Plant(
