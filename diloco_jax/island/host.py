@@ -20,15 +20,15 @@ from diloco_jax.data.loading import load_data
 from diloco_jax.faults import Faults
 from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.build import (
+    Later,
     build_exchange,
     build_trainer,
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.later import Later
 from diloco_jax.island.device.mesh import require_accelerator
+from diloco_jax.island.device.replica import WatchedModel
 from diloco_jax.island.device.step import TrainState
-from diloco_jax.island.device.watched import WatchedModel
 from diloco_jax.island.evaluate import Evaluator, Watcher
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.loop import Loop

@@ -20,11 +20,10 @@ from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.faults import Faults
-from diloco_jax.island.device.alongside import LentBeside
 from diloco_jax.island.device.build import at_anchors, compile_programs
-from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import Listed
+from diloco_jax.island.device.exchange import Exchange, Listed
 from diloco_jax.island.device.like import LikeLeaves
+from diloco_jax.island.device.replica import LentBeside
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.joined_state import require_own, restored_state, saved_state
 from diloco_jax.island.mailbox import Decisions

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from diloco_jax.core.payload import Box, overlap, tiles_of, within
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device.held import Held
+from diloco_jax.island.device.exchange import Held
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import FetchRequest, Holdings
 from diloco_jax.wire.bulk_server import FetchSource, source_of

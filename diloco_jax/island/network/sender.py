@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_FAILED
-from diloco_jax.island.device.placing import held
+from diloco_jax.island.device.mesh import held
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.lanes import Lanes
 from diloco_jax.protocol.messages import ResendRequest

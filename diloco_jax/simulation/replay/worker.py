@@ -32,7 +32,7 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.placing import place
+from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.meeting import WorldAddress
