@@ -32,17 +32,17 @@ from diloco_jax.island.hosts.following import (
     Orders,
     Refusal,
 )
-from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import (
     Hosts,
     HostsError,
+    WorldAddress,
     end_alone,
     leave_world,
 )
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Decisions, LiveDecisions, NotHereError
 from diloco_jax.island.network.link import Link, Targets, ending_of
-from diloco_jax.island.network.receiver import Receiver
+from diloco_jax.island.network.transfers import Receiver
 from diloco_jax.island.parts import L, Parts
 from diloco_jax.island.preemption import Preemption
 from diloco_jax.island.shortage import ShortageWatch

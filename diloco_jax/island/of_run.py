@@ -8,7 +8,7 @@ from diloco_jax.config import Config
 from diloco_jax.config.loading import from_builtins
 from diloco_jax.config.resolving import with_model_of
 from diloco_jax.deadlines import Backoff, Deadlines
-from diloco_jax.island.network.awaited import Awaited
+from diloco_jax.island.network.link import Awaited
 from diloco_jax.wire import principal
 from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost, SecurityError

@@ -17,11 +17,9 @@ from diloco_jax.faults import Faults
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.hosts.world import Hosts
 from diloco_jax.island.mailbox import Decisions, Mailbox
-from diloco_jax.island.network.lanes import Lanes
-from diloco_jax.island.network.offering import offer
-from diloco_jax.island.network.peer_anchors import PeerAnchors
-from diloco_jax.island.network.receiver import Fetcher
-from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.network.link import Lanes
+from diloco_jax.island.network.offers import PeerAnchors, offer
+from diloco_jax.island.network.transfers import Fetcher, Sender
 from diloco_jax.island.profiling import Profiler
 from diloco_jax.island.stepping import Stepping
 from diloco_jax.protocol.messages import ProfileRequest

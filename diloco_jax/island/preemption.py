@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Callable
 
 from diloco_jax.errors import EXIT_FAILED
-from diloco_jax.island import metadata
+from diloco_jax.island.hosts import world
 from diloco_jax.island.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _ask(host: str, tag: str) -> tuple[str, str]:
     """Return the value of `instance/preempted` and its tag. With a tag, the answer
     comes when the value is no longer that one, or after LONG_POLL_S."""
     if not tag:
-        return metadata.ask("preempted", host)
+        return world.ask_metadata("preempted", host)
     query = {"wait_for_change": "true", "last_etag": tag, "timeout_sec": LONG_POLL_S}
     path = f"preempted?{urllib.parse.urlencode(query)}"
-    return metadata.ask(path, host, LONG_POLL_S)
+    return world.ask_metadata(path, host, LONG_POLL_S)

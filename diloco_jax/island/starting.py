@@ -9,8 +9,7 @@ from diloco_jax import before_jax
 from diloco_jax.config import Config
 from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.environment import prepare_island
-from diloco_jax.island.hosts.meeting import WorldAddress
-from diloco_jax.island.hosts.world import Hosts, join_world
+from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world
 
 logger = logging.getLogger(__name__)
 

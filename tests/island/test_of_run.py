@@ -70,7 +70,7 @@ def test_a_coordinator_that_does_not_come_is_named(caplog):
     with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1"):
         of_run.with_model_of_run(of_model(ModelConfig(), 1.0), "a", "127.0.0.1:1")
     assert time.monotonic() - began >= 0.5
-    (told,) = [r.getMessage() for r in caplog.records if "awaited" in r.name]
+    (told,) = [r.getMessage() for r in caplog.records if "waits for" in r.getMessage()]
     assert told.startswith("waits for the coordinator, for 0 s of at most 0: 127.0.0.1")
 
 

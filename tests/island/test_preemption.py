@@ -7,7 +7,8 @@ import time
 import coordinator_says as says
 import pytest
 
-from diloco_jax.island import metadata, preemption
+from diloco_jax.island import preemption
+from diloco_jax.island.hosts import world
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.preemption import Preemption
 from diloco_jax.protocol.island.boundary import Ending
@@ -65,7 +66,7 @@ def server():
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """However slow a server is, it is one."""
-    monkeypatch.setattr(metadata, "ANSWER_S", WAIT_S)
+    monkeypatch.setattr(world, "METADATA_ANSWER_S", WAIT_S)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def main(
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.hosts.meeting import WorldAddress
+    from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -110,7 +110,7 @@ def note_traffic(path: Path) -> None:
 def be_late(rng: random.Random) -> None:
     """Delays decisions, fetches and uploads of this host."""
     from diloco_jax.island.hosts import following
-    from diloco_jax.island.network import receiver, sender
+    from diloco_jax.island.network import transfers
 
     def late(kind, method):
         real = getattr(kind, method)
@@ -121,8 +121,8 @@ def be_late(rng: random.Random) -> None:
 
         setattr(kind, method, delayed)
 
-    late(receiver.Fetcher, "fetch")
-    late(sender.Sender, "_send")
+    late(transfers.Fetcher, "fetch")
+    late(transfers.Sender, "_send")
     late(following.FollowDecisions, "at")
     late(following.LeadDecisions, "at")
 

@@ -154,8 +154,7 @@ def main(
     from diloco_jax.island.device.replica import Replica
     from diloco_jax.island.host import Host
     from diloco_jax.island.hosts.follower import Follower
-    from diloco_jax.island.hosts.meeting import WorldAddress
-    from diloco_jax.island.hosts.world import join_world, leave_world
+    from diloco_jax.island.hosts.world import WorldAddress, join_world, leave_world
     from diloco_jax.island.joined_host import JoinedHost
     from diloco_jax.island.main import LeadingHost
     from diloco_jax.process import leave_at_once

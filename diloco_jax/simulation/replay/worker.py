@@ -35,8 +35,7 @@ from diloco_jax.island.device.build import (
 from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.meeting import WorldAddress
-from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
+from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
