@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.island import host
+from diloco_jax.island import parts
 from diloco_jax.island.device.build import Later, NotCompiledError, compile_ahead
 
 
@@ -77,7 +77,7 @@ def test_tpus_and_several_hosts_run_nothing_before_all_is_compiled(
     )
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with pytest.raises(ConfigError if ahead else RunsError):
-        host.Host.compile(here)
+        parts.Host.compile(here)
 
 
 PATIENCE_S = 60.0

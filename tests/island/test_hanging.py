@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.config import IslandConfig
 from diloco_jax.island.device.mesh import require_accelerator
-from diloco_jax.island.hanging import HangWatch
+from diloco_jax.island.watches import HangWatch
 from diloco_jax.process import LOOK_S
 
 
@@ -102,7 +102,7 @@ def test_without_a_budget_no_start_hangs(clock):
 HANGING = """
 import logging, sys, threading
 from diloco_jax import process
-from diloco_jax.island.hanging import HangWatch, end_hanging
+from diloco_jax.island.watches import HangWatch, end_hanging
 logging.basicConfig(stream=sys.stderr)
 process.LOOK_S = 0.05
 class Loop:

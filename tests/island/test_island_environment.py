@@ -4,7 +4,7 @@ import pytest
 
 from diloco_jax import before_jax
 from diloco_jax.config import IslandConfig
-from diloco_jax.island.environment import prepare_island
+from diloco_jax.island.options import prepare_island
 
 
 @pytest.fixture

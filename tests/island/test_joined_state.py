@@ -7,9 +7,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from diloco_jax.config import ConfigError, RunConfig, SyncConfig
+from diloco_jax.island.checkpoints import require_own, restored_state, saved_state
 from diloco_jax.island.device.exchange import Exchange
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.joined_state import require_own, restored_state, saved_state
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.values import FIRST_VERSION, Version

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_jax.config import Config, ModelConfig, Placement, RunConfig
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island import of_run
+from diloco_jax.island import main
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.server import Server
 
@@ -44,7 +44,7 @@ def serving(config: Config, bind: str = "127.0.0.1:0"):
 def test_the_model_of_weights_is_the_coordinators():
     own = of_model(ModelConfig(num_layers=9))
     with serving(of_model(MODEL)) as address:
-        told = of_run.with_model_of_run(own, "a", address)
+        told = main.with_model_of_run(own, "a", address)
     assert told.run.model == MODEL
     assert dataclasses.replace(told, run=own.run) == own
 
@@ -53,7 +53,7 @@ def test_without_weights_the_config_is_the_islands_own():
     """So that a mistaken model is refused, at the hello."""
     own = of_model(ModelConfig(num_layers=9))
     with serving(of_model(ModelConfig())) as address:
-        assert of_run.with_model_of_run(own, "a", address) == own
+        assert main.with_model_of_run(own, "a", address) == own
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_without_weights_the_config_is_the_islands_own():
 )
 def test_who_names_weights_or_a_factory_asks_nobody(model):
     own = of_model(model)
-    assert of_run.with_model_of_run(own, "a", "127.0.0.1:1") == own
+    assert main.with_model_of_run(own, "a", "127.0.0.1:1") == own
 
 
 def test_a_coordinator_that_does_not_come_is_named(caplog):
     """After the time in which its machine may have started."""
     began = time.monotonic()
     with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1"):
-        of_run.with_model_of_run(of_model(ModelConfig(), 1.0), "a", "127.0.0.1:1")
+        main.with_model_of_run(of_model(ModelConfig(), 1.0), "a", "127.0.0.1:1")
     assert time.monotonic() - began >= 0.5
     (told,) = [r.getMessage() for r in caplog.records if "waits for" in r.getMessage()]
     assert told.startswith("waits for the coordinator, for 0 s of at most 0: 127.0.0.1")
@@ -76,7 +76,7 @@ def test_a_coordinator_that_does_not_come_is_named(caplog):
 
 def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
     calls, pauses = [], []
-    monkeypatch.setattr(of_run.time, "sleep", pauses.append)
+    monkeypatch.setattr(main.time, "sleep", pauses.append)
     theirs = dataclasses.asdict(of_model(MODEL))
 
     def answer(client, timeout_s):
@@ -85,9 +85,9 @@ def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
             raise ConnectionLost("not there yet")
         return theirs
 
-    monkeypatch.setattr(of_run.Client, "config", answer)
+    monkeypatch.setattr(main.Client, "config", answer)
     own = dataclasses.replace(
         of_model(ModelConfig()), placement=Placement(time_budget_s=300.0)
     )
-    assert of_run.with_model_of_run(own, "a", "127.0.0.1:1").run.model == MODEL
+    assert main.with_model_of_run(own, "a", "127.0.0.1:1").run.model == MODEL
     assert pauses == [0.5, 1.0, 2.0], "it is often the first of the two"

@@ -7,10 +7,10 @@ import time
 import coordinator_says as says
 import pytest
 
-from diloco_jax.island import preemption
+from diloco_jax.island import watches
 from diloco_jax.island.hosts import world
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.preemption import Preemption
+from diloco_jax.island.watches import Preemption
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 
@@ -108,10 +108,10 @@ def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeyp
 def test_a_server_that_is_away_for_a_moment_is_asked_again(
     server, mailbox, monkeypatch
 ):
-    monkeypatch.setattr(preemption, "AWAY_S", 0.01)
+    monkeypatch.setattr(watches, "AWAY_S", 0.01)
     server.answers = [200, 503, 503]
     server.preempted.set()
-    monkeypatch.setattr(preemption, "_ask", hiding_the_first(preemption._ask))
+    monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
     Preemption(mailbox, notice_s=5).watch(server.address)
     assert wait_for_end(mailbox).exit_code == 1
     assert len(server.paths) == 4

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco_jax.island import shortage
+from diloco_jax.island import watches
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.shortage import ShortageWatch
+from diloco_jax.island.watches import ShortageWatch
 from diloco_jax.machine import LITTLE_DISK_BYTES
 from diloco_jax.protocol.island.reporting import Status
 
@@ -18,9 +18,9 @@ class Machine:
 
     def __init__(self, monkeypatch, folder) -> None:
         self.memory, self.free = (50 << 30, 100 << 30), 100 * LITTLE_DISK_BYTES
-        monkeypatch.setattr(shortage.memory, "left_bytes", lambda: self.memory)
+        monkeypatch.setattr(watches.machine, "left_bytes", lambda: self.memory)
         usage = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=self.free))
-        monkeypatch.setattr(shortage, "shutil", usage)
+        monkeypatch.setattr(watches, "shutil", usage)
         self.mailbox = Mailbox()
         self.mailbox.post(Status(phase="training"))
         self.watch = ShortageWatch((folder / "not" / "made",), self.mailbox.tell_short)
@@ -40,8 +40,8 @@ def machine(monkeypatch, tmp_path) -> Machine:
 def given(monkeypatch) -> list[int]:
     """One element for each time that memory was given back; no peak is known."""
     given: list[int] = []
-    monkeypatch.setattr(shortage.memory, "give_back", lambda: given.append(1))
-    monkeypatch.setattr(shortage.memory, "peak_bytes", lambda: 0)
+    monkeypatch.setattr(watches.machine, "give_memory_back", lambda: given.append(1))
+    monkeypatch.setattr(watches.machine, "peak_bytes", lambda: 0)
     return given
 
 
@@ -78,7 +78,7 @@ def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
 
 
 def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
-    monkeypatch.setattr(shortage, "LOOK_S", 0.001)
+    monkeypatch.setattr(watches, "LOOK_S", 0.001)
     machine.free = 0
     with machine.watch as watch:
         for _ in range(10_000):
@@ -91,7 +91,7 @@ def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
 
 
 def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
-    monkeypatch.setattr(shortage, "LOOK_S", 0.001)
+    monkeypatch.setattr(watches, "LOOK_S", 0.001)
     looks, left = iter(range(10_000)), machine.memory
 
     def left_bytes():
@@ -99,7 +99,7 @@ def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
             raise OSError("stale file handle")
         return left
 
-    monkeypatch.setattr(shortage.memory, "left_bytes", left_bytes)
+    monkeypatch.setattr(watches.machine, "left_bytes", left_bytes)
     machine.free = 0
     with machine.watch as watch:
         for _ in range(10_000):
@@ -114,7 +114,7 @@ def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
 
 
 def test_freed_memory_is_given_back_again_and_again(machine, given):
-    for _ in range(3 * shortage.GIVE_BACK_LOOKS):
+    for _ in range(3 * watches.GIVE_BACK_LOOKS):
         machine.short()
     assert len(given) == 3
 
@@ -124,7 +124,7 @@ def test_freed_memory_is_given_back_at_once_while_the_peak_grows(
 ):
     counts = []
     for peak in (1000, 1003, 1006, 1006, 1010, 1020, 1020):
-        monkeypatch.setattr(shortage.memory, "peak_bytes", lambda peak=peak: peak)
+        monkeypatch.setattr(watches.machine, "peak_bytes", lambda peak=peak: peak)
         machine.short()
         counts.append(len(given))
     assert counts == [1, 1, 2, 2, 2, 3, 3], "at the first look, 1006 and 1020"

@@ -110,7 +110,7 @@ class Copies:
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
         """Compile on all hosts before one of them runs the program, as in
-        `island/host.py`.
+        `island/parts.py`.
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:
