@@ -1,14 +1,24 @@
-"""An island asks its coordinator for what it does not know before it builds."""
+"""An island asks its coordinator for what it does not know before it builds, says what
+it is, and has its environment before it imports jax."""
+
+from __future__ import annotations
 
 import dataclasses
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from diloco_jax.config import Config, ModelConfig, Placement, RunConfig
+from diloco_jax import before_jax
+from diloco_jax.config import Config, IslandConfig, ModelConfig, Placement, RunConfig
+from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island import main
+from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.options import prepare_island
+from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.wire.errors import ConnectionLost
 from diloco_jax.wire.server import Server
 
@@ -91,3 +101,63 @@ def test_a_coordinator_that_comes_later_is_waited_for(monkeypatch):
     )
     assert main.with_model_of_run(own, "a", "127.0.0.1:1").run.model == MODEL
     assert pauses == [0.5, 1.0, 2.0], "it is often the first of the two"
+
+
+PLAN = plan_fragments({"w": (4, 4)}, {"w": ("embed", "mlp")}, 1)
+
+
+def test_it_says_what_the_island_is() -> None:
+    config = Config()
+    island = SimpleNamespace(
+        _config=config,
+        _name="a",
+        _incarnation=3,
+        _session="s",
+        _host=SimpleNamespace(island=config.island("a"), plan=PLAN, own_data=False),
+    )
+    hello = LeadingHost._hello(cast(Any, island), Status(run_id="r", steps=7))
+    assert (hello.run_id, hello.island, hello.incarnation) == ("r", "a", 3)
+    assert (hello.session, hello.steps) == ("s", 7)
+    assert hello.fingerprint == config.run.fingerprint()
+    assert hello.plan == PLAN.digest()
+    assert hello.environment["own_data"] is False
+    batch_size = config.island("a").batch_size
+    assert hello.sequences_per_step == batch_size
+    assert hello.tokens_per_step == batch_size * config.run.sequence_length
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The generations whose flags libtpu was told, in order."""
+    generations = []
+    monkeypatch.setattr(
+        before_jax,
+        "set_libtpu_flags",
+        lambda generation, _: generations.append(generation),
+    )
+    return generations
+
+
+def test_libtpu_is_told_the_flags_of_the_islands_topology(told, tmp_path):
+    tpu(tmp_path, "0x006f")
+    island = IslandConfig(topology="v5p:2x2x2", mesh_fsdp=8, batch_size=8, hosts=2)
+    prepare_island(island, environment := {}, tmp_path)
+    assert told == ["v5p"]
+    assert environment["XLA_FLAGS"].endswith("device_count=4")
+
+
+def test_without_a_topology_the_flags_are_those_of_the_tpus_here(told, tmp_path):
+    prepare_island(IslandConfig(), {}, tmp_path)
+    tpu(tmp_path, "0x006f")
+    prepare_island(IslandConfig(), {}, tmp_path)
+    tpu(tmp_path, "0x0042")
+    prepare_island(IslandConfig(), {}, tmp_path)
+    assert told == ["", "v6e", ""]
+
+
+def tpu(root, device):
+    """Has one card of Google's in a machine."""
+    folder = root / "sys/bus/pci/devices/0000:00:05.0"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vendor").write_text("0x1ae0\n")
+    (folder / "device").write_text(f"{device}\n")
