@@ -14,8 +14,8 @@ consumed, which a loop alone does itself: "added" is what a step with a boundary
 more than one without.
 
 Prediction: below 1 ms of processor time, since nothing is computed on the host and no
-message is awaited. Small tensors are held in stacks (`island/device/held.py`), so one
-program takes a fragment and one adopts it, and two trees are looked at.
+message is awaited. Small tensors are held in stacks (`island/device/exchange.py`), so
+one program takes a fragment and one adopts it, and two trees are looked at.
 
 Command: `python benchmarks/boundary.py`. Cost: about 3 minutes on two cores.
 """

@@ -16,7 +16,7 @@ more pass over the parameters.
 
 Found: 1.04 and 1.16 at first. Half of the latter was the choice between the old state
 and the new one, element by element, for which XLA copied the moments on CPU; it is a
-branch there now (`island/device/unless.py`). What is left stands in proportion to the
+branch there now (`island/device/step.py`). What is left stands in proportion to the
 parameters, not to the tokens: the layers are one stacked array, of which each product
 copies its own matrix, and whose gradient is put together from those of the layers.
 Gradients alone cost 47 ms more of 520 at 25 M parameters and 512 tokens; with four

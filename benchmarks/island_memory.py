@@ -21,7 +21,7 @@ freed memory between the arrays that stay. Freed memory was given back every 10 
 the peak came at the end of that cycle, just before the next time. Of 16 islands in
 eight runs 14 had 1.14 to 1.20, two had 1.28 and 1.29; by this script four runs had
 1.198 to 1.293. It is given back within a second while the peak grows, now
-(`island/shortage.py`, 7 ms of CPU each time): 1.155 and 1.164, then as in the table.
+(`island/watches.py`, 7 ms of CPU each time): 1.155 and 1.164, then as in the table.
 
 The profile of a peak, sampled 30 times a second: 3660 MiB, where the loop alone has
 2827. 664 of the difference are anchors and residuals, 17 are files of more libraries,

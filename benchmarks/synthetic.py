@@ -30,10 +30,8 @@ from diloco_jax.core.tiles import TileGrid
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.lanes import Lanes
-from diloco_jax.island.network.link import Link, Targets
-from diloco_jax.island.network.receiver import Fetcher, Receiver
-from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.network.link import Lanes, Link, Targets
+from diloco_jax.island.network.transfers import Fetcher, Receiver, Sender
 from diloco_jax.island.pace import goal_of
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Boundary, Ending

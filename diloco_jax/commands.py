@@ -162,7 +162,7 @@ def island_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options("island", arguments, IslandOptions())
     workdir = _workdir(config)
     options.check(config)
-    from diloco_jax.island.environment import prepare_island
+    from diloco_jax.island.options import prepare_island
     from diloco_jax.machine import one_arena
     from diloco_jax.wire.addresses import require_loopback, require_tls
 
@@ -174,9 +174,8 @@ def island_command(arguments: Sequence[str]) -> int:
     prepare_island(config.island(options.name))
     with uncollected():
         from diloco_jax.config.resolving import resolve
-        from diloco_jax.island.hosts.meeting import WorldAddress
-        from diloco_jax.island.main import run
-        from diloco_jax.island.of_run import with_model_of_run
+        from diloco_jax.island.hosts.world import WorldAddress
+        from diloco_jax.island.main import run, with_model_of_run
         from diloco_jax.observability.logs import setup_logging
 
     incarnation = options.incarnation

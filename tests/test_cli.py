@@ -154,10 +154,10 @@ def test_coordinator_gets_config_workdir_and_init(path, fake, tmp_path, monkeypa
 
 def test_island_counts_its_attempts_unless_told(path, fake, tmp_path, monkeypatch):
     prepared = []
-    monkeypatch.setattr("diloco_jax.island.environment.prepare_island", prepared.append)
+    monkeypatch.setattr("diloco_jax.island.options.prepare_island", prepared.append)
     calls = fake("diloco_jax.island.main")
     monkeypatch.setattr(
-        "diloco_jax.island.of_run.with_model_of_run",
+        "diloco_jax.island.main.with_model_of_run",
         lambda config, name, address: config,
     )
     workdir = str(tmp_path / "w")

@@ -18,7 +18,7 @@ import pytest
 from interruption import until_it_is_raised
 
 from diloco_jax import cli, process
-from diloco_jax.island.signals import ended_by_signals
+from diloco_jax.island.watches import ended_by_signals
 from diloco_jax.process import (
     RAISES,
     Interrupt,

@@ -11,6 +11,10 @@ it, and is zero elsewhere, since a later take has sent it already.
 At a boundary the arrays are only copied to host memory; a thread writes the copies.
 Every host of the island writes the shards that it holds, so all must reach the same
 boundary, which host 0 decides (`following.py`).
+
+A train loop of the user's has a checkpoint of its own. It saves its moments itself;
+`saved_state` returns the residuals for it, with the facts that tell whether they are
+still valid. Everything is an array, so any checkpoint library can hold it.
 """
 
 from __future__ import annotations
@@ -20,23 +24,29 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils.epath import Path as Folder
 
 from diloco_jax import checkpoint, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.island.device.exchange import Exchange
+from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.hosts.world import Hosts, HostsError
+from diloco_jax.models.model import named
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.bulk import Identity
 
 logger = logging.getLogger(__name__)
+
+RESIDUALS = "residuals"
+_FACTS = ("run", "island", "incarnation", "steps", "versions", "outstanding")
 
 
 class Checkpoints:
@@ -311,3 +321,98 @@ def _copied(arrays: Any, memory: str | None = None) -> Any:
         return jax.make_array_from_single_device_arrays(array.shape, lies, copies)
 
     return jax.tree.map(copied, arrays)
+
+
+def saved_state(
+    exchange: Exchange,
+    leaves: LikeLeaves,
+    identity: Identity,
+    *,
+    steps: int,
+    versions: Sequence[Version],
+    outstanding: Sequence[int],
+) -> dict[str, Any]:
+    """Return the state after `steps` steps. All hosts call it.
+
+    outstanding: fragments with a take that may still be merged.
+    """
+    doubtful = np.zeros(len(versions), np.bool_)
+    doubtful[list(outstanding)] = True
+    state: dict[str, Any] = {
+        "run": _octets(identity.run_id),
+        "island": _octets(identity.island),
+        "incarnation": np.int64(identity.incarnation),
+        "steps": np.int64(steps),
+        "versions": np.array(versions, np.int64),
+        "outstanding": doubtful,
+    }
+    if exchange.feeds_back:
+        tree = leaves.as_tree(exchange.residuals(leaves.zeros()))
+        # By name: a checkpoint may lose what the loop's tree is made of.
+        state[RESIDUALS] = named(tree)
+    return state
+
+
+def restored_state(
+    state: Mapping[str, Any],
+    exchange: Exchange,
+    leaves: LikeLeaves,
+    versions: Sequence[Version],
+) -> Restored:
+    """Return the part of a state that still holds for an island that begins at these
+    versions. All hosts call it.
+
+    Raises ValueError if the residuals are not as `like` in names and shapes.
+    """
+    before = [Version(*map(int, version)) for version in np.asarray(state["versions"])]
+    outstanding = np.flatnonzero(np.asarray(state["outstanding"]))
+    residuals: dict[int, tuple[jax.Array, ...]] = {}
+    if exchange.feeds_back:
+        tree = leaves.placed(state[RESIDUALS])
+        residuals = {
+            fragment: tuple(
+                held.kind.read(held.leaf(tree), held.index)
+                for held in exchange.held(fragment)
+            )
+            for fragment in undisturbed(before, versions, outstanding)
+        }
+    return Restored(
+        incarnation=int(state["incarnation"]),
+        steps=int(state["steps"]),
+        moments=None,
+        residuals=residuals,
+    )
+
+
+def require_own(
+    state: Mapping[str, Any], identity: Identity, exchange: Exchange, fragments: int
+) -> None:
+    """Raise ConfigError unless the state is of an earlier attempt of this island in
+    this run."""
+    wanted = {*_FACTS, RESIDUALS} if exchange.feeds_back else {*_FACTS}
+    if lacking := sorted(wanted - set(state)):
+        raise ConfigError(
+            f"state has {', '.join(sorted(state)) or 'nothing'} and lacks "
+            f"{', '.join(lacking)}; give what island.state() returned, whole"
+        )
+    for what, here in (("run", identity.run_id), ("island", identity.island)):
+        there = bytes(np.asarray(state[what])).decode()
+        if there != here:
+            raise ConfigError(
+                f"state is of {what} {there!r}, this is {what} {here!r}; join without "
+                f"a state, with fresh moments"
+            )
+    if (before := int(state["incarnation"])) >= identity.incarnation:
+        raise ConfigError(
+            f"state is of incarnation {before}, this one is {identity.incarnation}; "
+            f"the incarnation rises with every attempt"
+        )
+    if (saved := len(np.asarray(state["versions"]))) != fragments:
+        raise ConfigError(
+            f"state has versions of {saved} fragments, the run has {fragments}; join "
+            f"without a state, with fresh moments"
+        )
+
+
+def _octets(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)

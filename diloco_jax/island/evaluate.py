@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from diloco_jax.data.batches import ValidationBatches
+from diloco_jax.island.device.replica import WatchedModel
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.device.watched import WatchedModel
 from diloco_jax.island.timing import Timing, mean
 from diloco_jax.models.model import Params
 from diloco_jax.protocol.island.watching import Watching

@@ -1,9 +1,13 @@
 """The train loop: one page, and it never waits for the network.
 
-At each step boundary: act on what came in (`stepping.py`), one batch of validation if
-it is due, then the next step. Steps are dispatched ahead of the device by at most one:
-the metrics of a step are read after the next one is dispatched, so the device always
-has work.
+At each step boundary: act on what came in (`Stepping`), one batch of validation if it
+is due, then the next step. Steps are dispatched ahead of the device by at most one: the
+metrics of a step are read after the next one is dispatched, so the device always has
+work.
+
+`Stepping` is the time between two steps, whoever makes them: `Loop` makes the product's
+own, `joined.py` leaves them to a train loop of the user's. Both ask `until_step` before
+each one, which never waits for the network while there is data.
 """
 
 from __future__ import annotations
@@ -13,23 +17,200 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from diloco_jax.config import Config
 from diloco_jax.data.batches import LeasedStream
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import Faults
+from diloco_jax.island.checkpoints import Checkpoints
 from diloco_jax.island.device.replica import Replica
 from diloco_jax.island.evaluate import Evaluator, Watcher
-from diloco_jax.island.stepping import Stepping
+from diloco_jax.island.mailbox import Decisions, Mailbox
+from diloco_jax.island.pace import Pace
+from diloco_jax.island.timing import Timing
 from diloco_jax.models.model import Metrics
-from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.observability.logs import log_refused
+from diloco_jax.protocol.island.boundary import Boundary, Decision, Ending
+from diloco_jax.protocol.values import Version
 
 logger = logging.getLogger(__name__)
 
+DATA_POLL_S = 0.05
+"""Longest wait for data in seconds before the mailbox is looked at again."""
 LASTS_S = 600.0
 """Seconds from an incarnation's first step after which a crash is not of a loop."""
+
+
+class Leased(Protocol):
+    """Leased data, as far as the time of a step depends on it."""
+
+    @property
+    def ready(self) -> bool:
+        """True if the leases fill another batch."""
+
+    @property
+    def consumed(self) -> int:
+        """Number of sequences handed out so far."""
+
+
+class Copy(Protocol):
+    """A model copy, as far as checkpoints need it."""
+
+    def trees(self) -> dict[str, Any]:
+        """Return the arrays that a checkpoint holds."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Stepping:
+    """One incarnation's boundaries. Steps are counted in `done`."""
+
+    config: Config
+    name: str
+    replica: Copy
+    boundary: Boundary
+    data: Leased
+    mailbox: Mailbox
+    decisions: Decisions
+    pace: Pace
+    timing: Timing
+    send_anchor: Callable[[int, Version, bytes], None]
+    """Sends a fragment's anchor at that version, with this ticket, to where it was
+    lost."""
+    permit: Callable[[int, int, bytes], None]
+    """Takes a worker's ticket for a take: fragment, tick, ticket."""
+    patience_s: float
+    """Longest wait for data, and for an end that was announced."""
+    checkpoints: Checkpoints | None = None
+    touch: Callable[[], None] = lambda: None
+    """Called at every boundary: the loop goes on."""
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._deadlines = self.config.placement.deadlines
+        self.done = 0
+        """Steps made so far."""
+        self._seen = Decision()
+        """The last decision."""
+        self._waiting: tuple[tuple[str, int], float] | None = None
+        """Reason of the wait, answers seen when it began, and its start time."""
+
+    def until_step(self) -> Ending | None:
+        """Pass boundaries until the next step may be made; then return None.
+
+        Return an Ending instead if the incarnation ends.
+        """
+        while True:
+            stepping = self._at_boundary()
+            if self._seen.ending is not None:
+                if self._seen.ending.exit_code != EXIT_REFUSED:
+                    self._save(final=True)
+                return self._seen.ending
+            if self._seen.finished:
+                return Ending(EXIT_DONE, "the run is over", "finished")
+            if not stepping:
+                overdue = self._wait_for_end()
+            elif not self.data.ready:
+                overdue = self._wait_for_data()
+            else:
+                self._waiting = None
+                return None
+            if overdue is not None:
+                return overdue
+
+    def learning_rate(self) -> float:
+        """Return the rate of the next step; call it once for each."""
+        rate = self.pace.learning_rate(self.done, self.boundary.others_tokens)
+        self.boundary.books.stepped(rate)
+        self.timing.learning_rate = rate
+        return rate
+
+    @property
+    def ended_together(self) -> bool:
+        """True if all hosts of the island ended at this boundary, which was decided."""
+        return self._seen.finished or self._seen.ending is not None
+
+    def _read_metrics(self) -> None:
+        """Read what is left of the last step, before a wait without steps."""
+
+    # ---- a boundary -------------------------------------------------------------
+
+    def _at_boundary(self) -> bool:
+        """Act on what came in; return True if a step follows."""
+        again = True
+        while again:
+            self.touch()
+            self._post()
+            stepping = self.boundary.may_step(self.done)
+            self._seen = self.decisions.at(self.done, stepping=stepping)
+            for take in self._seen.takes:
+                self.permit(take.fragment, take.tick, take.ticket)
+            log_refused(self.boundary.act(self._seen, self.done))
+            for asked in self._seen.anchors:
+                version = self.boundary.books.version(asked.fragment)
+                self.send_anchor(asked.fragment, version, asked.ticket)
+            if self._seen.save or self._seen.leaving:
+                self._save(final=self._seen.leaving)
+            again = self._seen.again
+        self._post()
+        return self.boundary.may_step(self.done)
+
+    def _save(self, *, final: bool = False) -> None:
+        if self.checkpoints is None:
+            return
+        self.checkpoints.save(
+            self.replica.trees(),
+            steps=self.done,
+            versions=self.boundary.books.versions(),
+            outstanding=self.in_doubt(),
+            sequences=self.data.consumed,
+            final=final,
+        )
+
+    def in_doubt(self) -> list[int]:
+        """Return the fragments whose take may still be merged after this incarnation's
+        end.
+        """
+        books = self.boundary.books
+        if self._seen.leaving:
+            return list(range(len(books.versions())))  # All are about to be taken.
+        return [take.fragment for take in books.outstanding()]
+
+    def _post(self) -> None:
+        status = self.boundary.status(self.done, self.timing.measures())
+        self.mailbox.post(status, self.boundary.books.drain())
+
+    # ---- ends and waits ---------------------------------------------------------
+
+    def _wait_for_data(self) -> Ending | None:
+        self.decisions.wait(DATA_POLL_S)
+        return self._overdue("no data was granted")
+
+    def _wait_for_end(self) -> Ending | None:
+        self._read_metrics()
+        self.decisions.wait(self._deadlines.report_s)
+        self.timing.restart()
+        if self._seen.leaving:
+            return None  # What made it leave ends it in time.
+        waits = "the run did not finish" if self._seen.stop else "no end was announced"
+        return self._overdue(waits, self._seen.heard)
+
+    def _overdue(self, what: str, heard: int = 0) -> Ending | None:
+        """End once it has waited longer than the patience. heard: the coordinator's
+        answers, if they make the time begin anew: its last merges may take long."""
+        now, waiting = self.clock(), (what, heard)
+        if self._waiting is None or self._waiting[0] != waiting:
+            self._waiting = waiting, now
+        if now - self._waiting[1] < self.patience_s:
+            return None
+        return Ending(
+            EXIT_FAILED,
+            f"{what} for {self.patience_s:g} s at step {self.done}; is the "
+            f"coordinator running? Start it again, then this island",
+        )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""One island's process: build, join, train, leave.
+"""One island's process: ask for the run's config, meet, build, join, train, leave.
 
 `run` is the whole life. A join is: hello and welcome, build and compile (reports go
 on), fetch every fragment in full at its newest version, place the parameters.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -19,10 +20,12 @@ import msgspec
 
 from diloco_jax import before_jax, compilation, machine
 from diloco_jax.config import Config, ConfigError, shared_fields
+from diloco_jax.config.loading import from_builtins
+from diloco_jax.config.resolving import with_model_of
+from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import parse_faults
-from diloco_jax.island.hanging import HangWatch, end_hanging
-from diloco_jax.island.host import Host
+from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.island.hosts.follower import Follower
 from diloco_jax.island.hosts.following import (
     HostsBegin,
@@ -32,31 +35,136 @@ from diloco_jax.island.hosts.following import (
     Orders,
     Refusal,
 )
-from diloco_jax.island.hosts.meeting import WorldAddress
 from diloco_jax.island.hosts.world import (
     Hosts,
     HostsError,
+    WorldAddress,
     end_alone,
+    join_world,
     leave_world,
 )
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Decisions, LiveDecisions, NotHereError
-from diloco_jax.island.network.link import Link, Targets, ending_of
-from diloco_jax.island.network.receiver import Receiver
-from diloco_jax.island.parts import L, Parts
-from diloco_jax.island.preemption import Preemption
-from diloco_jax.island.shortage import ShortageWatch
-from diloco_jax.island.signals import ended_by_signals
-from diloco_jax.island.starting import meet
+from diloco_jax.island.network.link import Awaited, Link, Targets, ending_of
+from diloco_jax.island.network.transfers import Receiver
+from diloco_jax.island.options import prepare_island
+from diloco_jax.island.parts import Host, L, Parts
+from diloco_jax.island.watches import (
+    HangWatch,
+    Preemption,
+    ShortageWatch,
+    end_hanging,
+    ended_by_signals,
+)
 from diloco_jax.process import leave_at_once
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Introduction, Status, hello
 from diloco_jax.protocol.messages import OWN_DATA, Hello, ResendRequest, Welcome
 from diloco_jax.protocol.values import FIRST_VERSION, Version, lead_of
+from diloco_jax.wire import principal
 from diloco_jax.wire.bulk import Identity
-from diloco_jax.wire.errors import Refused, SecurityError, WireError
+from diloco_jax.wire.client import Client
+from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError, WireError
+from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
+
+
+def ask_config(
+    address: str,
+    name: str,
+    *,
+    certificates: str,
+    insecure: bool,
+    deadlines: Deadlines,
+    patience_s: float = 0.0,
+) -> Config:
+    """Return the run's config, as the coordinator at HOST:PORT gives it to the island
+    of this name.
+
+    patience_s: seconds for which a coordinator that is not there is tried again.
+
+    Raises:
+      ConnectionLost: it is not there. SecurityError: it cannot be trusted.
+      ConfigError: it is of another version.
+    """
+    tls = TlsFiles.load_given(certificates, principal.island(name))
+    client = Client(
+        address, tls=tls, deadlines=deadlines, bulk_channels=1, insecure=insecure
+    )
+    began, suspicious = time.monotonic(), False
+    until, awaited = began + patience_s, Awaited(deadlines, began)
+    pauses = Backoff(deadlines)
+    try:
+        while True:
+            try:
+                found = client.config(deadlines.connect_s)
+                return from_builtins(found, client.address)
+            except (ConnectionLost, SecurityError) as error:
+                # A coordinator that ends may look like one that cannot be trusted.
+                lasting = isinstance(error, SecurityError) and suspicious
+                now = time.monotonic()
+                if lasting or now >= until:
+                    raise
+                awaited.tell(error, now, until)
+                pause_s = pauses.next_s()
+                if isinstance(error, SecurityError):
+                    suspicious, pause_s = True, deadlines.retry_max_s
+            time.sleep(pause_s)
+    finally:
+        client.close()
+
+
+def with_model_of_run(config: Config, name: str, address: str) -> Config:
+    """Return the config with the run's model, which the coordinator knows.
+
+    If the run started from weights, only the coordinator has read their config.json. A
+    config that names weights or a factory itself is returned unchanged.
+    """
+    if config.run.model.weights or config.run.model.factory:
+        return config
+    placement = config.placement
+    theirs = ask_config(
+        address,
+        name,
+        certificates=placement.certificates,
+        insecure=placement.insecure,
+        deadlines=placement.deadlines,
+        patience_s=placement.away_s,
+    )
+    return with_model_of(theirs.run, config)
+
+
+def meet(config: Config, name: str, where: WorldAddress) -> Hosts | None:
+    """Return the hosts of the island, once all have come; None if it has one. Raises
+    ConfigError or HostsError."""
+    island = config.island(name)
+    prepare_island(island)
+    if before_jax.LIBTPU_VARIABLE in os.environ:
+        # libtpu ends a process whose flags it does not know: the log says which they
+        # were.
+        logger.info(
+            "island %s compiles with %s",
+            name,
+            before_jax.libtpu_flags_in_force(os.environ),
+        )
+        generation = before_jax.generation_of(island.topology) or generation_here()
+        version = before_jax.libtpu_version()
+        for clash in before_jax.flag_clashes(
+            os.environ[before_jax.LIBTPU_VARIABLE],
+            before_jax.libtpu_flags(generation, version),
+            f"{generation}, libtpu {version}",
+        ):
+            logger.warning("island %s: %s", name, clash)
+    if island.hosts == 1:
+        return None
+    placement = config.placement
+    return join_world(
+        where,
+        island.hosts,
+        budget_s=placement.time_budget_s,
+        meet_s=placement.hosts_budget_s,
+    )
 
 
 def run(

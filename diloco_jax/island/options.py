@@ -1,11 +1,17 @@
-"""The options of `diloco island`."""
+"""The options of `diloco island`, and its process's environment; imports no jax."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
 
-from diloco_jax.config import Config, ConfigError
+from diloco_jax import before_jax
+from diloco_jax.before_jax import prepare_environment
+from diloco_jax.config import Config, ConfigError, IslandConfig
 from diloco_jax.config.fields import setting
+from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.wire.addresses import parse_address
 
 
@@ -52,3 +58,17 @@ class IslandOptions:
             )
         if self.world:
             parse_address(self.world, "--world")
+
+
+def prepare_island(
+    island: IslandConfig,
+    environment: MutableMapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> None:
+    """Make the process one host of the island; call before importing jax.
+
+    libtpu's flags are those of the island's topology, or else of this machine's TPUs.
+    """
+    prepare_environment(island.devices // island.hosts, environment)
+    generation = before_jax.generation_of(island.topology) or generation_here(root)
+    before_jax.set_libtpu_flags(generation, environment)

@@ -10,7 +10,7 @@ from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.island.mailbox import Mailbox
 from diloco_jax.island.network.link import Link, Targets
-from diloco_jax.island.network.sender import Sender
+from diloco_jax.island.network.transfers import Sender
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.wire.client import Client
 

@@ -27,7 +27,7 @@ from diloco_jax.island.device.build import (
     join,
 )
 from diloco_jax.island.device.kinds import alike, kind_of
-from diloco_jax.island.device.placing import land
+from diloco_jax.island.device.mesh import land
 from diloco_jax.island.device.step import TrainState
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.island.network.offers import Offers

@@ -12,13 +12,11 @@ from diloco_jax.config import SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.tiles import TileGrid
-from diloco_jax.island.device import held
-from diloco_jax.island.device.alongside import LentBeside
-from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.held import rows_of
+from diloco_jax.island.device import exchange as exchange_module
+from diloco_jax.island.device.exchange import Exchange, rows_of
 from diloco_jax.island.device.kinds import Kind
 from diloco_jax.island.device.like import LikeLeaves
-from diloco_jax.island.device.watched import WatchedModel
+from diloco_jax.island.device.replica import LentBeside, WatchedModel
 from diloco_jax.island.mailbox import Arrival
 
 P = 4
@@ -131,7 +129,7 @@ def test_stacks_have_the_bits_of_pieces_apart(options, memory, monkeypatch):
     sync = SyncConfig(fragments=P, **options)
     exchange, stacked = everything(sync, memory)
     assert {h.kind.layout.rows for f in range(P) for h in exchange.held(f)} == {1, 6}
-    monkeypatch.setattr(held, "SMALL", 0)
+    monkeypatch.setattr(exchange_module, "SMALL", 0)
     exchange, apart = everything(sync, memory)
     assert {h.kind.layout.rows for f in range(P) for h in exchange.held(f)} == {1}
     assert len(stacked) == len(apart) > 100

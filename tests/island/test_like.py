@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError
 from diloco_jax.core.fragments import from_pieces, get_piece, plan_fragments
-from diloco_jax.island.device.leaves import leaf_of, with_leaves
+from diloco_jax.island.device.exchange import leaf_of, with_leaves
 from diloco_jax.island.device.like import LikeLeaves
 from diloco_jax.models.model import named
 

@@ -1,5 +1,8 @@
-"""Link, sender and receiver over real gRPC on loopback."""
+"""Link, sender, receiver and lanes to workers, over real gRPC on loopback."""
 
+from __future__ import annotations
+
+import contextlib
 import threading
 import time
 
@@ -20,17 +23,19 @@ from link_support import (
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.island.network.link import Link, Targets
-from diloco_jax.island.network.receiver import Fetcher, Receiver
-from diloco_jax.island.network.sender import TOLD_FROM
+from diloco_jax.island.network.link import Lanes, Link, Targets
+from diloco_jax.island.network.transfers import TOLD_FROM, Fetcher, Receiver
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.values import Outstanding, Record, Span, Version
+from diloco_jax.wire.bulk import FetchRequest
 from diloco_jax.wire.bulk_server import FetchSource
+from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import (
     NO_TICKET,
     Busy,
+    ConnectionLost,
     Refused,
     RemoteProtocolError,
     VersionGone,
@@ -368,3 +373,38 @@ def test_closing_does_not_wait_for_the_network(coordinator, sender, receiver):
     closing.start()
     closing.join(WAIT_S)
     assert not closing.is_alive()
+
+
+FIRST, SECOND = ("127.0.0.1:1", "127.0.0.1:3"), ("127.0.0.1:1", "127.0.0.1:5")
+
+
+def test_an_island_leaves_the_workers_of_a_lead_that_ended_and_tells_its_hosts():
+    moved = []
+    coordinator = Client(
+        "127.0.0.1:7", tls=None, deadlines=Deadlines(1.0), bulk_channels=1
+    )
+    with contextlib.closing(coordinator):
+        lanes = Lanes(coordinator, (10, 30, 20))
+        lanes.moved = moved.append
+        lanes.use(())
+        assert (moved, lanes.dealt) == ([], ())
+        lanes.use(FIRST)
+        lanes.use(FIRST)
+        assert lanes.dealt == (1, 0, 1)
+        stayed, left = (coordinator.transfers_at(a, w) for w, a in enumerate(FIRST))
+        lanes.use(SECOND)
+        assert moved == [FIRST, SECOND]
+        assert coordinator.transfers_at(SECOND[0], 0) is stayed
+        with pytest.raises(ConnectionLost, match="closed"):
+            left.fetch(
+                FetchRequest(
+                    run_id="r",
+                    island="a",
+                    incarnation=1,
+                    session="s",
+                    fragment=0,
+                    want=Version(1, 1),
+                    have=None,
+                ),
+                max_bytes=8,
+            )

@@ -1,4 +1,5 @@
-"""The loop on a tiny model, with the test in the network's place."""
+"""The loop on a tiny model, with the test in the network's place; its learning rate
+follows the run."""
 
 import coordinator_says as says
 import jax
@@ -8,6 +9,7 @@ from loop_support import Network
 from pieces import to_pieces
 
 from diloco_jax import config as configs
+from diloco_jax.config import InnerConfig, RunConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.core.fragments import get_piece, plan_fragments
@@ -24,7 +26,7 @@ from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
+from diloco_jax.protocol.island.boundary import Boundary, Goal
 from diloco_jax.protocol.values import Span, Version
 
 STEPS, BATCH, LENGTH = 12, 2, 16
@@ -393,3 +395,21 @@ def test_steps_that_changed_nothing_are_counted_and_told(loop, caplog):
     assert measures.tokens_predicted == (STEPS - 1) * BATCH * LENGTH
     told = [r.getMessage()[:10] for r in caplog.records if "not finite" in r.message]
     assert told == ["1 of 4 ste", "2 of 5 ste"], "not again at every one"
+
+
+def pace(**inner):
+    inner = InnerConfig(learning_rate=1.0, warmup_fraction=0.0, **inner)
+    goal = Goal(total_tokens=1000, tokens_per_step=10, steps_per_cycle=4)
+    return Pace(RunConfig(inner=inner), goal)
+
+
+def test_tokens_that_others_lost_do_not_bring_an_earlier_rate_back():
+    run = pace(schedule="cosine", rewarm_steps=0)
+    rates = [run.learning_rate(*at) for at in enumerate([300, 500, 100, 600])]
+    assert rates[0] > rates[1] == rates[2] > rates[3]
+
+
+def test_fresh_moments_get_the_whole_rate_after_so_many_steps():
+    run = pace(schedule="constant", rewarm_steps=3)
+    rates = [run.learning_rate(step, 0) for step in range(5)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])

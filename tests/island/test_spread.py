@@ -19,8 +19,7 @@ from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan, Piece
 from diloco_jax.core.payload import Coverage, Part, PayloadLayout
 from diloco_jax.island.device.kinds import Kind, bits_shape, kind_of
-from diloco_jax.island.device.mesh import LARGE, make_mesh, param_shardings
-from diloco_jax.island.device.placing import abstract
+from diloco_jax.island.device.mesh import LARGE, abstract, make_mesh, param_shardings
 from diloco_jax.island.device.spread import parts_by_host
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.presets import preset

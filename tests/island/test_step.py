@@ -24,7 +24,7 @@ from diloco_jax.island.device.mesh import (
     replicated,
     shardings_like_params,
 )
-from diloco_jax.island.device.step import Trainer, TrainState
+from diloco_jax.island.device.step import Trainer, TrainState, unless
 from diloco_jax.models import transformer
 from diloco_jax.models.model import Model, split_batch, weighted_loss
 from diloco_jax.models.presets import preset
@@ -300,3 +300,24 @@ def test_thirty_steps_on_real_text_learn():
         losses.append(float(metrics["loss"]))
     assert abs(losses[0] - math.log(256)) < 0.2
     assert np.mean(losses[-5:]) < losses[0] - 1.5
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_tree_stays_or_changes_whole(stays, platform):
+    tree = {"a": jnp.arange(4.0), "b": [jnp.int32(3)]}
+
+    def changed(tree):
+        return jax.tree.map(lambda x: x * jnp.asarray(2, x.dtype), tree)
+
+    found = jax.jit(
+        lambda stays, tree: unless(stays, changed, tree, platform), donate_argnums=1
+    )(jnp.asarray(stays), jax.tree.map(jnp.copy, tree))
+    wanted = tree if stays else changed(tree)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_what_is_not_finite_does_not_leak(platform):
+    found = unless(jnp.asarray(True), lambda x: x * jnp.nan, jnp.ones(3), platform)
+    np.testing.assert_array_equal(found, 1)

@@ -31,12 +31,12 @@ def main(
     how: str,
 ) -> int:
     from diloco_jax.config.loading import read_config_json
-    from diloco_jax.island.environment import prepare_island
+    from diloco_jax.island.options import prepare_island
 
     config = read_config_json(Path(config_path))
     prepare_island(config.island(name))
     from diloco_jax.island import main as island_main
-    from diloco_jax.island.hosts.meeting import WorldAddress
+    from diloco_jax.island.hosts.world import WorldAddress
     from diloco_jax.observability.logs import setup_logging
 
     setup_logging()
@@ -88,7 +88,7 @@ def note_adoptions(path: Path) -> None:
 def note_traffic(path: Path) -> None:
     """Writes what this host sent and received, as JSON, and in FILE.fetched each fetch:
     fragment, number of publishes (0: the anchor), bytes on the wire."""
-    from diloco_jax.island.host import Host
+    from diloco_jax.island.parts import Host
     from diloco_jax.wire.transfers import Transfers
 
     close, fetch = Host.close, Transfers.fetch
@@ -110,7 +110,7 @@ def note_traffic(path: Path) -> None:
 def be_late(rng: random.Random) -> None:
     """Delays decisions, fetches and uploads of this host."""
     from diloco_jax.island.hosts import following
-    from diloco_jax.island.network import receiver, sender
+    from diloco_jax.island.network import transfers
 
     def late(kind, method):
         real = getattr(kind, method)
@@ -121,8 +121,8 @@ def be_late(rng: random.Random) -> None:
 
         setattr(kind, method, delayed)
 
-    late(receiver.Fetcher, "fetch")
-    late(sender.Sender, "_send")
+    late(transfers.Fetcher, "fetch")
+    late(transfers.Sender, "_send")
     late(following.FollowDecisions, "at")
     late(following.LeadDecisions, "at")
 
@@ -143,12 +143,12 @@ def end_last(index: int) -> None:
 def compile_last(mark: Path, index: int) -> None:
     """Host 1 has not compiled before host 0 waits for it; host 0 fails if it executes
     anything before that."""
-    from diloco_jax.island import host
+    from diloco_jax.island import parts
     from diloco_jax.island.device.exchange import Exchange
     from diloco_jax.island.hosts.world import Hosts
 
     waits, compiled = mark.with_suffix(".0.waits"), mark.with_suffix(".1.compiled")
-    compile_ahead, meet, warm = host.compile_ahead, Hosts.meet, Exchange.warm
+    compile_ahead, meet, warm = parts.compile_ahead, Hosts.meet, Exchange.warm
 
     def compiles(*args):
         compile_ahead(*args)
@@ -169,7 +169,7 @@ def compile_last(mark: Path, index: int) -> None:
     if index == 0:
         Hosts.meet, Exchange.warm = meets, warms
     else:
-        host.compile_ahead = compiles
+        parts.compile_ahead = compiles
 
 
 def script(config, folder: Path, name: str) -> None:

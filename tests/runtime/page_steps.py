@@ -140,7 +140,7 @@ def main(
 ) -> int:
     """Train as one host, by the product's own loop or by one that joins."""
     from diloco_jax.config.loading import read_config_json
-    from diloco_jax.island.environment import prepare_island
+    from diloco_jax.island.options import prepare_island
 
     config = read_config_json(Path(path))
     prepare_island(config.island(NAME))
@@ -152,12 +152,11 @@ def main(
 
     from diloco_jax.island.device import mesh as meshes
     from diloco_jax.island.device.replica import Replica
-    from diloco_jax.island.host import Host
     from diloco_jax.island.hosts.follower import Follower
-    from diloco_jax.island.hosts.meeting import WorldAddress
-    from diloco_jax.island.hosts.world import join_world, leave_world
-    from diloco_jax.island.joined_host import JoinedHost
+    from diloco_jax.island.hosts.world import WorldAddress, join_world, leave_world
+    from diloco_jax.island.joined import JoinedHost
     from diloco_jax.island.main import LeadingHost
+    from diloco_jax.island.parts import Host
     from diloco_jax.process import leave_at_once
 
     where = WorldAddress(address=world, index=int(index))

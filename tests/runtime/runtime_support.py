@@ -27,9 +27,9 @@ from diloco_jax.coordinator.main import Coordinator
 from diloco_jax.data.corpus import load_corpus
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.device.build import build_trainer
-from diloco_jax.island.host import Host
-from diloco_jax.island.joined_host import JoinedHost
+from diloco_jax.island.joined import JoinedHost
 from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.parts import Host
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages

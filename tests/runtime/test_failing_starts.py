@@ -10,7 +10,7 @@ import pytest
 from runtime_support import coordinator, make_config, placed
 
 from diloco_jax.errors import EXIT_CONFIG, EXIT_FAILED
-from diloco_jax.island import host, main
+from diloco_jax.island import main, parts
 from diloco_jax.island.device.build import compile_programs
 
 pytestmark = [pytest.mark.dist]
@@ -32,7 +32,7 @@ def test_a_compilation_that_fails_gives_the_slice_back_only_for_good(
             raise jax.errors.JaxRuntimeError(said)
 
     monkeypatch.setattr(
-        host.Host, "compile", lambda host: compile_programs([Program()])
+        parts.Host, "compile", lambda host: compile_programs([Program()])
     )
     config = make_config(text)
     with coordinator(config, tmp_path / "run") as service:

@@ -22,8 +22,8 @@ from diloco_jax.cluster.status import read_status
 from diloco_jax.config import Config, ConfigError, IslandConfig, Placement
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.parts import Host
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.weights.first import first_params, require_repeatable, started_from

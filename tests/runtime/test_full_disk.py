@@ -17,8 +17,8 @@ from runtime_support import PATIENCE_S, client, coordinator, make_config, placed
 
 from diloco_jax import run_files
 from diloco_jax.chaos import strike
-from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.parts import Host
 from diloco_jax.observability.tape import read_tape
 
 DISK = "160m"

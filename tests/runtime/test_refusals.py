@@ -33,8 +33,8 @@ from runtime_support import (
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.main import Coordinator
-from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.parts import Host
 from diloco_jax.observability.tape import read_tape
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.values import FIRST_VERSION, Record

@@ -11,8 +11,8 @@ from pathlib import Path
 from runtime_support import PATIENCE_S, make_config, with_run
 
 from diloco_jax.config import Config
-from diloco_jax.island.host import Host
 from diloco_jax.island.main import LeadingHost
+from diloco_jax.island.parts import Host
 
 CYCLE_STEPS, STEP_SECONDS = 6, 0.25
 

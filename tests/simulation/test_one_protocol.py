@@ -18,7 +18,7 @@ from diloco_jax.deadlines import Deadlines
 from diloco_jax.island.loop import Loop
 from diloco_jax.island.mailbox import Arrival, LiveDecisions, Mailbox
 from diloco_jax.island.network.link import Link
-from diloco_jax.island.network.receiver import Receiver
+from diloco_jax.island.network.transfers import Receiver
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.island.timing import Timing
 from diloco_jax.observability.tape import TapeError

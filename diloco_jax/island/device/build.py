@@ -1,8 +1,14 @@
-"""An island's compiled parts, made from its config: for runs, emulation and replay."""
+"""An island's compiled parts, made from its config: for runs, emulation and replay.
+
+Its first steps need half of its programs, and wait for no others: the rest is compiled
+while it trains already.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -10,14 +16,15 @@ import jax
 from diloco_jax.before_jax import libtpu_flags_in_force
 from diloco_jax.config import ConfigError, IslandConfig, RunConfig
 from diloco_jax.core.fragments import FragmentPlan
-from diloco_jax.island.device.exchange import Exchange
-from diloco_jax.island.device.leaves import Lent
+from diloco_jax.island.device.exchange import Exchange, Lent
 from diloco_jax.island.device.mesh import layout, make_mesh
-from diloco_jax.island.device.replica import Replica, Restored
+from diloco_jax.island.device.replica import Replica, Restored, WatchedModel
 from diloco_jax.island.device.step import Trainer, TrainState
-from diloco_jax.island.device.watched import WatchedModel
+from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_inner, build_plan
 from diloco_jax.models.model import Model, Params
+
+logger = logging.getLogger(__name__)
 
 PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
 """Statuses of a failed compilation that another attempt may cure, as where a device or
@@ -125,3 +132,32 @@ def at_anchors(plan: FragmentPlan, exchange: Exchange, params: Lent) -> Lent:
     for fragment in range(len(plan.fragments)):
         params = exchange.at_anchor(fragment, params)
     return params
+
+
+class Later:
+    """Compiles programs in a thread of its own."""
+
+    def __init__(self, lowered: Iterable[jax.stages.Lowered]) -> None:
+        """lowered: made and compiled one by one; they stay compiled for their first
+        execution."""
+        self._lowered = lowered
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._compile, name="compile-later", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End it, after the program at which it is; wait for that no longer."""
+        self._closed.set()
+        self._thread.join(timeout_s)
+
+    def _compile(self) -> None:
+        try:
+            for program in self._lowered:
+                if self._closed.is_set():
+                    return
+                program.compile()
+        except Exception as error:  # The loop meets it where it needs the program.
+            logger.warning("a program that may be needed does not compile: %s", error)
+        give_memory_back()

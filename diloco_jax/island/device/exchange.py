@@ -5,13 +5,21 @@ is a copy of the local values at a take; it is kept until a version takes the de
 place. The residual is kept before and after an outstanding take. All of them lie as the
 piece does, in device or host memory. Parameters are donated to an adoption, which
 changes them in place.
+
+A boundary costs its thread a program for each piece, and an array for each result,
+whatever their size. A loop of hundreds of small tensors would pay for these alone. So
+small whole tensors of a fragment that are of one kind share their anchor, base and
+residual, stacked, and one program (`Held`). What comes and goes stays apart, piece by
+piece: the bytes of messages and checkpoints do not depend on it.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -20,15 +28,212 @@ from jax.sharding import NamedSharding
 
 from diloco_jax.config import AnchorMemory, SyncConfig
 from diloco_jax.core.codecs import get_codec
-from diloco_jax.core.fragments import FragmentPlan, Params
+from diloco_jax.core.fragments import FragmentPlan, Params, Piece
 from diloco_jax.core.payload import Box, Buffer, Part, PayloadLayout
-from diloco_jax.island.device.held import Held, held_of
-from diloco_jax.island.device.kinds import alike, bits_shape, number
-from diloco_jax.island.device.leaves import Leaves, Lent, Listed, with_leaves
-from diloco_jax.island.device.placing import abstract, in_turn, land, zeros
+from diloco_jax.island.device.kinds import (
+    Index,
+    Kind,
+    alike,
+    bits_shape,
+    index_of,
+    kind_of,
+    number,
+)
+from diloco_jax.island.device.mesh import abstract, in_turn, land, zeros
 from diloco_jax.island.device.spread import Spreads, Tiles, parts_by_host
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.values import Version
+
+SMALL = 2**16
+"""Elements of the largest tensor that is stacked. An adoption makes such a leaf anew
+instead of changing it in place."""
+ROWS_MAX = 64
+SPARE = 8
+"""At most one row in so many is spare, over all stacks of a kind."""
+
+Path = tuple[str, ...]
+Leaves = dict[Path, jax.Array]
+
+
+class Listed(NamedTuple):
+    """Parameters of a loop that joined: the leaves of its own tree, in order. A
+    boundary reads and writes few of them, and builds no structure from all."""
+
+    leaves: list[Any]
+    places: Mapping[Path, int]
+    """Number of the leaf at each path."""
+
+
+Lent = TypeVar("Lent", Params, Listed)
+"""The local parameters as a boundary has them."""
+
+
+def leaf_of(params: Params | Listed, path: Path) -> Any:
+    """Return the leaf at a path."""
+    if isinstance(params, Listed):
+        return params.leaves[params.places[path]]
+    node: Any = params
+    for key in path:
+        node = node[key]
+    return node
+
+
+def with_leaves(params: Lent, leaves: Leaves) -> Lent:
+    """Return the parameters with these leaves in place of others; `params` stays."""
+    if isinstance(params, Listed):
+        listed = list(params.leaves)
+        for path, leaf in leaves.items():
+            listed[params.places[path]] = leaf
+        return Listed(listed, params.places)
+    # Each dict on a path is copied once.
+    copied: dict[Path, Params] = {(): dict(params)}
+    for path, leaf in leaves.items():
+        for depth in range(1, len(path)):
+            above, here = copied[path[: depth - 1]], path[:depth]
+            if here not in copied:
+                copied[here] = above[here[-1]] = dict(above[here[-1]])
+        copied[path[:-1]][path[-1]] = leaf
+    return copied[()]
+
+
+@dataclasses.dataclass(slots=True)
+class Held:
+    """A piece, or a stack of small ones: arrays, and what programs are called with."""
+
+    fragment: int
+    pieces: tuple[Piece, ...]
+    """By row. If the fragment has too few, the last one is repeated: all stacks of a
+    kind are alike, and compiled once."""
+    numbers: tuple[int, ...]
+    """Their places in the fragment."""
+    kind: Kind
+    index: Index
+    anchor: Any = None
+    base: Any = None
+    """None: the anchor."""
+    residual: Any = None
+    """None without error feedback."""
+    before: Any = None
+    """Residual before the outstanding take."""
+
+    @property
+    def settled(self) -> Any:
+        """Residual as if no take were outstanding."""
+        return self.residual if self.before is None else self.before
+
+    def drop(self) -> None:
+        """Return to the residual before the outstanding take, if there is one."""
+        if self.before is not None:
+            self.residual, self.before = self.before, None
+
+    def zeros(self) -> jax.Array:
+        """Return zeros that lie as its arrays do."""
+        return zeros(self.kind.layout.values_shape, np.float32, self.kind.piece)
+
+    def like(self) -> Any:
+        """Return abstract arrays like those of `apart`."""
+        layout = self.kind.layout
+        where = self.kind.piece if layout.rows == 1 else layout.leaf
+        return layout.together(abstract(layout.shape, np.float32, where))
+
+    def apart(self, array: Any) -> Any:
+        """Return one of its arrays by piece, in f32: itself, or copies of the rows of a
+        stack, which lie as leaves."""
+        if self.kind.layout.rows == 1:
+            return array
+        return in_turn(self.kind.reset(array, np.dtype(np.float32)))
+
+    def together(self, by_piece: Any) -> jax.Array:
+        """Return `apart`'s argument from its result."""
+        if self.kind.layout.rows == 1:
+            array: jax.Array = by_piece
+        else:
+            array = in_turn(self.kind.read(by_piece, self.index))
+        return array
+
+    def first(self, params: Params | Listed) -> Any:
+        """Return a leaf of its kind."""
+        return leaf_of(params, self.pieces[0].path)
+
+    def leaf(self, params: Params | Listed, written: Mapping[Any, Any] = {}) -> Any:
+        """Return the leaf, or the leaves of a stack; those in `written` replace the
+        parameters'."""
+        if len(self.pieces) > 1:  # Whole leaves, which nobody else writes.
+            return tuple([leaf_of(params, piece.path) for piece in self.pieces])
+        path = self.pieces[0].path
+        leaf = written.get(path)
+        return leaf_of(params, path) if leaf is None else leaf
+
+    def write(self, leaf: Any, written: Leaves) -> None:
+        """Note what `leaf` is to be replaced by."""
+        if len(self.pieces) == 1:
+            written[self.pieces[0].path] = leaf
+        else:
+            written.update(zip((p.path for p in self.pieces), leaf, strict=True))
+
+    def pick(self, by_piece: Sequence[Any]) -> Any:
+        """Return this object's own part of values by piece."""
+        if len(self.numbers) == 1:
+            return by_piece[self.numbers[0]]
+        return tuple([by_piece[number] for number in self.numbers])
+
+    def give(self, values: Any, by_piece: list[Any]) -> None:
+        """Put this object's values where `pick` finds them."""
+        if len(self.numbers) == 1:
+            by_piece[self.numbers[0]] = values
+        else:
+            for number, value in zip(self.numbers, values, strict=True):
+                by_piece[number] = value
+
+
+def held_of(
+    plan: FragmentPlan, sync: SyncConfig, params: Params | Listed, memory: AnchorMemory
+) -> list[list[Held]]:
+    """Return what the island holds, by fragment, without arrays. All its hosts get the
+    same."""
+
+    def key(piece: Piece, number: int) -> Hashable:
+        leaf = leaf_of(params, piece.path)
+        whole = piece.layer < 0 and piece.bands is None
+        alone = None if whole and piece.size <= SMALL else number
+        return (leaf.shape, leaf.sharding, alone, *alike(piece))
+
+    def hold(fragment: int, numbers: Sequence[int], rows: int) -> Held:
+        spare = (numbers[-1],) * (rows - len(numbers))
+        filled = (*numbers, *spare)
+        pieces = tuple(plan.fragments[fragment][number] for number in filled)
+        leaf = leaf_of(params, pieces[0].path)
+        kind = kind_of(sync, pieces[0], leaf, memory, rows)
+        return Held(fragment, pieces, filled, kind, index_of(pieces[0], kind))
+
+    groups: list[dict[Hashable, list[int]]] = []
+    sizes: dict[Hashable, list[int]] = collections.defaultdict(list)
+    for pieces in plan.fragments:
+        found: dict[Hashable, list[int]] = collections.defaultdict(list)
+        for place, piece in enumerate(pieces):
+            found[key(piece, place)].append(place)
+        groups.append(found)
+        for of, numbers in found.items():
+            sizes[of].append(len(numbers))
+    rows = {of: rows_of(counts) for of, counts in sizes.items()}
+    return [
+        [
+            hold(fragment, numbers[start : start + rows[of]], rows[of])
+            for of, numbers in found.items()
+            for start in range(0, len(numbers), rows[of])
+        ]
+        for fragment, found in enumerate(groups)
+    ]
+
+
+def rows_of(counts: Sequence[int]) -> int:
+    """Return the rows of a kind's stacks: the most that leave few of them spare; 1: no
+    stacks. counts: the kind's pieces by fragment."""
+    total = sum(counts)
+    for rows in range(min(max(counts), ROWS_MAX), 1, -1):
+        if SPARE * sum(-count % rows for count in counts) <= total:
+            return rows
+    return 1
 
 
 class Exchange:

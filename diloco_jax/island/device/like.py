@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diloco_jax.config import ConfigError
-from diloco_jax.island.device.leaves import Listed, Path, leaf_of
-from diloco_jax.island.device.placing import place, zeros
+from diloco_jax.island.device.exchange import Listed, Path, leaf_of
+from diloco_jax.island.device.mesh import place, zeros
 from diloco_jax.models.model import Params, named
 
 AXIS = "devices"

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,32 @@ from diloco_jax.core.inner import by_source
 from diloco_jax.data.batches import Batch, OwnRows
 from diloco_jax.data.source import DERIVED, WEIGHTS, Fields
 from diloco_jax.island.device.mesh import (
+    abstract,
     batch_sharding,
     param_shardings,
+    place,
     replicated,
     shardings_like_params,
+    zeros,
 )
-from diloco_jax.island.device.placing import abstract, place, zeros
-from diloco_jax.island.device.unless import unless
-from diloco_jax.models.model import (
-    ROWS,
-    Frozen,
-    Metrics,
-    Model,
-    Params,
-    abstract_batch,
-)
+from diloco_jax.models.model import ROWS, Frozen, Metrics, Model, Params, abstract_batch
+
+T = TypeVar("T")
+
+
+def unless(stays: jax.Array, change: Callable[[T], T], tree: T, platform: str) -> T:
+    """Return `change(tree)`, or the tree as it is if `stays`, a bool scalar, is true.
+
+    On CPU it is a branch: XLA copies the moments there for a choice between old and new
+    ones, which takes a twelfth of a step of 25 M parameters and 512 tokens. Elsewhere
+    the choice is fused, and a branch would keep the collectives in it from overlapping.
+    """
+    if platform == "cpu":
+        chosen: T = jax.lax.cond(stays, lambda old: old, change, tree)
+        return chosen
+    new: T = jax.tree.map(lambda a, b: jnp.where(stays, b, a), change(tree), tree)
+    return new
+
 
 Placed = Mapping[str, jax.Array]
 """Arrays of a batch by name, [B, ...], on the devices."""

@@ -6,7 +6,7 @@ it. An adoption is decided only once every host has its part of the bytes: host 
 orders to fetch as soon as it hears of a version, and the hosts answer.
 
 Keys: `begin`, `joined`; `decision/N`, `passed/N/HOST`; `order/N`, `answer/N/HOST`;
-`leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where `host.py` has
+`leave`, `left`; `compiled/HOST`, `restored/HOST`, `ready/HOST`, where `parts.py` has
 them meet. Keys under `folder/` belong to `checkpoints.py`.
 """
 

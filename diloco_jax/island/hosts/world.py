@@ -1,5 +1,17 @@
-"""The hosts of one island: one `jax.distributed` world, and their messages to each
-other.
+"""The hosts of one island: where they meet and who has come, their `jax.distributed`
+world, and their messages to each other.
+
+`jax.distributed` takes three arguments: host 0's address, the number of hosts and this
+host's own. They are read where each environment writes them down: GKE and Slurm in
+variables, a TPU VM in its metadata. jax's own detectors are not used:
+
+- The two for TPUs ask the metadata server for other slices, which takes a pod minutes.
+- The one for Kubernetes needs another package.
+- The one for Slurm takes the hosts of the job, not those of the island.
+
+jax 0.10.2 aborts every process of a world that is not complete in time, and names no
+host. So host 0 listens at the meeting place first, until each of the others has said
+its number and is still there; then all begin together, within seconds.
 
 Messages go through the key-value store that the world has anyway, so no collective is
 added to the step and no port is opened. Host 0 leads: it alone talks to the coordinator
@@ -9,24 +21,46 @@ when a host dies, only the others of its island end too.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import logging
 import os
+import re
+import selectors
+import socket
+import struct
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from diloco_jax.before_jax import dial_directly
 from diloco_jax.config import ConfigError
-from diloco_jax.island.hosts.meeting import WorldAddress, find_meeting
-from diloco_jax.island.hosts.roll_call import await_all
+from diloco_jax.hardware.tpus import generation_here
 from diloco_jax.process import leave_at_once
-from diloco_jax.wire.addresses import parse_address
+from diloco_jax.wire.addresses import is_loopback, parse_address
 
 logger = logging.getLogger(__name__)
 
+METADATA_HOST = "metadata.google.internal"
+METADATA_ANSWER_S = 5.0
+"""Longest wait for an answer of the metadata server, in seconds."""
+TPU_PORT = 8482
+"""Port of `jax.distributed` on TPUs, which `diloco launch` opens; jax's own default."""
+TRIES, METADATA_AGAIN_S, NOT_FOUND = 6, 0.5, 404
+PORT = "JAX_COORDINATOR_PORT"
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+HERE = struct.Struct("!8sI")
+"""A greeting, and the host's number."""
+GREETING, GO = b"diloco-h", b"go"
+ANSWER_S = 5.0
+AGAIN_S = 1.0
+"""Pause before host 0 is tried again, and between two looks at the time."""
 TOGETHER_S = 60.0
 """Seconds in which hosts that have all come make their world."""
 LEAVE_BUDGETS = 3
@@ -34,6 +68,272 @@ LEAVE_BUDGETS = 3
 jax aborts all of them. A host may need one to stop; heartbeats notice a dead one."""
 MEETING_POLL_S = 1.0
 """Seconds between two looks, by a waiting host, if it is to end."""
+
+
+def ask_metadata(path: str, host: str = "", waits_s: float = 0.0) -> tuple[str, str]:
+    """Return the value at `computeMetadata/v1/instance/PATH`, and its tag.
+
+    Args:
+      host: HOST or HOST:PORT of the server; empty = GCE_METADATA_HOST, or the usual
+        one.
+      waits_s: seconds for which the server may hold the answer back.
+
+    Raises:
+      OSError: no server, or no such value.
+      ValueError: another kind of server.
+    """
+    host = host or os.environ.get("GCE_METADATA_HOST", METADATA_HOST)
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/{path}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    # Never by way of a proxy: the server is this machine's own.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=METADATA_ANSWER_S + waits_s) as answer:
+        if answer.headers.get("Metadata-Flavor") != "Google":
+            raise ValueError("it answers, but is no metadata server")
+        return answer.read().decode(errors="replace"), answer.headers.get("ETag", "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldAddress:
+    """Meeting place of the hosts of an island; empty: it is found."""
+
+    address: str = ""
+    """HOST:PORT of host 0, for `jax.distributed`."""
+    index: int = 0
+    """Number of this host, from 0."""
+
+
+Lookup = Callable[[str], str]
+"""Returns the instance's attribute of that name; OSError where there is none."""
+
+
+def find_meeting(
+    count: int,
+    environment: Mapping[str, str],
+    metadata: Lookup | None = None,
+    root: Path = Path("/"),
+) -> WorldAddress:
+    """Find the meeting place of `count` hosts, and this host's number.
+
+    The first of these that is there counts: JAX_COORDINATOR_ADDRESS with
+    JOB_COMPLETION_INDEX (a JobSet or an indexed Job), TPU_WORKER_HOSTNAMES with
+    TPU_WORKER_ID (TPUs on GKE), SLURM_STEP_NODELIST with SLURM_PROCID, the metadata of
+    a TPU VM.
+
+    Raises ConfigError, naming the variable and the remedy, if there is none, or if it
+    is of another number of hosts.
+    """
+    hosts = "TPU_PROCESS_ADDRESSES"
+    if hosts not in environment:
+        hosts = "TPU_WORKER_HOSTNAMES"
+    if ADDRESS in environment:
+        index = _number_in(environment, "JOB_COMPLETION_INDEX", count, ADDRESS)
+        return WorldAddress(address=environment[ADDRESS], index=index)
+    if hosts in environment:
+        workers = environment[hosts].split(",")
+        _require(count, len(workers), hosts)
+        index = _number_in(environment, "TPU_WORKER_ID", count, hosts)
+        return _at(workers[0], index, environment, TPU_PORT)
+    if "SLURM_STEP_NODELIST" in environment:
+        nodes, tasks = "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"
+        _require(count, _number_in(environment, tasks, None, nodes), tasks)
+        index = _number_in(environment, "SLURM_PROCID", count, nodes)
+        # Ephemeral, and another one for another job on the same machine.
+        port = 61440 + _number_in(environment, "SLURM_JOB_ID", None, nodes) % 4096
+        return _at(first_node(environment[nodes]), index, environment, port)
+    asks = "TPU_SKIP_MDS_QUERY" not in environment and generation_here(root)
+    if asks or metadata is not None:
+        return _of_tpu_vm(count, environment, metadata or _attribute(environment))
+    raise ConfigError(
+        f"hosts = {count} in the island's config, but nothing here says where they "
+        f"meet: neither {ADDRESS}, TPU_WORKER_HOSTNAMES nor SLURM_STEP_NODELIST is "
+        f"set, and this is no TPU VM; give every host --world HOST:PORT (of host 0) "
+        f"and --host-index"
+    )
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a list in Slurm's notation, as in `node[007-015,20]`."""
+    found = re.match(r"([^,\[]*)(?:\[([^],-]*))?", nodes)
+    assert found is not None
+    return found[1] + (found[2] or "")
+
+
+def _of_tpu_vm(
+    count: int, environment: Mapping[str, str], attribute: Lookup
+) -> WorldAddress:
+    number, endpoints = "agent-worker-number", "worker-network-endpoints"
+    try:
+        index, workers = attribute(number), attribute(endpoints).split(",")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"hosts = {count} in the island's config, but this TPU VM's metadata does "
+            f"not say where they meet ({number}, {endpoints}: {error}); give every "
+            f"host --world HOST:PORT (of host 0) and --host-index"
+        ) from error
+    _require(count, len(workers), endpoints)
+    # Names, or triples of a name, a number and an address.
+    first = workers[0].split(":")[-1]
+    own = _number_in({number: index}, number, count, endpoints)
+    return _at(first, own, environment, TPU_PORT)
+
+
+def _at(
+    host: str, index: int, environment: Mapping[str, str], port: int
+) -> WorldAddress:
+    # GKE's TPU_PROCESS_ADDRESSES have a port, which is libtpu's.
+    name = host.strip().split(":")[0]
+    return WorldAddress(address=f"{name}:{environment.get(PORT, port)}", index=index)
+
+
+def _number_in(
+    environment: Mapping[str, str], name: str, count: int | None, beside: str
+) -> int:
+    """Return the number in a variable, below `count` if that is given."""
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{name} = {text!r}, but {beside} is set, beside which it is a number; set "
+            f"it, or give every host --world HOST:PORT (of host 0) and --host-index"
+        )
+    if count is not None and int(text) >= count:
+        raise ConfigError(
+            f"{name} = {text}, but the island's config has hosts = {count}, numbered "
+            f"from 0; set islands.NAME.hosts to the hosts of this slice or job"
+        )
+    return int(text)
+
+
+def _require(count: int, found: int, name: str) -> None:
+    if found != count:
+        raise ConfigError(
+            f"hosts = {count} in the island's config, but {name} here is of {found}; "
+            f"set islands.NAME.hosts = {found}"
+        )
+
+
+def _attribute(environment: Mapping[str, str]) -> Lookup:
+    # The names that Google's libraries and jax know.
+    known = ("GCE_METADATA_HOST", "GCE_METADATA_IP")
+    host = next((environment[n] for n in known if n in environment), METADATA_HOST)
+
+    def attribute(name: str) -> str:
+        # While a machine boots, its server may not answer yet.
+        for _ in range(TRIES - 1):
+            try:
+                return ask_metadata(f"attributes/{name}", host)[0]
+            except urllib.error.HTTPError as error:
+                if error.code == NOT_FOUND:
+                    raise
+            except OSError:
+                pass
+            time.sleep(METADATA_AGAIN_S)
+        return ask_metadata(f"attributes/{name}", host)[0]
+
+    return attribute
+
+
+def await_all(place: WorldAddress, count: int, patience_s: float) -> str:
+    """Return, once all `count` hosts are here, the address at which this host met them.
+    Raise TimeoutError with the names of the missing ones if that takes longer; OSError
+    if host 0 cannot listen there."""
+    host, port = parse_address(place.address, "the meeting place of the hosts")
+    deadline = time.monotonic() + patience_s
+    if place.index:
+        missing, here = _come(host, port, place.index, deadline)
+    else:
+        missing, here = _wait(port, count, deadline)
+    if missing:
+        raise TimeoutError(
+            f"{missing} at {place.address} within {patience_s:g} s; look into the log "
+            f"of the host that is missing, or raise placement.hosts_budget_s"
+        )
+    return here
+
+
+def _wait(port: int, count: int, deadline: float) -> tuple[str, str]:
+    """Listen as host 0; return which hosts did not come, or nothing, and the address at
+    which they reached it."""
+    came: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(_listen(port))
+        looks = opened.enter_context(selectors.DefaultSelector())
+        looks.register(server, selectors.EVENT_READ)
+        while len(came) < count - 1:
+            if time.monotonic() >= deadline:
+                absent = [str(n) for n in range(1, count) if n not in came]
+                return f"hosts {', '.join(absent)} of this island did not come", ""
+            for key, _ in looks.select(AGAIN_S):
+                if key.fileobj is not server:
+                    # It says nothing more: it is gone, and comes again.
+                    looks.unregister(key.fileobj)
+                    del came[key.data]
+                    continue
+                peer = opened.enter_context(server.accept()[0])
+                index = _number_of(peer)
+                if index is None or not 0 < index < count:
+                    peer.close()
+                    continue
+                if index in came:
+                    looks.unregister(came.pop(index))
+                came[index] = peer
+                looks.register(peer, selectors.EVENT_READ, index)
+        _release(came)
+        return "", _address_here(*came.values())
+
+
+def _address_here(*peers: socket.socket) -> str:
+    """Return this end's address, of several one that other machines reach."""
+    found = [str(peer.getsockname()[0]).removeprefix("::ffff:") for peer in peers]
+    return min(found, key=is_loopback)
+
+
+def _listen(port: int) -> socket.socket:
+    """Listen on every address, as jax will."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port))
+
+
+def _number_of(peer: socket.socket) -> int | None:
+    """Return the number that a host says; None for anything else that connects."""
+    peer.settimeout(ANSWER_S)
+    try:
+        greeting, index = HERE.unpack(peer.recv(HERE.size, socket.MSG_WAITALL))
+    except (OSError, struct.error):
+        return None
+    return int(index) if greeting == GREETING else None
+
+
+def _release(came: Mapping[int, socket.socket]) -> None:
+    for peer in came.values():
+        with contextlib.suppress(OSError):
+            peer.sendall(GO)
+    for peer in came.values():
+        with contextlib.suppress(OSError):
+            # The end that closes first keeps the port for a while, and host 0 needs it.
+            peer.recv(1)
+
+
+def _come(host: str, port: int, index: int, deadline: float) -> tuple[str, str]:
+    """Say this host's number to host 0 until it says go; return why it did not, and the
+    address from which it was reached."""
+    why = "no answer"
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, port), min(left_s, ANSWER_S)) as peer:
+                peer.sendall(HERE.pack(GREETING, index))
+                peer.settimeout(left_s)
+                if peer.recv(len(GO), socket.MSG_WAITALL) == GO:
+                    return "", _address_here(peer)
+        except OSError as error:
+            why = str(error)
+        time.sleep(min(AGAIN_S, max(0.0, deadline - time.monotonic())))
+    return f"host 0 of this island did not let host {index} in ({why})", ""
 
 
 class HostsError(Exception):
@@ -116,7 +416,7 @@ def join_world(
     """Meet the other hosts; call it before anything else of jax.
 
     Args:
-      where: the meeting place; if empty, it is found (`meeting.py`).
+      where: the meeting place; if empty, it is found (`find_meeting`).
       count: hosts of the island, by its config.
       budget_s: seconds of silence after which a host is lost.
       meet_s: seconds that the first host waits for the last one.

@@ -1,11 +1,13 @@
-"""The control stream of an island: hello, reports, and messages of the coordinator.
+"""An island's connections: the control stream, and its lanes to the workers.
 
-Two threads: one receives, dispatches and reconnects, one reports. A lost coordinator
-stops no island: the link tries again for as long as the island lives, and reports again
-what was not acknowledged. A coordinator that lost its state, too, is given the anchors
-that it asks for, and welcomes the island in a new term; one of an earlier term is left
-again. An island that is refused ends, but one whose key was revoked has a while for
-another one.
+The control stream has hello, reports, and messages of the coordinator. Two threads: one
+receives, dispatches and reconnects, one reports. A lost coordinator stops no island:
+the link tries again for as long as the island lives, and reports again what was not
+acknowledged. A coordinator that lost its state, too, is given the anchors that it asks
+for, and welcomes the island in a new term; one of an earlier term is left again. An
+island that is refused ends, but one whose key was revoked has a while for another one.
+
+A lane goes to the worker of a fragment, or to the coordinator itself.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Protocol
 from diloco_jax.deadlines import Backoff, Deadlines
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.island.mailbox import Mailbox
-from diloco_jax.island.network.awaited import Awaited
+from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.island.boundary import Ending
 from diloco_jax.protocol.island.conversation import Errand, Wanted, goes_back
 from diloco_jax.protocol.island.reporting import Reporting, Status
@@ -33,7 +35,13 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.values import Version
-from diloco_jax.wire.client import ControlStream
+from diloco_jax.wire.bulk import (
+    FetchRequest,
+    Revocation,
+    RevocationRequest,
+    UploadStart,
+)
+from diloco_jax.wire.client import Client, ControlStream
 from diloco_jax.wire.errors import (
     REVOKED_CODE,
     Busy,
@@ -43,6 +51,7 @@ from diloco_jax.wire.errors import (
     SecurityError,
     WireError,
 )
+from diloco_jax.wire.transfers import Fetched, Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +59,105 @@ MISUNDERSTANDINGS = 5
 """Failures in a row that are no accident: the two ends are of different versions."""
 AWAY = (ConnectionLost, Busy)
 """Errors of a coordinator that may come, or let the island in, later."""
+
+
+class Awaited:
+    """The wait for one coordinator: told at its first failure, then once in
+    `pin_s`."""
+
+    def __init__(self, deadlines: Deadlines, began: float) -> None:
+        """began: time of the clock of `tell`."""
+        self._every_s, self._began, self._tell_at = deadlines.pin_s, began, began
+
+    def tell(self, error: Exception, now: float, until: float) -> None:
+        """Log why it is waited for, for how long already, and until when at most."""
+        if now < self._tell_at:
+            return
+        self._tell_at = now + self._every_s
+        logger.warning(
+            "waits for the coordinator, for %.0f s of at most %.0f: %s",
+            now - self._began,
+            until - self._began,
+            error,
+        )
+
+
+class Lanes:
+    """Control messages to the coordinator, and bulk to and from the worker of each
+    fragment, over connections of its own. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        coordinator: Client,
+        sizes: tuple[int, ...],
+    ) -> None:
+        """Begin with the coordinator alone, which `close` closes too. sizes: parameters
+        by fragment."""
+        self.coordinator, self._sizes = coordinator, sizes
+        self._lock = threading.Lock()
+        self._addresses: tuple[str, ...] = ()
+        self._dealt: tuple[int, ...] = ()
+        self.moved: Callable[[tuple[str, ...]], object] = lambda _: None
+        """Called with new addresses, once they are in use."""
+
+    @property
+    def dealt(self) -> tuple[int, ...]:
+        """The worker of each fragment; empty if there are no workers."""
+        return self._dealt
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of the workers, as the coordinator last gave them."""
+        return self._addresses
+
+    def use(self, addresses: tuple[str, ...]) -> None:
+        """Exchange bulk with workers at these addresses from now on; empty: with the
+        coordinator. Raises ConfigError for one that must not go without TLS."""
+        for worker, address in enumerate(addresses):
+            self.coordinator.transfers_at(address, worker)
+        with self._lock:
+            before, self._addresses = self._addresses, addresses
+            count = len(addresses)
+            self._dealt = deal(self._sizes, count) if count else ()
+        # Those of a lead that was started again, if its workers ended with it.
+        self.coordinator.leave_others(addresses)
+        if addresses != before:
+            self.moved(addresses)
+
+    def open_control(self, hello: Hello) -> ControlStream:
+        """Say hello to the coordinator; see `Client.open_control`. Its Welcome has the
+        addresses of the workers."""
+        stream = self.coordinator.open_control(hello)
+        self.use(stream.welcome.workers)
+        return stream
+
+    def upload(
+        self, start: UploadStart, payload: bytes | bytearray | memoryview
+    ) -> int:
+        """Send a delta to its fragment's worker; see `Transfers.upload`."""
+        return self._of(start.fragment).upload(start, payload)
+
+    def fetch(self, request: FetchRequest, *, max_bytes: int) -> Fetched:
+        """Fetch a fragment from its worker; see `Transfers.fetch`."""
+        return self._of(request.fragment).fetch(request, max_bytes=max_bytes)
+
+    def is_revoked(self, serial: int) -> bool:
+        """Ask the coordinator whether a certificate is revoked. Raises WireError."""
+        request = RevocationRequest(serial=f"{serial:x}")
+        return self.coordinator.transfers.ask(request, Revocation).revoked
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.coordinator.close()
+
+    def _of(self, fragment: int) -> Transfers:
+        with self._lock:
+            if not self._addresses:
+                return self.coordinator.transfers
+            worker = self._dealt[fragment]
+            address = self._addresses[worker]
+        return self.coordinator.transfers_at(address, worker)
 
 
 class Connects(Protocol):

@@ -32,11 +32,10 @@ from diloco_jax.island.device.build import (
     compile_ahead,
     join,
 )
-from diloco_jax.island.device.placing import place
+from diloco_jax.island.device.mesh import place
 from diloco_jax.island.device.replica import Restored
 from diloco_jax.island.device.step import Trainer
-from diloco_jax.island.hosts.meeting import WorldAddress
-from diloco_jax.island.hosts.world import Hosts, join_world, leave_world
+from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave_world
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
@@ -111,7 +110,7 @@ class Copies:
 
     def _make_trainer(self, island: IslandConfig) -> tuple[Model, Trainer]:
         """Compile on all hosts before one of them runs the program, as in
-        `island/host.py`.
+        `island/parts.py`.
         """
         model, trainer = build_trainer(self._run, island)
         if self._hosts is not None:

@@ -1,0 +1,464 @@
+"""What ends an island from outside, or may: a notice of preemption, a loop that hangs,
+a machine that is short of memory or disk."""
+
+from __future__ import annotations
+
+import http.server
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import coordinator_says as says
+import jax
+import pytest
+
+from diloco_jax.config import IslandConfig
+from diloco_jax.island import watches
+from diloco_jax.island.device.mesh import require_accelerator
+from diloco_jax.island.hosts import world
+from diloco_jax.island.mailbox import Mailbox
+from diloco_jax.island.watches import HangWatch, Preemption, ShortageWatch
+from diloco_jax.machine import LITTLE_DISK_BYTES
+from diloco_jax.process import LOOK_S
+from diloco_jax.protocol.island.boundary import Ending
+from diloco_jax.protocol.island.reporting import Status
+
+WAIT_S = 60.0
+FLAVOR = {"Metadata-Flavor": "Google"}
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A metadata server; it answers what `answers` says, one after the other, then
+    TRUE once `preempted` is set."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.preempted = threading.Event()
+        self.answers = []
+        self.paths = []
+        self.flavor = FLAVOR
+        self.address = f"127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        server.paths.append(self.path)
+        status = server.answers.pop(0) if server.answers else 200
+        if self.headers["Metadata-Flavor"] != "Google":
+            status = 403
+        if status == 200 and "wait_for_change" in self.path:
+            assert server.preempted.wait(WAIT_S)
+        body = b"TRUE" if server.preempted.is_set() else b"FALSE"
+        self.send_response(status)
+        for name, value in (server.flavor | {"ETag": "tag 1"}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.preempted.set()
+        server.shutdown()
+        thread.join(WAIT_S)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However slow a server is, it is one."""
+    monkeypatch.setattr(world, "METADATA_ANSWER_S", WAIT_S)
+
+
+@pytest.fixture
+def mailbox():
+    return Mailbox()
+
+
+def wait_for_end(mailbox):
+    deadline = time.monotonic() + WAIT_S
+    while mailbox.ending is None and time.monotonic() < deadline:
+        mailbox.wait(deadline - time.monotonic())
+        mailbox.decide()
+    return mailbox.ending
+
+
+# ---- where it comes from ---------------------------------------------------------
+
+
+def test_the_metadata_servers_notice_ends_the_loop(server, mailbox):
+    watch = Preemption(mailbox, notice_s=5).watch(server.address)
+    assert mailbox.ending is None
+    server.preempted.set()
+    text = "preempted (the metadata server)"
+    assert wait_for_end(mailbox) == Ending(1, text, "preempted")
+    watch.join(WAIT_S)
+    assert not watch.is_alive()
+    first, *others = server.paths
+    assert first == "/computeMetadata/v1/instance/preempted"
+    assert all("wait_for_change=true&last_etag=tag+1&" in path for path in others)
+
+
+def test_a_notice_that_was_given_before_is_seen_at_once(server, mailbox, monkeypatch):
+    server.preempted.set()
+    monkeypatch.setenv("GCE_METADATA_HOST", server.address)
+    Preemption(mailbox, notice_s=5).watch()
+    assert wait_for_end(mailbox).exit_code == 1
+
+
+def test_a_server_that_is_away_for_a_moment_is_asked_again(
+    server, mailbox, monkeypatch
+):
+    monkeypatch.setattr(watches, "AWAY_S", 0.01)
+    server.answers = [200, 503, 503]
+    server.preempted.set()
+    monkeypatch.setattr(watches, "_ask", hiding_the_first(watches._ask))
+    Preemption(mailbox, notice_s=5).watch(server.address)
+    assert wait_for_end(mailbox).exit_code == 1
+    assert len(server.paths) == 4
+
+
+def hiding_the_first(ask):
+    """As `ask`, but the first value is FALSE."""
+    answers = iter(("FALSE",))
+    return lambda *arguments: (next(answers, (found := ask(*arguments))[0]), found[1])
+
+
+def test_where_there_is_no_such_server_nothing_happens(server, mailbox):
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
+        nobody = f"127.0.0.1:{closed.server_port}"
+    server.answers = [404]
+    for address in (nobody, server.address):
+        watch = Preemption(mailbox, notice_s=5).watch(address)
+        watch.join(WAIT_S)
+        assert not watch.is_alive()
+    server.preempted.set()
+    server.flavor = {}  # Somebody else's server.
+    watch = Preemption(mailbox, notice_s=5).watch(server.address)
+    watch.join(WAIT_S)
+    assert (watch.is_alive(), mailbox.ending) == (False, None)
+
+
+def test_nothing_is_watched_where_machines_are_not_taken_away(server, mailbox):
+    assert Preemption(mailbox, notice_s=0).watch(server.address) is None
+    assert server.paths == []
+
+
+def test_a_host_that_follows_tells_the_one_that_leads(server, mailbox):
+    told = []
+    server.preempted.set()
+    watch = Preemption(mailbox, 5, tell_leader=told.append).watch(server.address)
+    watch.join(WAIT_S)
+    assert (told, mailbox.ending) == (["the metadata server"], None)
+
+
+# ---- what is done with its seconds ------------------------------------------------
+
+
+@pytest.fixture
+def training(mailbox):
+    mailbox.post(Status(phase="training", steps=4))
+    return mailbox
+
+
+def test_the_loop_ends_once_the_island_is_let_go(training):
+    says.may_leave(training)  # Of another time: nothing was asked for yet.
+    Preemption(training, notice_s=WAIT_S).notice("SIGTERM")
+    deadline = time.monotonic() + WAIT_S
+    while not (decision := training.decide()).leaving:
+        assert time.monotonic() < deadline
+        training.wait(0.05)
+    assert (decision.stop, decision.ending) == (True, None)
+    training.wait(0.2)
+    assert training.ending is None
+    says.may_leave(training)
+    assert wait_for_end(training) == Ending(1, "preempted (SIGTERM)", "preempted")
+
+
+def test_it_does_not_wait_longer_than_the_notice(training):
+    Preemption(training, notice_s=0.05).notice("SIGTERM")
+    assert wait_for_end(training).exit_code == 1
+
+
+def test_two_sources_tell_of_one_notice(training):
+    notice = Preemption(training, notice_s=WAIT_S)
+    notice.notice("SIGTERM")
+    notice.notice("the metadata server")
+    training.end(0, "finished")
+    assert wait_for_end(training) == Ending(0, "finished")
+
+
+def test_an_island_that_is_joining_leaves_at_once(mailbox):
+    mailbox.post(Status(phase="compiling"))
+    Preemption(mailbox, notice_s=WAIT_S).notice("SIGTERM")
+    assert wait_for_end(mailbox) == Ending(1, "preempted (SIGTERM)", "preempted")
+    assert not mailbox.decide().leaving
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def hangs_after(watch: HangWatch, clock: Clock, most_s: float) -> float:
+    """Seconds of looks until it says so; `most_s` if it does not."""
+    began = clock.now
+    while clock.now - began < most_s:
+        clock.now += LOOK_S
+        if watch.look():
+            break
+    return clock.now - began
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def watch_of(clock: Clock, budget_s: float) -> HangWatch:
+    return HangWatch(budget_s, lambda text: None, clock)
+
+
+def test_silence_beyond_the_budget_is_a_hang(clock):
+    watch = watch_of(clock, 30.0)
+    assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
+
+
+def test_a_touch_begins_the_budget_anew(clock):
+    watch = watch_of(clock, 30.0)
+    for _ in range(20):
+        assert hangs_after(watch, clock, 20.0) == 20.0
+        watch.touch()
+    assert hangs_after(watch, clock, 100.0) == pytest.approx(30.0, abs=2 * LOOK_S)
+
+
+def test_a_machine_that_stands_still_does_not_hang(clock):
+    watch = watch_of(clock, 30.0)
+    for _ in range(10):
+        clock.now += 3600.0
+        assert not watch.look()
+
+
+def test_without_a_budget_nothing_hangs(clock):
+    assert hangs_after(watch_of(clock, 0.0), clock, 5000.0) == 5000.0
+
+
+def test_a_part_of_the_start_may_take_what_its_setting_says_and_the_budget(clock):
+    watch, told = watch_of(clock, 30.0), []
+    watch.hangs = told.append
+    with watch:
+        watch.begin("connecting", 10.0, "placement.outage_budget_s")
+        assert hangs_after(watch, clock, 39.0) == 39.0
+        watch.begin("compiling", 200.0, "placement.compile_budget_s")
+        assert hangs_after(watch, clock, 500.0) == pytest.approx(230.0, abs=2 * LOOK_S)
+        watch._tell()
+    assert "compiling may take 200 s (placement.compile_budget_s), and" in told[0]
+    assert "placement.hang_budget_s = 30" in told[0]
+
+
+def test_the_loop_has_its_own_budget_after_the_start(clock):
+    watch = watch_of(clock, 30.0)
+
+    class Loop:
+        touch = None
+
+        def run(self):
+            return hangs_after(watch, clock, 100.0)
+
+    with watch:
+        watch.begin("restoring", 1000.0, "placement.outage_budget_s")
+        hangs_after(watch, clock, 900.0)
+        assert watch.run(Loop()) == pytest.approx(30.0, abs=2 * LOOK_S)
+
+
+def test_without_a_budget_no_start_hangs(clock):
+    watch = watch_of(clock, 0.0)
+    with watch:
+        watch.begin("compiling", 1.0, "placement.compile_budget_s")
+        assert hangs_after(watch, clock, 5000.0) == 5000.0
+
+
+HANGING = """
+import logging, sys, threading
+from diloco_jax import process
+from diloco_jax.island.watches import HangWatch, end_hanging
+logging.basicConfig(stream=sys.stderr)
+process.LOOK_S = 0.05
+class Loop:
+    touch = None
+    def run(self):
+        self.touch()
+        where_it_hangs()
+def where_it_hangs():
+    threading.Event().wait(600)
+def stop(ending):
+    print("goodbye", ending.exit_code, ending.text, flush=True)
+    BLOCKS
+def hangs(text):
+    end_hanging(stop, text, 0.3)
+PART
+HangWatch(0.5, hangs).run(Loop())
+"""
+COMPILING = """
+watch = HangWatch(0.25, hangs)
+watch.begin("compiling", 0.25, "placement.compile_budget_s")
+where_it_hangs()
+"""
+
+
+@pytest.mark.parametrize("blocks", ["pass", "where_it_hangs()"])
+@pytest.mark.parametrize("part", ["", COMPILING])
+def test_a_hanging_process_says_goodbye_if_it_can_and_ends_with_1(blocks, part):
+    code = HANGING.replace("BLOCKS", blocks).replace("PART", part)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("goodbye 1 hangs: no step and no boundary for ")
+    assert ("compiling may take 0 s" in done.stdout) == bool(part)
+    assert f"placement.hang_budget_s = {0.25 if part else 0.5}" in done.stdout
+    assert "in where_it_hangs" in done.stderr, "the stack of the loop's thread"
+
+
+def test_a_host_that_lost_its_accelerator_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    island = IslandConfig(topology="v6e:2x2")
+    with pytest.raises(RuntimeError, match=r"v6e:2x2, .* has lost its accelerator"):
+        require_accelerator(island, {})
+    require_accelerator(island, {"JAX_PLATFORMS": "cpu"})
+    require_accelerator(IslandConfig(), {})
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    require_accelerator(island, {})
+
+
+class Machine:
+    """A machine that has left what a test says."""
+
+    def __init__(self, monkeypatch, folder) -> None:
+        self.memory, self.free = (50 << 30, 100 << 30), 100 * LITTLE_DISK_BYTES
+        monkeypatch.setattr(watches.machine, "left_bytes", lambda: self.memory)
+        usage = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=self.free))
+        monkeypatch.setattr(watches, "shutil", usage)
+        self.mailbox = Mailbox()
+        self.mailbox.post(Status(phase="training"))
+        self.watch = ShortageWatch((folder / "not" / "made",), self.mailbox.tell_short)
+
+    def short(self) -> tuple[str, ...]:
+        """Return what the next report says."""
+        self.watch.look()
+        return self.mailbox.report(0)[0].measures.short
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def given(monkeypatch) -> list[int]:
+    """One element for each time that memory was given back; no peak is known."""
+    given: list[int] = []
+    monkeypatch.setattr(watches.machine, "give_memory_back", lambda: given.append(1))
+    monkeypatch.setattr(watches.machine, "peak_bytes", lambda: 0)
+    return given
+
+
+def test_little_memory_is_in_the_log_once(machine, caplog):
+    assert machine.short() == ()
+    machine.memory = (1 << 30, 100 << 30)
+    assert [machine.short() for _ in range(3)] == [("memory",)] * 3
+    assert caplog.text.count("GB of memory are left") == 1
+    machine.memory = (50 << 30, 100 << 30)
+    assert machine.short() == ()
+    machine.memory = (1 << 30, 100 << 30)
+    machine.short()
+    assert caplog.text.count("GB of memory are left") == 2
+
+
+def test_a_disk_that_is_nearly_full_is_named(machine, caplog):
+    machine.free = LITTLE_DISK_BYTES - 1
+    assert machine.short() == ("disk",)
+    assert "1074 MB are free in " in caplog.text
+    machine.memory = (1 << 30, 100 << 30)
+    assert machine.short() == ("disk", "memory")
+    machine.free = LITTLE_DISK_BYTES
+    assert machine.short() == ("memory",)
+
+
+def test_what_another_host_is_short_of_counts_until_it_says_otherwise(machine):
+    nothing = machine.mailbox.traffic()
+    machine.mailbox.count_of(1, nothing, ("memory",))
+    machine.mailbox.count_of(2, nothing, ())
+    machine.free = 0
+    assert machine.short() == ("disk", "memory")
+    machine.mailbox.count_of(1, nothing, ())
+    assert machine.short() == ("disk",)
+
+
+def test_it_looks_on_a_thread_until_the_block_ends(machine, monkeypatch):
+    monkeypatch.setattr(watches, "LOOK_S", 0.001)
+    machine.free = 0
+    with machine.watch as watch:
+        for _ in range(10_000):
+            if machine.mailbox.report(0)[0].measures.short:
+                break
+            watch._thread.join(0.001)
+    watch._thread.join(30.0)
+    assert not watch._thread.is_alive()
+    assert machine.mailbox.report(0)[0].measures.short == ("disk",)
+
+
+def test_a_look_that_fails_is_not_the_last(machine, monkeypatch, caplog):
+    monkeypatch.setattr(watches, "LOOK_S", 0.001)
+    looks, left = iter(range(10_000)), machine.memory
+
+    def left_bytes():
+        if next(looks) < 3:
+            raise OSError("stale file handle")
+        return left
+
+    monkeypatch.setattr(watches.machine, "left_bytes", left_bytes)
+    machine.free = 0
+    with machine.watch as watch:
+        for _ in range(10_000):
+            if (
+                machine.mailbox.report(0)[0].measures.short
+                or not watch._thread.is_alive()
+            ):
+                break
+            watch._thread.join(0.001)
+    assert machine.mailbox.report(0)[0].measures.short == ("disk",)
+    assert caplog.text.count("stale file handle") == 1
+
+
+def test_freed_memory_is_given_back_again_and_again(machine, given):
+    for _ in range(3 * watches.GIVE_BACK_LOOKS):
+        machine.short()
+    assert len(given) == 3
+
+
+def test_freed_memory_is_given_back_at_once_while_the_peak_grows(
+    machine, given, monkeypatch
+):
+    counts = []
+    for peak in (1000, 1003, 1006, 1006, 1010, 1020, 1020):
+        monkeypatch.setattr(watches.machine, "peak_bytes", lambda peak=peak: peak)
+        machine.short()
+        counts.append(len(given))
+    assert counts == [1, 1, 2, 2, 2, 3, 3], "at the first look, 1006 and 1020"
