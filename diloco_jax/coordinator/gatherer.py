@@ -27,11 +27,9 @@ from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import admission
+from diloco_jax.protocol.coordinator import gathering, giving, members
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
-from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.new_term import gathering, giving
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
     AnchorArrived,
     Discard,
     Event,
@@ -39,6 +37,7 @@ from diloco_jax.protocol.new_term.events import (
     Offered,
     Open,
 )
+from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
@@ -116,7 +115,7 @@ class Gatherer:
         """Take the offer of an island that connects."""
         door.check_hello(hello)
         door.check_incarnation(hello, 0, time.time())
-        if unknown := admission.unknown(self._config, hello.island):
+        if unknown := members.unknown(self._config, hello.island):
             raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)
         differences = tuple(self._likeness.differences(hello))

@@ -25,13 +25,7 @@ from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.files import json_number
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import (
-    admission,
-    cycles,
-    profiling,
-    steering,
-    takes,
-)
+from diloco_jax.protocol.coordinator import cycles, members, steering, takes
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     KeepAsked,
@@ -92,7 +86,7 @@ class Service:
                 f"model",
             )
         lead = self._lead
-        if how := admission.ahead(lead.config, lead.state, hello):
+        if how := members.how_ahead(lead.config, lead.state, hello):
             # Not refused, since the fault is at this end: the island goes on, and comes
             # again.
             lead.post(SaidAhead(island=hello.island, how=how))
@@ -230,12 +224,12 @@ class Service:
     def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
         """Have an island trace some steps; see `Client.profile`."""
         state = self._lead.state
-        if wrong := profiling.refusal(state, order):
+        if wrong := steering.trace_refusal(state, order):
             raise Refused("profile", wrong)
         logger.info("an operator: trace %d steps of %s", order.steps, order.island)
         request = messages.ProfileRequest(
             steps=order.steps,
-            within_s=profiling.within_s(state, order, self._time_budget_s),
+            within_s=steering.trace_within_s(state, order, self._time_budget_s),
         )
         self._sessions.tell(state.islands[order.island].session, request)
         return {"folder": f"{run_files.PROFILES}/{order.island}-STEP"}

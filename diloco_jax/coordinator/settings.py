@@ -17,9 +17,9 @@ from diloco_jax.core.outer import OuterSettings
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
 from diloco_jax.models.flops import least_sequence_flops
+from diloco_jax.protocol.coordinator.islands import SHORTEST_STEP_S
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
-from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server

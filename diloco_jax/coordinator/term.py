@@ -15,8 +15,8 @@ from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.settings import policy_of
 from diloco_jax.core.fragments import FragmentPlan, Params
 from diloco_jax.observability.tape import Tape
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire.server import Handlers
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
     ISLAND_NAME,
     LEAD,
     MOST_POSITION,
     Count,
+    EndReason,
     Outstanding,
     Phase,
     Rate,

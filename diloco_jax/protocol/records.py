@@ -14,8 +14,15 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from diloco_jax.protocol.reasons import EndReason, RefusalReason
-from diloco_jax.protocol.values import Contribution, Record, Span, Verdict, Version
+from diloco_jax.protocol.values import (
+    Contribution,
+    EndReason,
+    Record,
+    RefusalReason,
+    Span,
+    Verdict,
+    Version,
+)
 
 R = TypeVar("R", bound="Written")
 

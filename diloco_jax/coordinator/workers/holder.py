@@ -35,20 +35,18 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
+    BeginWorker,
     Committed,
     Drop,
     Forget,
     FragmentsRestored,
     RestoreFragments,
+    SaveAll,
     ToHolder,
+    first_number,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
-from diloco_jax.protocol.outposts import first_number
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import (
-    BeginWorker,
-    SaveAll,
-)
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, WireError

@@ -37,21 +37,17 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.process import end_process
 from diloco_jax.protocol.holding import (
-    Forget,
-    KeepFragment,
-    MergesCompiled,
-    RestoreFragments,
-)
-from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
-from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import (
     OF_ONE_LEAD,
     AllSaved,
     BeginWorker,
     EndWorker,
+    Forget,
     FragmentKept,
     FromWorker,
+    KeepFragment,
     LeadAlive,
+    MergesCompiled,
+    RestoreFragments,
     SaveAll,
     ToWorker,
     WorkerAlive,
@@ -59,6 +55,8 @@ from diloco_jax.protocol.working import (
     WorkerServes,
     to_worker,
 )
+from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.acceptor import allow_connections
 from diloco_jax.wire.bulk_server import BulkServer, FetchSource

@@ -22,19 +22,17 @@ from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.places import BesideLead, Place, Unreachable
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
-    Forget,
-    FragmentsRestored,
-    FromHolder,
-    RestoreFragments,
-    ToHolder,
-)
-from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
     EndWorker,
+    Forget,
     FragmentKept,
+    FragmentsRestored,
+    FromHolder,
     LeadAlive,
+    RestoreFragments,
     SaveAll,
+    ToHolder,
     WorkerAlive,
     WorkerFailed,
     WorkerRefused,

@@ -65,7 +65,7 @@ class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
 
 class SaidAhead(msgspec.Struct, frozen=True, kw_only=True):
     """An island said hello that knows of a later state of the run, and was told to come
-    again. how: as `admission.ahead` says."""
+    again. how: as `members.how_ahead` says."""
 
     island: str
     how: str
@@ -149,7 +149,7 @@ class Tell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ignored(msgspec.Struct, frozen=True, kw_only=True):
-    """Count a message that made no move in its machine's state (`machines.py`).
+    """Count a message that made no move in its machine's state (`state.py`).
     expected: this happens on a lossy wire; otherwise the two ends disagree."""
 
     machine: str

@@ -18,13 +18,16 @@ from diloco_jax.coordinator.holding.under_way import MergesUnderWay, PreparedMer
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.protocol.holding import (
+    OF_ONE_LEAD,
     AnchorKept,
     AwaitAnchor,
     Commit,
     DeltaArrived,
     Drop,
     Forget,
+    FragmentKept,
     FragmentsRestored,
+    FromWorker,
     KeepFragment,
     LostFragment,
     Merge,
@@ -35,7 +38,6 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.protocol.working import OF_ONE_LEAD, FragmentKept, FromWorker
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 from diloco_jax.simulation.faults.observing import Incarnation
 from diloco_jax.simulation.faults.schedule import RETRY_S

@@ -8,7 +8,7 @@ from bounds_support import patient, together
 from kit import merged_islands, notes, only
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator.bounds import Usual
+from diloco_jax.protocol.coordinator.quarantine import Usual
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import Take, with_account, with_island
 from diloco_jax.protocol.holding import Merge

@@ -6,7 +6,7 @@ import pytest
 from kit import Driver, make_config
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import profiling
+from diloco_jax.protocol.coordinator import steering
 from diloco_jax.protocol.coordinator.state import State, with_island
 from diloco_jax.protocol.messages import ProfileOrder
 
@@ -22,7 +22,7 @@ def state_of(**changes: object) -> State:
 
 
 def test_an_island_that_trains_is_asked() -> None:
-    assert profiling.refusal(state_of(), ORDER) == ""
+    assert steering.trace_refusal(state_of(), ORDER) == ""
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_an_island_that_trains_is_asked() -> None:
     ],
 )
 def test_one_that_makes_no_steps_is_not(changes: dict[str, str], why: str) -> None:
-    assert why in profiling.refusal(state_of(**changes), ORDER)
+    assert why in steering.trace_refusal(state_of(**changes), ORDER)
 
 
 def test_the_known_ones_are_named() -> None:
-    wrong = profiling.refusal(state_of(), ProfileOrder(island="x"))
+    wrong = steering.trace_refusal(state_of(), ProfileOrder(island="x"))
     assert "no island 'x'" in wrong
     assert "'a'" in wrong
 
 
 def test_slower_islands_have_more_time() -> None:
-    assert profiling.within_s(state_of(step_seconds=2.0), ORDER, 10.0) == 210.0
+    assert steering.trace_within_s(state_of(step_seconds=2.0), ORDER, 10.0) == 210.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax.protocol.new_term.belief import MERGES_AHEAD, may_have_become
+from diloco_jax.protocol.coordinator.gathering import MERGES_AHEAD, may_have_become
 from diloco_jax.protocol.values import Version
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from gatherer_support import CONFIG, PATIENCE_S, Gatherer, asked, of
 
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.events import Alert, Tell
-from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.events import GiveUp, Open, Postpone
+from diloco_jax.protocol.coordinator.gathering import GiveUp, Open, Postpone
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,9 @@ import pytest
 from gatherer_support import CONFIG, PATIENCE_S, Gatherer, asked, of
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.events import Tell
-from diloco_jax.protocol.coordinator.leases import most_unheard
-from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
-from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
     AnchorArrived,
     Discard,
     Effect,
@@ -22,6 +20,8 @@ from diloco_jax.protocol.new_term.events import (
     Open,
     Postpone,
 )
+from diloco_jax.protocol.coordinator.leases import most_unheard
+from diloco_jax.protocol.messages import AnchorRequest, Refused, Welcome
 from diloco_jax.protocol.values import Version
 
 
