@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import jax
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.coordinator import door
-from diloco_jax.coordinator.door import Likeness
+from diloco_jax.coordinator import service
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.holding.anchors import key_of, keyed, layouts_of, values_of
-from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.rooms import Rooms
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import EngineThread
+from diloco_jax.coordinator.service import Likeness
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.machine import give_memory_back
@@ -113,8 +112,8 @@ class Gatherer:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Take the offer of an island that connects."""
-        door.check_hello(hello)
-        door.check_incarnation(hello, 0, time.time())
+        service.check_hello(hello)
+        service.check_incarnation(hello, 0, time.time())
         if unknown := members.unknown(self._config, hello.island):
             raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from diloco_jax.coordinator import door
+from diloco_jax.coordinator import service
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator import members
@@ -34,7 +34,7 @@ class TooLate:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Raise Refused, as the protocol says it."""
-        door.check_hello(hello)
+        service.check_hello(hello)
         refusal = members.entry_refusal(self._config, self._state, hello)
         assert refusal is not None  # Nobody is let into a run that is over.
         raise Refused(refusal.code, refusal.message)

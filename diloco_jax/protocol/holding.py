@@ -276,7 +276,7 @@ class BeginWorker(Message, frozen=True, kw_only=True):
     """Counts the lines of this life of the lead to a worker on another machine."""
     clock: float = 0.0
     """The lead's clock as it says this, by which its tickets end. It does not jump, and
-    passes while the machine sleeps (`coordinator/sleeping.py`)."""
+    passes while the machine sleeps (`coordinator/watchdog.py`)."""
 
     def is_newer(self, lead: int, dial: int) -> bool:
         """Tell whether it comes after a line of that lead, with that number."""

@@ -3,7 +3,7 @@
 A line of the log or the tape is one of these structs as a JSON object; `kind` names it.
 Records in `Durable` are on both, and recovery reads them back. Records in `Noted` are
 only on the tape, for replay and people. The records that a coordinator
-notes about itself are in `coordinator/notes.py`.
+notes about itself are in `coordinator/journal.py`.
 """
 
 from __future__ import annotations

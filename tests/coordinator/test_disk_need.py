@@ -8,10 +8,10 @@ import pytest
 from tiny import MODEL
 
 from diloco_jax.config import Config, OuterConfig, RunConfig, SyncConfig
-from diloco_jax.coordinator import disk_need
-from diloco_jax.coordinator.disk_need import DiskNeed
+from diloco_jax.coordinator import disk_space
+from diloco_jax.coordinator.disk_space import DiskNeed
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
-from diloco_jax.coordinator.sizes import state_sizes
+from diloco_jax.coordinator.settings import state_sizes
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.planning.coordinator import plan_coordinator
 
@@ -70,7 +70,7 @@ def test_folders_of_one_disk_need_what_is_written_to_both(tmp_path):
 
 
 def test_each_folder_needs_what_is_written_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_need, "_disk_of", hash)
+    monkeypatch.setattr(disk_space, "_disk_of", hash)
     elsewhere = tmp_path / "other"
     need = need_of(tmp_path, checkpoints=str(elsewhere))
     assert need.folders == {"workdir": tmp_path / "run", "checkpoints": elsewhere}

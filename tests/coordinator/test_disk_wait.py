@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from diloco_jax.coordinator import disk_wait
-from diloco_jax.coordinator.disk_wait import DiskWait
+from diloco_jax.coordinator import disk_space
+from diloco_jax.coordinator.disk_space import DiskWait
 from diloco_jax.coordinator.log import RecordLog, read
 from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability.metrics import Metrics
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def disk(monkeypatch):
-    monkeypatch.setattr(disk_wait, "AGAIN_S", 0.0)
+    monkeypatch.setattr(disk_space, "AGAIN_S", 0.0)
     return DiskWait(PATIENCE_S, ended=lambda: False)
 
 

@@ -11,7 +11,7 @@ import tiny
 
 from diloco_jax.config import Config, IslandConfig, Placement, RunConfig
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.coordinator import holders, origin
+from diloco_jax.coordinator import origin
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.models.build import build, build_plan
@@ -36,7 +36,7 @@ class Workers:
 
 @pytest.mark.parametrize("given", [False, True])
 def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch, given):
-    monkeypatch.setattr(holders, "WorkersHolder", Workers)
+    monkeypatch.setattr(origin, "WorkersHolder", Workers)
     run = RunConfig(model=tiny.MODEL, sequence_length=tiny.SEQUENCE_LENGTH)
     config = resolve_outer(
         Config(
@@ -59,6 +59,6 @@ def test_workers_restore_once_the_lead_holds_no_array(tmp_path, monkeypatch, giv
         kept = KeptCycles(tmp_path, 1, {}, plan.sizes)
         opened.callback(kept.close, 1.0)
         Workers.watched = weakref.ref(made.arrays(0)["theta"][0])
-        makes = holders.Holders(config, plan, kept, tmp_path, "r", opened)
+        makes = origin.Holders(config, plan, kept, tmp_path, "r", opened)
         makes.beginning(made, [Version()] * len(state.fragments), state.term)
         assert Workers.last.alive_as_they_restore is False

@@ -10,8 +10,7 @@ import time
 import pytest
 from inbox_support import KEY, LAYOUTS, layout, put, start
 
-from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.rooms import TOLD_S, Rooms
+from diloco_jax.coordinator.holding.inbox import TOLD_S, Inbox, Rooms
 from diloco_jax.core.payload import Box
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.errors import Busy, RemoteProtocolError

@@ -6,7 +6,7 @@ import pytest
 from config_support import load_config
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.least_seconds import (
+from diloco_jax.coordinator.settings import (
     ANY_DEVICE_FLOPS_PER_S,
     UNDESCRIBED,
     least_seconds,

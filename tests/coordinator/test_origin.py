@@ -19,14 +19,21 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.coordinator import origin
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    make_store,
+    restore,
+)
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.holding.restoring import make_store, restore
 from diloco_jax.coordinator.log import DurableError, RecordLog
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.snapshots import fragment_path, state_path, versions
+from diloco_jax.coordinator.snapshots import (
+    StateSnapshots,
+    fragment_path,
+    state_path,
+    versions,
+)
 from diloco_jax.coordinator.snapshots import states as numbers
-from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.observability.tape import Tape, read_tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.state import initial

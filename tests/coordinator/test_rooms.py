@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from inbox_support import KEY, LAYOUTS, put, start
 
-from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.rooms import SPAN_S, Rooms
+from diloco_jax.coordinator.holding.inbox import SPAN_S, Inbox, Rooms
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire.errors import Busy
 

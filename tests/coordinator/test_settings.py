@@ -15,10 +15,10 @@ from diloco_jax.config import (
     SyncConfig,
 )
 from diloco_jax.coordinator import settings
-from diloco_jax.coordinator.least_seconds import least_seconds
 from diloco_jax.coordinator.settings import (
     admitted_hosts,
     largest_delta,
+    least_seconds,
     policy_config,
     policy_of,
     require_cores,

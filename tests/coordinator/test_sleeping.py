@@ -8,8 +8,8 @@ import pytest
 from door_support import CONFIG, Coordinator
 from msgspec.structs import replace
 
-from diloco_jax.coordinator import sleeping
-from diloco_jax.coordinator.sleeping import LEAST_S, Sleeps
+from diloco_jax.coordinator import watchdog
+from diloco_jax.coordinator.watchdog import LEAST_S, Sleeps
 from diloco_jax.protocol.coordinator.events import Said
 from diloco_jax.protocol.messages import Hello, Report
 
@@ -49,8 +49,8 @@ def test_the_clock_of_permissions_passes_during_sleep(monkeypatch) -> None:
         ({}, 33.0),
         ({"CLOCK_BOOTTIME": 7, "clock_gettime": {7: 77.0}.get}, 77.0),
     ):
-        monkeypatch.setattr(sleeping, "time", SimpleNamespace(**clocks, **more))
-        assert sleeping.clock() == shown
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(**clocks, **more))
+        assert watchdog.clock() == shown
 
 
 @pytest.mark.parametrize("slept_s", [0.0, 600.0])

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.sleeping import clock
+from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.hearing import Hearing, Tell
 from diloco_jax.coordinator.workers.supervised import Shown, Supervised

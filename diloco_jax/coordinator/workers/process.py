@@ -24,11 +24,11 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.holding.make_holder import make_holder
-from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
+from diloco_jax.coordinator.holding.holder import make_holder
 from diloco_jax.coordinator.kept import KeptFragments
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
-from diloco_jax.coordinator.sleeping import clock
+from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.coordinator.workers.signs import sign_of_life

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.sleeping import clock
+from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers.crashes import Crashes
 from diloco_jax.coordinator.workers.line import START_S, WorkerLine, write_frame
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere

@@ -9,7 +9,7 @@ incarnation. Intervals of steps are half-open. `tokens` counts one island's toke
 Only the shell uses `Hello.run`, `plan`, `island_config` and `environment` (compared and
 noted before the hello becomes an event) and `Report.measures`. A hello's `versions`,
 `tokens` and `next_position` are for a coordinator without its state
-(`protocol/new_term/`).
+(`gathering.py`).
 """
 
 from __future__ import annotations

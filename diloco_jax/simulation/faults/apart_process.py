@@ -1,7 +1,7 @@
 """The process of a worker on another machine, in a world of faults: it outlives leads.
 
 What a worker decides as another lead comes is the product's: which merges are given up
-(`MergesUnderWay`), whether it can go on (`restoring.alive`), and what it says to the
+(`MergesUnderWay`), whether it can go on (`alive`), and what it says to the
 next lead (`OF_ONE_LEAD`).
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
-from diloco_jax.coordinator.holding.restoring import alive
+from diloco_jax.coordinator.holding.fragment_snapshots import alive
+from diloco_jax.coordinator.holding.holder import MergesUnderWay, PreparedMerge
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.holding.under_way import MergesUnderWay, PreparedMerge
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.protocol.holding import (
