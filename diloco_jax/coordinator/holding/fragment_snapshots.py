@@ -4,7 +4,7 @@ A round of all takes `placement.snapshot_every_s`, or longer, so that writing ta
 most a part of the disk's time. Only versions that the lead has committed are in the
 store, so each snapshot is of one; publishes that it makes superfluous are deleted.
 
-From them and the publishes a holder makes its fragments again after a crash (`restore`);
+After a crash a holder makes its fragments of them and the publishes (`restore`);
 for a new run or term it makes them of parameters (`make_store`).
 """
 

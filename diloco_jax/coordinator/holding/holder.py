@@ -1,8 +1,4 @@
-"""The merges of a holder that are under way: ordered, then prepared, then committed.
-
-Write the publish of a merge, which prepares it, however long its disk is full.
-
-Hold parameters and deltas in the lead's own process.
+"""Hold parameters and deltas in the lead's own process.
 
 The lead and its holder exchange only messages (`protocol/holding.py`). Islands' bytes
 come and go by `upload_begin`, `upload_end` and `fetch`; the caller checks first that
@@ -13,8 +9,6 @@ the publish to disk, which prepares the merge, and reports it with an event. A p
 that cannot be written is tried again for as long as islands last without a coordinator:
 this merge stays open, and nothing else waits for it. Deltas are dropped once their
 merge is committed.
-
-Make the holder of some fragments, with their folders.
 """
 
 from __future__ import annotations
