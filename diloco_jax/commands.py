@@ -98,7 +98,7 @@ def chaos_command(arguments: Sequence[str]) -> int:
 
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
-    from diloco_jax.coordinator.options import (
+    from diloco_jax.coordinator.going_on import (
         DRAWN,
         CoordinatorOptions,
         with_source,

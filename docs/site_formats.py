@@ -15,7 +15,7 @@ from typing import Any
 
 from site_structs import Struct, rows, section
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.observability.tape import SEGMENT_BYTES
 from diloco_jax.options import paragraph
 from diloco_jax.protocol import messages, records, tickets
@@ -97,7 +97,7 @@ TAPE_GROUPS: tuple[tuple[str, str, Any], ...] = (
     (
         "The coordinator's own notes",
         "What a coordinator tells of itself, of its merges and of those who come.",
-        notes.Note,
+        journal.Note,
     ),
 )
 

@@ -18,19 +18,17 @@ from plants_of_disk import DISK_PLANTS
 from diloco_jax.data.batches import LeasedPositions
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.coordinator import (
-    admission,
-    bounds,
     claims,
     cycles,
     decide,
     ending,
     fragments,
+    gathering,
     leases,
     ledger,
     lost_fragments,
     members,
     quarantine,
-    reconciling,
     recovery,
     schedule,
     steering,
@@ -40,7 +38,6 @@ from diloco_jax.protocol.coordinator import (
 from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.messages import Progress
-from diloco_jax.protocol.new_term import gathering
 from diloco_jax.protocol.records import Merged, Removed
 from diloco_jax.protocol.values import Version
 
@@ -189,7 +186,7 @@ def _leaves_the_door_open(unknown: Callable[..., Any]) -> Callable[..., Any]:
 
 def _lets_the_removed_stay(remove: Callable[..., Any]) -> Callable[..., Any]:
     def broken(state: Any, name: str) -> Any:
-        state = admission.with_admitted(state, name, admitted=False)
+        state = members.with_admitted(state, name, admitted=False)
         return state, [Persist(record=Removed(island=name))]
 
     return broken
@@ -352,7 +349,7 @@ PLANTS = {
     "adoptions_are_not_on_the_tape": Plant(
         "recorded", decide, "_record", _tapes_no_adoptions
     ),
-    "fenced_ones_come_in": Plant("fenced", admission, "refusal", _lets_everyone_in),
+    "fenced_ones_come_in": Plant("fenced", members, "entry_refusal", _lets_everyone_in),
     "the_dead_merge_unsaid": Plant("fenced", members, "end", _hides_what_they_leave),
     "stale_deltas_are_merged": Plant(
         "stale", takes, "refuse_if_untimely", _refuses_nothing
@@ -367,9 +364,11 @@ PLANTS = {
         "data", leases, "free_departed", _frees_all_that_departed
     ),
     "two_processes_share_an_incarnation": Plant(
-        "durable", admission, "refusal", _lets_a_second_process_in
+        "durable", members, "entry_refusal", _lets_a_second_process_in
     ),
-    "long_deltas_are_merged": Plant("bounds", bounds, "refuse", _refuses_nothing),
+    "long_deltas_are_merged": Plant(
+        "bounds", quarantine, "refuse_long", _refuses_nothing
+    ),
     "any_rates_are_believed": Plant(
         "bounds", schedule.Fleet, "highest_rate", _believes_all_rates
     ),
@@ -379,9 +378,7 @@ PLANTS = {
     "quarantined_deltas_are_merged": Plant(
         "quarantine", quarantine, "turn_away", _turns_nothing_away
     ),
-    "whoever_comes_is_let_in": Plant(
-        "door", admission, "unknown", _leaves_the_door_open
-    ),
+    "whoever_comes_is_let_in": Plant("door", members, "unknown", _leaves_the_door_open),
     "who_was_removed_stays": Plant("door", steering, "_remove", _lets_the_removed_stay),
     "boasts_are_believed": Plant("speeds", claims, "_no_shorter", _believes),
     "a_sleep_is_no_time": Plant("speeds", claims, "slept", _takes_no_time),
@@ -400,9 +397,7 @@ PLANTS = {
     "the_end_waits_for_what_hangs": Plant(
         "last_steps", ending, "OPEN_BY", lambda share: 1.0
     ),
-    "takes_are_asked_for_once": Plant(
-        "liveness", reconciling, "without_take", _asks_once
-    ),
+    "takes_are_asked_for_once": Plant("liveness", members, "without_take", _asks_once),
     **{name: Plant(*fields) for name, fields in DISK_PLANTS.items()},
     "grants_have_a_gap": Plant("unbroken", leases, "_grant", _leaves_a_gap),
 }

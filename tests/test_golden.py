@@ -13,7 +13,7 @@ from goldens import as_text, require_golden
 from diloco_jax.config import Config, IslandConfig
 from diloco_jax.config.fields import bound_of, types_of
 from diloco_jax.config.loading import read_config
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.protocol import records
 
 
@@ -29,7 +29,7 @@ def test_the_config_of_the_first_run_is_what_it_was():
 
 def test_the_lines_of_a_tape_are_what_they_were():
     """`time` and `prev`, which every line has besides, are not of its kind."""
-    lines = records.Durable | records.Noted | notes.Note
+    lines = records.Durable | records.Noted | journal.Note
     _, structs = msgspec.json.schema_components([lines], ref_template="{name}")
     text = "\n".join(f"{name}\n{told(struct)}" for name, struct in structs.items())
     require_golden("records.txt", text)

@@ -18,7 +18,7 @@ from diloco_jax.cluster.cluster import DILOCO
 from diloco_jax.config import Config, DataConfig, IslandConfig, RunConfig, SyncConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.config.resolving import resolve_outer
-from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.launch.submit import Command, LaunchStep, Submitter
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability import terminal

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.protocol import messages, records
 from diloco_jax.wire import bulk, errors
 from diloco_jax.wire.server import Server
@@ -118,7 +118,7 @@ def test_every_error_of_the_wire_is_listed_or_a_base():
 
 
 def test_notes_are_a_part_of_what_is_written():
-    assert set(site_formats.structs_of(notes.Note)) < set(leaves(records.Written))
+    assert set(site_formats.structs_of(journal.Note)) < set(leaves(records.Written))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.holding.publishes import Publishes
 from diloco_jax.coordinator.roster import MeasuredIsland, Roster
 from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.data import manifest
 from diloco_jax.data.documents import read_token_file

@@ -19,6 +19,7 @@ from diloco_jax.protocol.coordinator.events import (
     Persist,
     Tell,
 )
+from diloco_jax.protocol.coordinator.gathering import Discard, GiveUp, Open, Postpone
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.holding import (
     AwaitAnchor,
@@ -30,7 +31,6 @@ from diloco_jax.protocol.holding import (
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Refused
-from diloco_jax.protocol.new_term.events import Discard, GiveUp, Open, Postpone
 from diloco_jax.protocol.records import Durable, Noted, TurnedAway
 from diloco_jax.wire import errors as wire_errors
 

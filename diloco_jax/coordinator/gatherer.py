@@ -16,22 +16,19 @@ from typing import Any, NamedTuple
 import jax
 
 from diloco_jax.config import ConfigError, RunConfig
-from diloco_jax.coordinator import door
-from diloco_jax.coordinator.door import Likeness
+from diloco_jax.coordinator import service
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.holding.anchors import key_of, keyed, layouts_of, values_of
-from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.rooms import Rooms
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.lead import EngineThread
+from diloco_jax.coordinator.service import Likeness
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.core.fragments import FragmentPlan, Params, from_pieces
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import admission
+from diloco_jax.protocol.coordinator import gathering, giving, members
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
-from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.new_term import gathering, giving
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
     AnchorArrived,
     Discard,
     Event,
@@ -39,6 +36,7 @@ from diloco_jax.protocol.new_term.events import (
     Offered,
     Open,
 )
+from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
@@ -114,9 +112,9 @@ class Gatherer:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Take the offer of an island that connects."""
-        door.check_hello(hello)
-        door.check_incarnation(hello, 0, time.time())
-        if unknown := admission.unknown(self._config, hello.island):
+        service.check_hello(hello)
+        service.check_incarnation(hello, 0, time.time())
+        if unknown := members.unknown(self._config, hello.island):
             raise Refused("unknown_island", unknown)
         self._sessions.arrived(session)
         differences = tuple(self._likeness.differences(hello))

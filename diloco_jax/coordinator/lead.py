@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, cast
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.coordinator.engine import E, Engine, S
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.journal import Journal
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.sessions import Sessions
-from diloco_jax.coordinator.sleeping import Sleeps
+from diloco_jax.coordinator.watchdog import Sleeps
 from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.faults import Faults
 from diloco_jax.observability.metrics import Metrics
@@ -79,7 +79,7 @@ class EngineThread(Generic[S, E]):
         self._next_deadline, self._timer = next_deadline, timer
         self._peer_of, self._housekeeping = peer_of, housekeeping
         self.touch: Callable[[], None] = lambda: None
-        """Called on this thread after each turn; see `hanging.TurnWatch`."""
+        """Called on this thread after each turn; see `watchdog.TurnWatch`."""
         self._queue: queue.Queue[
             tuple[E | None, Before | None, Disconnected | None, float]
         ] = queue.Queue(EVENTS_WAITING)
@@ -282,7 +282,7 @@ class Lead(EngineThread[State, Event]):
     def _note_recovered(self, back: WorkerBack) -> None:
         since = self._away_since.pop(back.worker, None)
         if back.restored:
-            note = notes.WorkerRecovered(
+            note = journal.WorkerRecovered(
                 worker=back.worker,
                 fragments=tuple(f.fragment for f in back.restored),
                 snapshot_versions=tuple(f.snapshot for f in back.restored),
@@ -299,10 +299,10 @@ class Lead(EngineThread[State, Event]):
     def _write(self, message: _ToBeWritten) -> None:
         match message:
             case MergesCompiled():
-                self.journal.note(notes.Compiled())
+                self.journal.note(journal.Compiled())
             case MergeMeasured():
                 self.journal.note(
-                    notes.Measured(
+                    journal.Measured(
                         fragment=message.fragment,
                         version=message.version,
                         directions=message.directions,
@@ -312,7 +312,7 @@ class Lead(EngineThread[State, Event]):
                 self._metrics.append(merge_line(message))
             case MergeDigested():
                 self.journal.note(
-                    notes.Digested(
+                    journal.Digested(
                         fragment=message.fragment,
                         version=message.version,
                         digest=message.digest,

@@ -1,12 +1,14 @@
-"""The coordinator's process: start, run, stop.
+"""The coordinator's process: start, run, stop, and the last writes.
 
 Without `--init` the run in the workdir goes on. If there is none, the coordinator waits
-for islands, and a new term begins with their anchors.
+for islands, and a new term begins with their anchors. What is written last is the
+summary, which says that a run is over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -19,20 +21,17 @@ from diloco_jax import checkpoint, compilation, files, restart_time, run_files, 
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config
 from diloco_jax.config.loading import write_config_json
-from diloco_jax.coordinator import going_on, origin, term, too_late
+from diloco_jax.coordinator import going_on, origin, summary, too_late
 from diloco_jax.coordinator import log as durable
-from diloco_jax.coordinator.announcer import Announcer
-from diloco_jax.coordinator.disk_wait import DiskWait
-from diloco_jax.coordinator.door import Likeness
+from diloco_jax.coordinator.disk_space import DiskWait
 from diloco_jax.coordinator.gatherer import Gathered
-from diloco_jax.coordinator.holders import Holders
+from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.last_writes import LastWrites
 from diloco_jax.coordinator.lead import Lead
-from diloco_jax.coordinator.making_state import StateMaker
+from diloco_jax.coordinator.log import RecordLog
+from diloco_jax.coordinator.origin import Holders, StateMaker
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.service import Service
-from diloco_jax.coordinator.serving import serve
+from diloco_jax.coordinator.service import Likeness, Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import (
     faults_of,
@@ -43,8 +42,11 @@ from diloco_jax.coordinator.settings import (
     require_room,
     server_of,
 )
-from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.snapshots import StateSnapshots
+from diloco_jax.coordinator.summary import Announcer
+from diloco_jax.coordinator.watchdog import TurnWatch
 from diloco_jax.coordinator.workers import rendezvous
+from diloco_jax.coordinator.workers.holder import WorkersHolder
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.faults import COORDINATOR
 from diloco_jax.models.build import build, build_inner, build_plan
@@ -89,6 +91,22 @@ def run(
     coordinator = Coordinator(config, workdir, init=init, resume=resume)
     coordinator.gathers = gathers
     return serve(coordinator)
+
+
+def serve(coordinator: Coordinator) -> int:
+    """Serve by this coordinator until its end; return the exit code.
+
+    Whatever ends it, on its own thread or at a holder, comes through here. Only a hang
+    ends the process itself.
+    """
+    try:
+        coordinator.start(coordinator.heed_signals)
+        with TurnWatch(coordinator.config.placement) as watch:
+            watch.start()
+            code = coordinator.run(watch.touch)
+        return code or coordinator.conclude()
+    finally:
+        coordinator.close()
 
 
 class Coordinator:
@@ -232,7 +250,7 @@ class Coordinator:
 
     def _gather(self) -> Gathered:
         config, workdir, ours = self.config, self._workdir, self.gathers
-        gathered = term.gather(config, workdir, self._plan, self._serve, ours)
+        gathered = origin.gather(config, workdir, self._plan, self._serve, ours)
         self._facts = RunFacts(run_id=gathered.opened.run_id, begun_unix=time.time())
         workdirs.make_workdir(workdir)
         return gathered
@@ -248,7 +266,7 @@ class Coordinator:
         if not giver:
             return None
         serve_early = self._serve_early
-        return term.first_given(config, self.policy_config, self._plan, serve_early)
+        return origin.first_given(config, self.policy_config, self._plan, serve_early)
 
     def _open_parts(self, whose: dict[str, Any]) -> None:
         """Open the tape, the kept cycles and the holders of fragments."""
@@ -387,3 +405,70 @@ class Coordinator:
     def _asked_to_end(self, number: int, frame: Any) -> None:
         # Nothing else here: a handler may find any lock held, even a log stream's.
         self._interrupted = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LastWrites:
+    """The last writes of one life. begun_unix, over_unix: see `summary.write`.
+    patience_s: returns the longest wait for a snapshot that is being written."""
+
+    workdir: Path
+    config: Config
+    lead: Lead
+    holder: StoreHolder | WorkersHolder
+    log: RecordLog
+    states: StateSnapshots
+    roster: Roster
+    disk: DiskWait
+    begun_unix: float
+    over_unix: float
+    patience_s: Callable[[], float]
+
+    def measures(self) -> None:
+        """Write what islands measured."""
+        self._write("islands' measures", self.roster.save)
+
+    def summary(self) -> None:
+        """Write the summary, unless the run was over before and left it."""
+        self._write("the summary", self._sum_up)
+
+    def snapshots(self) -> bool:
+        """Write the last snapshots; before the run is over, what there is time for.
+        Return whether all of a run that is over is here."""
+        began, finished = time.monotonic(), self.lead.finished
+        if self.states.writer.wait(self.patience_s) and self.holder.wait(
+            lambda: self.patience_s() - (time.monotonic() - began)
+        ):
+            found = list[bool]()
+            self._write("a snapshot", lambda: found.append(self._save()))
+            return all(found)
+        logger.error(
+            "a snapshot has not ended within %g s: none is written at the end, and "
+            "the log has everything since the last one%s",
+            self.patience_s(),
+            "; start the coordinator again, and it writes it" if finished else "",
+        )
+        return not finished
+
+    def _write(self, what: str, write: Callable[[], None]) -> None:
+        """Wait for room on the disk only if the run is over: the sender of a signal may
+        not wait."""
+        repeat = self.disk.until_written if self.lead.finished else self.disk.once
+        repeat(what, write)
+
+    def _save(self) -> bool:
+        deadlines = self.config.placement.deadlines
+        within_s = None if self.lead.finished else deadlines.stop_s / 2
+        self.states.write_last(self.lead.state, self.log)
+        return self.holder.save_all(within_s)
+
+    def _sum_up(self) -> None:
+        summary.write(
+            self.workdir,
+            self.config,
+            self.lead,
+            self.roster,
+            begun_unix=self.begun_unix,
+            over_unix=self.over_unix,
+            digest=self.holder.digest(),
+        )

@@ -1,6 +1,7 @@
 """Answer calls to the coordinator: messages become events for the lead.
 
 Calls come from many threads. The protocol decides what islands ask for. This file only
+checks a peer's messages beyond their types, before anything is computed from them, and
 turns away calls of another run, config, term or incarnation, before they cost anything.
 A read of the engine's state is a read of one immutable value.
 """
@@ -14,24 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from diloco_jax import run_files
-from diloco_jax.coordinator import door, notes
-from diloco_jax.coordinator.door import Likeness
+from diloco_jax.config import RunConfig, differences, shared_fields
+from diloco_jax.coordinator import journal
 from diloco_jax.coordinator.holding.holder import StoreHolder
 from diloco_jax.coordinator.kept import KeptCycles, describe, mapped
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
 from diloco_jax.coordinator.sessions import Sessions, taken
 from diloco_jax.coordinator.workers.holder import WorkersHolder
+from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import json_number
+from diloco_jax.models.build import other_model
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import (
-    admission,
-    cycles,
-    profiling,
-    steering,
-    takes,
-)
+from diloco_jax.protocol.coordinator import cycles, members, steering, takes
 from diloco_jax.protocol.coordinator.events import (
     Disconnected,
     KeepAsked,
@@ -40,8 +37,93 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
-from diloco_jax.wire.errors import Busy, Refused
+from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.session import Session
+
+SHORTEST_MEDIAN_S = 1e-9
+"""Shortest median of a step in seconds; the speed of a shorter step would not be
+finite."""
+INCARNATIONS_AHEAD = 600
+"""Incarnations beyond the present unix second that are believed. Launchers count from
+1, or in unix seconds and attempts, by clocks that are no more than minutes fast. A
+thief of a key shuts the island's own process out for no longer than that."""
+OF_NO_FRAGMENT = ("granted", "progress", "restored")
+
+
+def check_hello(hello: messages.Hello) -> None:
+    """Raise RemoteProtocolError if the numbers of a hello or their products are
+    absurd."""
+    _check_tokens(hello, hello.steps)
+    for version in hello.versions:
+        if version.term == 0:
+            raise RemoteProtocolError(
+                f"island {hello.island!r} has version {tuple(version)}, and terms "
+                f"count from 1; start it again"
+            )
+
+
+def check_incarnation(hello: messages.Hello, last: int, unix: float) -> None:
+    """Raise Refused if an incarnation is no plausible number of an attempt: it would
+    shut out all later ones. last: the island's last one; unix: the present time in
+    seconds."""
+    most = max(last + 1, int(unix) + INCARNATIONS_AHEAD)
+    if hello.incarnation > most:
+        raise Refused(
+            "incarnation",
+            f"incarnation {hello.incarnation} of island {hello.island!r} is too high: "
+            f"its last one is {last}, the unix time {int(unix)} at the coordinator, "
+            f"and the limit {most}; start it with --incarnation {last + 1}, or set the "
+            f"clock that is wrong",
+        )
+
+
+def check_report(
+    hello: messages.Hello, report: messages.Report, fragments: int
+) -> None:
+    """Raise RemoteProtocolError if a report's numbers are absurd, or if one of its
+    records names a fragment that the run does not have. hello: the session's."""
+    _check_tokens(hello, max(report.steps, report.measures.steps))
+    if 0 < (median_s := report.measures.median_step_seconds) < SHORTEST_MEDIAN_S:
+        raise RemoteProtocolError(
+            f"island {hello.island!r} says that its steps take {median_s} s, no step "
+            f"takes less than {SHORTEST_MEDIAN_S}; start it again"
+        )
+    for record in report.records:
+        if record.fragment >= fragments or (
+            record.fragment < 0 and record.kind not in OF_NO_FRAGMENT
+        ):
+            raise RemoteProtocolError(
+                f"record {record.seq} ({record.kind}) of island {hello.island!r} is of "
+                f"fragment {record.fragment}, the run has {fragments}; start the "
+                f"island with the run's config.json"
+            )
+
+
+class Likeness:
+    """Compare an island's config and model with those of the run."""
+
+    def __init__(self, run: RunConfig, plan: FragmentPlan) -> None:
+        self._shared, self._fingerprint = shared_fields(run), run.fingerprint()
+        self._plan = plan.digest()
+
+    def differences(self, hello: messages.Hello) -> list[str]:
+        """List the differences as `field: ours here, theirs there`; empty if there are
+        none.
+        """
+        if hello.fingerprint != self._fingerprint:
+            prints = f"fingerprint: {self._fingerprint} here, {hello.fingerprint} there"
+            return [*differences(self._shared, hello.run), prints]
+        return other_model(self._plan, hello.plan)
+
+
+def _check_tokens(hello: messages.Hello, steps: int) -> None:
+    if steps * hello.tokens_per_step > messages.MAX_TOKENS:
+        raise RemoteProtocolError(
+            f"island {hello.island!r} has made {steps} steps of "
+            f"{hello.tokens_per_step} tokens, the limit is {messages.MAX_TOKENS} "
+            f"tokens; start it again"
+        )
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +161,10 @@ class Service:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Accept a control stream that said hello."""
-        door.check_hello(hello)
+        check_hello(hello)
         known = self._lead.state.islands.get(hello.island)
         last = known.incarnation if known is not None else 0
-        door.check_incarnation(hello, last, time.time())
+        check_incarnation(hello, last, time.time())
         if lines := self._likeness.differences(hello):
             raise Refused(
                 "config",
@@ -92,7 +174,7 @@ class Service:
                 f"model",
             )
         lead = self._lead
-        if how := admission.ahead(lead.config, lead.state, hello):
+        if how := members.how_ahead(lead.config, lead.state, hello):
             # Not refused, since the fault is at this end: the island goes on, and comes
             # again.
             lead.post(SaidAhead(island=hello.island, how=how))
@@ -107,7 +189,7 @@ class Service:
 
         def introduce() -> None:
             self._lead.journal.note(
-                notes.Hello(
+                journal.Hello(
                     island=hello.island,
                     incarnation=hello.incarnation,
                     config=hello.island_config,
@@ -132,7 +214,7 @@ class Service:
         if isinstance(message, messages.Goodbye):
             self._lead.post(said, lambda: self._roster.left(hello.island, time.time()))
             return
-        door.check_report(hello, message, self._lead.config.fragments)
+        check_report(hello, message, self._lead.config.fragments)
         self._lead.post(said, lambda: self._measured(hello.island, message))
 
     def disconnect(self, session: Session) -> None:
@@ -230,12 +312,12 @@ class Service:
     def profile(self, order: messages.ProfileOrder) -> dict[str, Any]:
         """Have an island trace some steps; see `Client.profile`."""
         state = self._lead.state
-        if wrong := profiling.refusal(state, order):
+        if wrong := steering.trace_refusal(state, order):
             raise Refused("profile", wrong)
         logger.info("an operator: trace %d steps of %s", order.steps, order.island)
         request = messages.ProfileRequest(
             steps=order.steps,
-            within_s=profiling.within_s(state, order, self._time_budget_s),
+            within_s=steering.trace_within_s(state, order, self._time_budget_s),
         )
         self._sessions.tell(state.islands[order.island].session, request)
         return {"folder": f"{run_files.PROFILES}/{order.island}-STEP"}

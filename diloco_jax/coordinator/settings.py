@@ -1,25 +1,41 @@
-"""Derive the settings of decisions and of the outer optimizer from a config."""
+"""What a coordinator's parts are given, by the config: settings of decisions and of the
+outer optimizer, servers, and the bytes of what it writes and sends.
+
+No island is believed that says it is much faster than published peak rates and the
+config allow (`least_seconds`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from typing import Any
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from diloco_jax import machine, merge_route
-from diloco_jax.config import Config, ConfigError, InnerConfig, Placement, RunConfig
-from diloco_jax.coordinator.least_seconds import UNDESCRIBED, least_seconds
+from diloco_jax.config import (
+    Config,
+    ConfigError,
+    InnerConfig,
+    IslandConfig,
+    Placement,
+    RunConfig,
+)
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.core.learning_rate import learning_rate
-from diloco_jax.core.outer import OuterSettings
+from diloco_jax.core.outer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
+from diloco_jax.hardware.tpus import chip_of, find_slice
 from diloco_jax.models.flops import least_sequence_flops
+from diloco_jax.protocol.coordinator.islands import SHORTEST_STEP_S
 from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.coordinator.steering import MOST_ADMITTED
-from diloco_jax.protocol.coordinator.wall_time import SHORTEST_STEP_S
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.bulk_server import BulkHandlers, BulkServer
 from diloco_jax.wire.server import Handlers, Server
@@ -243,3 +259,83 @@ def require_ports(
     addresses.require_loopback(placement.bind)
     if placement.metrics_bind:
         addresses.require_free(placement.metrics_bind, 1)
+
+
+ANY_DEVICE_FLOPS_PER_S = 1e16
+"""Rate that no device of the islands without a topology is above: twice the peak of the
+fastest chips of 2026."""
+
+
+UNDESCRIBED_DEVICES = 1024
+"""Devices, as fast as that, of an island that the config does not describe."""
+
+
+UNDESCRIBED = ""
+"""The key of such islands."""
+
+
+def least_seconds(config: Config, sequence: float) -> dict[str, float]:
+    """Return the least seconds of a sequence by island; 0 if nothing is known.
+    sequence: its least FLOPs; 0 if they are not known."""
+    described = {
+        name: max(
+            sequence / _flops_per_s(name, island),
+            island.step_seconds / island.batch_size,
+        )
+        for name, island in config.islands.items()
+    }
+    others = sequence / (UNDESCRIBED_DEVICES * ANY_DEVICE_FLOPS_PER_S)
+    return {**described, UNDESCRIBED: others}
+
+
+def _flops_per_s(name: str, island: IslandConfig) -> float:
+    if not island.topology:
+        return island.devices * ANY_DEVICE_FLOPS_PER_S
+    found = find_slice(island.topology, f"islands.{name}.topology")
+    return max(found.chips, island.devices) * chip_of(found).flops_per_s
+
+
+class StateSizes(NamedTuple):
+    """Bytes of a model's state, as the coordinator writes it."""
+
+    state: int
+    """All fragments in a snapshot: Theta, anchor and outer state."""
+    largest: int
+    """The largest of them."""
+    publish: int
+    """One publish of each fragment."""
+
+
+def state_sizes(run: RunConfig, plan: FragmentPlan) -> StateSizes:
+    """Return the bytes of the state. run: with a resolved outer optimizer."""
+    outer, largest = _outer_state_bytes(outer_settings(run), plan), max(plan.sizes)
+    return StateSizes(
+        state=8 * plan.total + outer,
+        largest=8 * largest + math.ceil(outer * largest / plan.total),
+        publish=sum(payload_bytes(run.sync.codec_down, plan)),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def payload_bytes(codec: str, plan: FragmentPlan) -> list[int]:
+    """Return the bytes of each encoded fragment."""
+    chosen = get_codec(codec)
+    return [PayloadLayout.of(chosen, p).total_bytes for p in plan.fragments]
+
+
+def next_snapshots(placement: Placement, state: int, largest: int, held: int) -> int:
+    """Return the bytes of snapshots that a disk must have free for the next round: what
+    it lacks of the kept ones, at most one of each fragment, and one that is being
+    written. state, largest: see `StateSizes`. held: bytes of snapshots that it has."""
+    return min(state, max(0, placement.snapshots_kept * state - held)) + largest
+
+
+@functools.lru_cache(maxsize=16)
+def _outer_state_bytes(settings: OuterSettings, plan: FragmentPlan) -> int:
+    outer = make_outer(settings)
+
+    def init() -> Any:
+        return outer.init(tuple(jnp.zeros(piece.shape) for piece in plan.pieces))
+
+    state = jax.eval_shape(init)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from diloco_jax.coordinator import door
+from diloco_jax.coordinator import service
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.coordinator import admission
+from diloco_jax.protocol.coordinator import members
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Refused
@@ -34,8 +34,8 @@ class TooLate:
 
     def connect(self, hello: messages.Hello, session: Session) -> None:
         """Raise Refused, as the protocol says it."""
-        door.check_hello(hello)
-        refusal = admission.refusal(self._config, self._state, hello)
+        service.check_hello(hello)
+        refusal = members.entry_refusal(self._config, self._state, hello)
         assert refusal is not None  # Nobody is let into a run that is over.
         raise Refused(refusal.code, refusal.message)
 

@@ -1,13 +1,24 @@
 """Notice what no decision sees: hanging, slow or diverging islands, clock jumps,
-growing memory, a disk that fills.
+growing memory, a disk that fills, a machine that sleeps, a lead that hangs.
 
-It reads the status, and this machine. It decides nothing: it tells people, once for
-each time that something begins, and gives freed memory back.
+The `Watchdog` reads the status, and this machine. It decides nothing: it tells people,
+once for each time that something begins, and gives freed memory back.
+
+A disk, or a piece of code of one's own, that never answers holds the thread of
+decisions for ever, while the others go on: such a coordinator accepts islands and
+answers `diloco status`, and nothing is merged. `TurnWatch` ends its process. Whoever
+supervises it starts it again, as after a kill: what was decided and seen is durable.
+
+The monotonic clock stands still while a machine sleeps, or is stopped as a virtual
+machine, on Linux. Silences and waits go by it: nobody could be heard then, and nobody
+is late. A permission that others count as well goes by `clock`.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import math
+import os
 import shutil
 import statistics
 import time
@@ -15,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_jax.config import Placement
+from diloco_jax.errors import EXIT_FAILED
 from diloco_jax.machine import (
     LITTLE_DISK_BYTES,
     give_memory_back,
@@ -23,6 +36,7 @@ from diloco_jax.machine import (
 )
 from diloco_jax.observability.exported import Readings
 from diloco_jax.observability.measures import RecentGoodput
+from diloco_jax.process import QuietWatch, leave_at_once
 
 HANGING_STEPS = 20
 """Median steps without a step after which an island hangs, at least three time
@@ -306,3 +320,77 @@ class Watchdog:
                     f"of snapshots and publishes needs {least / 1e6:.0f}: merges wait "
                     f"once it is full; free some space there",
                 )
+
+
+TOLD_WITHIN_S = 10.0
+"""Most seconds for the last words of a process: its log may be what hangs."""
+
+
+class TurnWatch(QuietWatch):
+    """Watches the lead's turns, each of which ends with a `touch`. A turn that waits
+    for space on a full disk touches as it tries again."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        hangs: Callable[[str], None] = lambda text: leave_at_once(EXIT_FAILED),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """placement: with the outage budget of the run's size (`restart_time`). A turn
+        may have to wait until the disk has taken what others wrote to it, which is less
+        than a restart reads."""
+        self._placement = placement
+        limit_s = placement.outage_budget_s + placement.deadlines.pin_s
+        super().__init__(limit_s, hangs, clock)
+
+    def words(self, quiet_s: float) -> str:
+        """See `QuietWatch`."""
+        placement = self._placement
+        return (
+            f"hangs: no turn of the coordinator's decisions has ended for "
+            f"{quiet_s:.0f} s; one may take placement.outage_budget_s = "
+            f"{placement.outage_budget_s:g} and {placement.deadlines.pin_s:g} s more, "
+            f"by placement.time_budget_s = {placement.time_budget_s:g}; the process "
+            f"ends, to be started again"
+        )
+
+    def _tell(self) -> None:
+        # A thread without Python's lock: a pipe that nobody reads may hold that, too.
+        # Its exit code is 1, EXIT_FAILED.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(TOLD_WITHIN_S, exit=True, file=nowhere)
+        try:
+            super()._tell()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            os.close(nowhere)
+
+
+LEAST_S = 1.0
+"""Shortest sleep that is noticed. A clock that is merely corrected moves by less."""
+
+
+def clock() -> float:
+    """Return seconds that also pass while the machine sleeps, where it has them."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boot is None else time.clock_gettime(boot)
+
+
+class Sleeps:
+    """Notices how long the monotonic clock stood still, by the time of day. That is set
+    as a machine wakes up, and a virtual one by the tools of its host."""
+
+    def __init__(
+        self,
+        unix: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._unix, self._monotonic = unix, monotonic
+        self._ahead_s = unix() - monotonic()
+
+    def since_last_s(self) -> float:
+        """Return the seconds of sleep since the last call, 0 if there was none. A time
+        of day that was wrong, and is put forward, looks the same."""
+        ahead_s = self._unix() - self._monotonic()
+        slept_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
+        return slept_s if slept_s >= LEAST_S else 0.0

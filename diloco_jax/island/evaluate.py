@@ -11,7 +11,7 @@ from diloco_jax.island.device.replica import WatchedModel
 from diloco_jax.island.device.step import Trainer
 from diloco_jax.island.timing import Timing, mean
 from diloco_jax.models.model import Params
-from diloco_jax.protocol.island.watching import Watching
+from diloco_jax.protocol.island.boundary import Watching
 
 
 class Evaluation(NamedTuple):

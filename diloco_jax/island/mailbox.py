@@ -24,8 +24,7 @@ from diloco_jax.protocol.island.boundary import Decision, Ending
 from diloco_jax.protocol.island.conversation import Conversation, Errand
 from diloco_jax.protocol.island.reporting import Status
 from diloco_jax.protocol.messages import FromCoordinator, Short
-from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import Record, Version
+from diloco_jax.protocol.values import EndReason, Record, Version
 
 
 class Mailbox:

@@ -50,8 +50,7 @@ from diloco_jax.machine import give_memory_back
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.process import uncollected
 from diloco_jax.protocol.island.books import Books
-from diloco_jax.protocol.island.boundary import Boundary
-from diloco_jax.protocol.island.watching import Watching
+from diloco_jax.protocol.island.boundary import Boundary, Watching
 from diloco_jax.protocol.messages import ProfileRequest
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire import principal

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from diloco_jax.config import Config
-from diloco_jax.coordinator.settings import admitted, room_needed
-from diloco_jax.coordinator.sizes import payload_bytes
+from diloco_jax.coordinator.settings import admitted, payload_bytes, room_needed
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import (
     MIB,

@@ -5,7 +5,7 @@ All of it is arithmetic from sizes of payloads and from measured rates
 room for the worst. Each of its terms follows from the code that writes: snapshots of
 fragments in turns (`coordinator/snapshots.py`), publishes since the oldest kept one
 (`publishes.py` of `coordinator/holding/`), lines that are never deleted
-(`observability/`), deltas that memory has no place for (`rooms.py` there).
+(`observability/`), deltas that memory has no place for (`Rooms` there).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Literal
 
 from diloco_jax import restart_time
 from diloco_jax.config import Placement, RunConfig, SyncConfig
-from diloco_jax.coordinator.holding import rooms
+from diloco_jax.coordinator.holding import inbox
 from diloco_jax.coordinator.holding.holder import CORES_PER_MERGE, merges_at_once
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES
 from diloco_jax.coordinator.service import METRICS_EVERY_S
-from diloco_jax.coordinator.sizes import payload_bytes, state_sizes
+from diloco_jax.coordinator.settings import payload_bytes, state_sizes
 from diloco_jax.coordinator.snapshots import BUSY_SHARE
 from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
@@ -259,7 +259,7 @@ def plan_disk(
     late_log = math.ceil((0.5 * rounds + 1) * publish)
     least_log = math.ceil((kept + 1) * publish)  # As above, with a round a cycle.
     # A delta is put on the disk only where this stays free.
-    spared = max(SPARED_BYTES, rooms.SPARED_BYTES_EACH * params if deltas else 0)
+    spared = max(SPARED_BYTES, inbox.SPARED_BYTES_EACH * params if deltas else 0)
     reserve = late_log + deltas + spared
     return DiskPlan(
         snapshots=snapshots,

@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from diloco_jax.protocol.reasons import EndReason
 from diloco_jax.protocol.values import (
     ISLAND_NAME,
     LEAD,
     MOST_POSITION,
     Count,
+    EndReason,
     Outstanding,
     Phase,
     Rate,
@@ -41,7 +41,7 @@ MAX_BYTES = 2**56
 MAX_TOKENS = 2**56
 """Most tokens of one incarnation: sums over many incarnations still fit in 64 bits."""
 
-# Bounds on single numbers do not bound their products: see `coordinator/door.py`.
+# Bounds on single numbers do not bound their products: see `coordinator/service.py`.
 Sequences = Annotated[int, Meta(ge=1, le=2**24)]
 Tokens = Annotated[int, Meta(ge=1, le=2**40)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]

@@ -3,7 +3,7 @@
 A line of the log or the tape is one of these structs as a JSON object; `kind` names it.
 Records in `Durable` are on both, and recovery reads them back. Records in `Noted` are
 only on the tape, for replay and people. The records that a coordinator
-notes about itself are in `coordinator/notes.py`.
+notes about itself are in `coordinator/journal.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from diloco_jax.protocol.reasons import EndReason, RefusalReason
-from diloco_jax.protocol.values import Contribution, Record, Span, Verdict, Version
+from diloco_jax.protocol.values import (
+    Contribution,
+    EndReason,
+    Record,
+    RefusalReason,
+    Span,
+    Verdict,
+    Version,
+)
 
 R = TypeVar("R", bound="Written")
 

@@ -1,12 +1,16 @@
 """Values in events, records and effects: versions, data, deltas, records of islands.
 
-Steps count from 0 within an incarnation. Intervals of steps are half-open. `tokens`
-counts the tokens of one island.
+Steps count from 0 within an incarnation. Intervals of steps are half-open; sets of
+numbers are sorted, disjoint `Span`s. `tokens` counts the tokens of one island.
+
+Reasons for lost steps, under which the ledger books them, are words for programs, from
+a fixed set. A peer's explanation for people goes to the log and the tape (`said`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -69,6 +73,45 @@ class Span(NamedTuple):
 
     start: int
     stop: int
+
+
+def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the numbers that are in any of `spans`, which may overlap."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if span.start >= span.stop:
+            continue
+        if found and span.start <= found[-1].stop:
+            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+def spans_without(spans: Iterable[Span], taken: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the numbers that are in any of `spans` and in none of `taken`."""
+    left = join_spans(spans)
+    for span in join_spans(taken):
+        left = tuple(part for kept in left for part in _cut(kept, span))
+    return left
+
+
+def common_spans(spans: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the numbers that are in any of `spans` and in any of `others`."""
+    inside = list(others)
+    return join_spans(
+        Span(max(a.start, b.start), min(a.stop, b.stop)) for a in spans for b in inside
+    )
+
+
+def _cut(span: Span, taken: Span) -> Iterable[Span]:
+    if taken.stop <= span.start or span.stop <= taken.start:
+        yield span
+        return
+    if span.start < taken.start:
+        yield Span(span.start, taken.start)
+    if taken.stop < span.stop:
+        yield Span(taken.stop, span.stop)
 
 
 OfFragment = Literal["took", "adopted", "reopened", "dropped", "reset", "carried"]
@@ -156,3 +199,50 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def steps(self) -> int:
         """Steps whose effect is in the delta."""
         return self.end - self.start
+
+
+EndReason = Literal[
+    "finished", "stopped", "preempted", "refused", "failed", "died", "absent"
+]
+"""Reason for which an incarnation ended with open steps. stopped: it was asked to end,
+or the whole run was. refused: it was not let in, or was put out for an impossible
+claim or by an operator. died: another incarnation replaced it, and it had said no
+goodbye. finished, absent: the run ended first, with the island live or absent."""
+
+FAILURES: Final[frozenset[EndReason]] = frozenset(("failed", "died"))
+"""Ends that another attempt may repeat; nobody asked for them."""
+
+RefusalReason = Literal[
+    "non_finite",
+    "out_of_bounds",
+    "quarantined",
+    "stale",
+    "future",
+    "overlap",
+    "empty",
+    "refused",
+]
+"""Reason for which a delta is not merged; its steps are lost if the island gives them
+up. out_of_bounds: it is much longer than the others' deltas. quarantined: it is within
+bounds, but too many before it were not. stale: its base lags the current version too
+far. future: its base is a version that no merge has made. overlap: some of its steps
+are settled. refused: the island gave the delta up without being told to."""
+
+Refusal = RefusalReason | Literal[""]
+"""Reason for which a delta is not merged; empty: it is fit."""
+
+LossReason = EndReason | RefusalReason | Literal["coordinator", "worker", "overwritten"]
+"""Reason for lost steps. coordinator: it was killed with deltas that it had not merged.
+worker: likewise, of a worker.
+overwritten: an adoption undid the steps."""
+
+STOPPED: Final = "stopped"
+STALE: Final = "stale"
+FUTURE: Final = "future"
+WORKER: Final = "worker"
+# The local value is unusable.
+NON_FINITE: Final = "non_finite"
+OUT_OF_BOUNDS: Final = "out_of_bounds"
+QUARANTINED: Final = "quarantined"
+# A reopened delta would overlap again.
+OVERLAP: Final = "overlap"

@@ -22,15 +22,13 @@ from diloco_jax.config import (
     shared_fields,
 )
 from diloco_jax.coordinator import summary
-from diloco_jax.coordinator.door import Likeness
 from diloco_jax.coordinator.gatherer import Gatherer
 from diloco_jax.coordinator.holding.holder import StoreHolder
-from diloco_jax.coordinator.holding.inbox import Inbox
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.holding.rooms import Rooms
 from diloco_jax.coordinator.lead import Lead
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.service import Service
+from diloco_jax.coordinator.service import Likeness, Service
 from diloco_jax.coordinator.sessions import Sessions
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import get_codec

@@ -27,8 +27,8 @@ from diloco_jax.coordinator.gatherer import Gatherer
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.deadlines import Deadlines
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.state import State, initial
-from diloco_jax.protocol.new_term import gathering
 from diloco_jax.wire import encoding, frames, principal
 from diloco_jax.wire.errors import ConnectionLost, Failure, WireError
 from diloco_jax.wire.frames import BulkConnection

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.coordinator.holding.anchors import LostFragments, key_of, layouts_of
-from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.rooms import Rooms
+from diloco_jax.coordinator.holding.inbox import Inbox, Rooms
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol.holding import AwaitAnchor, LostFragment
 from diloco_jax.protocol.values import Version

@@ -17,10 +17,10 @@ from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.workers import process, rendezvous
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.signs import sign_of_life
-from diloco_jax.protocol.holding import RestoreFragments
-from diloco_jax.protocol.working import (
+from diloco_jax.protocol.holding import (
     BeginWorker,
     EndWorker,
+    RestoreFragments,
     WorkerAlive,
     from_worker,
 )

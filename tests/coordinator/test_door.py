@@ -13,9 +13,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.events import Disconnected, Said
-from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.events import Offered
+from diloco_jax.protocol.coordinator.gathering import Offered
 from diloco_jax.wire.errors import Refused, WireError
 
 # ---- what peers say ---------------------------------------------------------------

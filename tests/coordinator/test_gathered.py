@@ -28,7 +28,7 @@ def test_a_gatherer_gives_up_what_it_holds_once_the_parameters_are_made() -> Non
     inbox = weakref.ref(gatherer._inbox)
     assert len(arrays) == len(PLAN.pieces)
     params = gatherer.gather().params
-    params.clear()  # As `term.begin` does, which makes Theta of them.
+    params.clear()  # As `origin.begin` does, which makes Theta of them.
     gc.collect()
     # The gatherer itself stays: the server has its handlers until the term begins.
     assert not any(array() is not None for array in arrays)

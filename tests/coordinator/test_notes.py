@@ -4,20 +4,20 @@ import json
 
 import pytest
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.protocol import records
 
 HERE = {"environment": {"jax": "0.9"}}
 MADE_OF = {"fingerprint": "f1", "plan": "p1"}
 LINES = {
-    notes.Begun: {
+    journal.Begun: {
         "kind": "begun",
         "run_id": "r",
         **MADE_OF,
         "total_tokens": 1000,
         **HERE,
     },
-    notes.Recovered: {
+    journal.Recovered: {
         "kind": "recovered",
         "snapshot": 2,
         "snapshot_versions": [[1, 3], [1, 4]],
@@ -27,7 +27,7 @@ LINES = {
         "parameters_digest": "feed",
         **HERE,
     },
-    notes.Term: {
+    journal.Term: {
         "kind": "term",
         "term": 2,
         "run_id": "r",
@@ -40,7 +40,7 @@ LINES = {
         "parameters_digest": "feed",
         **HERE,
     },
-    notes.Measured: {
+    journal.Measured: {
         "kind": "measured",
         "fragment": 1,
         "version": [1, 3],
@@ -49,13 +49,13 @@ LINES = {
         "step_ratio": 0.5,
         "directions": [0.5, -0.25, None],
     },
-    notes.Digested: {
+    journal.Digested: {
         "kind": "digested",
         "fragment": 1,
         "version": [1, 3],
         "digest": "feed",
     },
-    notes.Hello: {
+    journal.Hello: {
         "kind": "hello",
         "island": "a",
         "incarnation": 2,
@@ -63,20 +63,20 @@ LINES = {
         **HERE,
         "peer": "ipv4:10.0.0.2:4000",
     },
-    notes.WorkerRecovered: {
+    journal.WorkerRecovered: {
         "kind": "worker_recovered",
         "worker": 1,
         "fragments": [1, 3],
         "snapshot_versions": [[1, 3], [2, 4]],
         "away_seconds": 2.5,
     },
-    notes.Compiled: {"kind": "compiled"},
-    notes.Alert: {"kind": "alert", "text": "slow"},
+    journal.Compiled: {"kind": "compiled"},
+    journal.Alert: {"kind": "alert", "text": "slow"},
 }
 
 
 def test_every_kind_is_here():
-    assert set(LINES) == set(notes.Note.__args__)
+    assert set(LINES) == set(journal.Note.__args__)
 
 
 def test_no_kind_is_one_of_the_policys():
@@ -87,6 +87,6 @@ def test_no_kind_is_one_of_the_policys():
 
 @pytest.mark.parametrize(("kind", "line"), LINES.items(), ids=lambda x: str(x)[:20])
 def test_the_tape_reads_back(kind, line):
-    dated = notes.dated(records.from_tape({**line, "time": 1.5}, kind))
+    dated = journal.dated(records.from_tape({**line, "time": 1.5}, kind))
     assert dated.pop("time") > 1.5
     assert json.loads(json.dumps(dated)) == line

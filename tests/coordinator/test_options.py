@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax.coordinator.options import DRAWN, CoordinatorOptions, with_source
+from diloco_jax.coordinator.going_on import DRAWN, CoordinatorOptions, with_source
 from diloco_jax.errors import ConfigError
 
 

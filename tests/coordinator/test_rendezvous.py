@@ -16,8 +16,7 @@ from diloco_jax import run_files
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.line import write_frame
 from diloco_jax.coordinator.workers.rendezvous import Rendezvous, Survivor
-from diloco_jax.protocol.outposts import first_number
-from diloco_jax.protocol.working import BeginWorker, EndWorker
+from diloco_jax.protocol.holding import BeginWorker, EndWorker, first_number
 
 pytestmark = pytest.mark.skipif(
     not rendezvous.HAS_SURVIVORS, reason="workers end with their lead here"

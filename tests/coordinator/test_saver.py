@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco_jax.coordinator.holding.saver import Saver
+from diloco_jax.coordinator.holding.fragment_snapshots import Saver
 from diloco_jax.protocol.values import Version
 
 NEWEST = Version(1, 2)

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from diloco_jax.config import RunConfig, shared_fields
-from diloco_jax.coordinator.door import Likeness
-from diloco_jax.coordinator.service import Service
+from diloco_jax.coordinator.service import Likeness, Service
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.coordinator.events import SaidAhead

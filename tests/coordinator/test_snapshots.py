@@ -17,12 +17,12 @@ from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.coordinator.snapshots import (
     SnapshotWriter,
+    StateSnapshots,
     flat,
     state_path,
     states,
     versions,
 )
-from diloco_jax.coordinator.state_snapshots import StateSnapshots
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.protocol.coordinator.state import initial
 from diloco_jax.protocol.values import Version

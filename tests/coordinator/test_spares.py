@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diloco_jax.coordinator.holding.spares import CACHE_LINE, Spares
+from diloco_jax.coordinator.holding.store import CACHE_LINE, Spares
 
 
 def place(array: np.ndarray) -> int:

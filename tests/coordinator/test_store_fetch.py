@@ -11,8 +11,8 @@ from coordinator_support import PIN_S, arrays, load
 from pieces import to_pieces
 from store_support import merge_once
 
-from diloco_jax.coordinator.holding.pins import PINNED_VERSIONS
 from diloco_jax.coordinator.holding.store import (
+    PINNED_VERSIONS,
     RETAINED_PUBLISHES,
     Store,
 )
@@ -126,7 +126,7 @@ def test_of_too_many_versions_that_are_fetched_the_oldest_goes(store):
 def test_an_anchor_that_nobody_fetches_any_more_is_freed(store, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("diloco_jax.coordinator.holding.pins.time", clock)
+    monkeypatch.setattr("diloco_jax.coordinator.holding.store.time", clock)
     store.fetch(0, Version(1, 0), None)
     pinned = weakref.ref(store.arrays(0)["anchor"][0])
     merge_once(store, 0, Version(1, 1))
@@ -142,7 +142,7 @@ def test_an_anchor_stays_while_it_is_fetched_however_long_that_takes(
 ):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("diloco_jax.coordinator.holding.pins.time", clock)
+    monkeypatch.setattr("diloco_jax.coordinator.holding.store.time", clock)
     slow, quick = (store.fetch(0, Version(1, 0), None) for _ in range(2))
     merge_once(store, 0, Version(1, 1))
     del quick

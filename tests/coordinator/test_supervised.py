@@ -27,19 +27,21 @@ from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.coordinator.workers.supervised import Supervised
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
+    BeginWorker,
     Forget,
     FragmentsRestored,
     HolderTroubled,
     RestoreFragments,
+    WorkerFailed,
+    WorkerServes,
 )
-from diloco_jax.protocol.working import BeginWorker, WorkerFailed, WorkerServes
 
 PATIENCE_S = 60.0
 SERVES_AND_ENDS = """
 import socket, sys
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.protocol.holding import FragmentsRestored
-from diloco_jax.protocol.working import WorkerServes
+from diloco_jax.protocol.holding import WorkerServes
 
 end = socket.socket(fileno=int(sys.argv[1]))
 read_frame(end), read_frame(end)
@@ -51,7 +53,7 @@ TELLS_WHAT_IT_FORGETS = """
 import socket, sys
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.protocol.holding import Forget, FragmentsRestored, HolderTroubled
-from diloco_jax.protocol.working import EndWorker, WorkerServes, to_worker
+from diloco_jax.protocol.holding import EndWorker, WorkerServes, to_worker
 
 end = socket.socket(fileno=int(sys.argv[1]))
 read_frame(end), read_frame(end)
@@ -66,7 +68,7 @@ while not isinstance(message := to_worker(read_frame(end)), EndWorker):
 FAILS = """
 import errno, socket, sys
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
-from diloco_jax.protocol.working import WorkerFailed
+from diloco_jax.protocol.holding import WorkerFailed
 
 end = socket.socket(fileno=int(sys.argv[1]))
 read_frame(end), read_frame(end)

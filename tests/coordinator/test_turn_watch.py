@@ -13,9 +13,9 @@ import time
 import pytest
 
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import disk_wait
-from diloco_jax.coordinator.disk_wait import DiskWait
-from diloco_jax.coordinator.hanging import TurnWatch
+from diloco_jax.coordinator import disk_space
+from diloco_jax.coordinator.disk_space import DiskWait
+from diloco_jax.coordinator.watchdog import TurnWatch
 from diloco_jax.process import LOOK_S
 
 WAIT_S = 60.0
@@ -54,7 +54,7 @@ def test_a_turn_may_take_as_long_as_a_disk_that_is_busy_and_no_longer():
 
 
 def test_a_wait_for_space_on_a_full_disk_is_no_hang(monkeypatch):
-    monkeypatch.setattr(disk_wait, "AGAIN_S", 0.0)
+    monkeypatch.setattr(disk_space, "AGAIN_S", 0.0)
     disk, touches, attempts = DiskWait(WAIT_S, lambda: False), [], []
     disk.touch = lambda: touches.append(len(attempts))
 
@@ -71,10 +71,10 @@ TURNING = """
 import logging, sys, threading, time
 from diloco_jax import process
 from diloco_jax.config import Placement
-from diloco_jax.coordinator import hanging
+from diloco_jax.coordinator import watchdog
 from diloco_jax.coordinator.lead import EngineThread
 logging.basicConfig(stream=sys.stderr)
-process.LOOK_S, hanging.TOLD_WITHIN_S = 0.05, 0.5
+process.LOOK_S, watchdog.TOLD_WITHIN_S = 0.05, 0.5
 class Engine:
     state = None
     def decide(self, event, now):
@@ -93,7 +93,7 @@ lead = EngineThread(Engine(), often, lambda: None, lambda event: None, house)
 placement = Placement(time_budget_s=LIMIT / 12, outage_budget_s=LIMIT / 2)
 if len(sys.argv) > 1:
     threading.Timer(0.5, lead.post, (globals()[sys.argv[1]],)).start()
-with hanging.TurnWatch(placement) as watch:
+with watchdog.TurnWatch(placement) as watch:
     lead.touch = watch.touch
     watch.start()
     lead.run()

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.config.loading import read_config, write_config_json
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.files import write_json
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import Contribution, Record, Version
@@ -81,7 +81,7 @@ class Writing:
         self.out: tuple[int, int, tuple[str, ...]] | None = None
 
     def lines(self) -> Iterator[Line]:
-        begun = notes.Begun(
+        begun = journal.Begun(
             run_id="made",
             fingerprint="f",
             plan="p",
@@ -109,7 +109,7 @@ class Writing:
     def join(self, name: str, time: float) -> Iterator[Line]:
         incarnation = self.incarnations[name]
         self.joined[name], self.seqs[name] = int(time), 0
-        hello = notes.Hello(
+        hello = journal.Hello(
             island=name,
             incarnation=incarnation,
             config={"stands_for": f"{name[:3]}-16"},
@@ -127,7 +127,7 @@ class Writing:
         yield self.tape(joined, time + 0.1)
 
     def recover(self, second: int) -> Iterator[Line]:
-        recovered = notes.Recovered(
+        recovered = journal.Recovered(
             snapshot=3,
             snapshot_versions=(Version(),),
             records=17,

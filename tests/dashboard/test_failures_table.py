@@ -6,7 +6,7 @@ import pytest
 from made_runs import BEGIN, MadeRun, Outage
 from test_timeline import Told, recovered
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.dashboard import failures
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.protocol import records
@@ -86,7 +86,7 @@ def test_a_gap_tells_by_its_steps_what_it_was(told, steps, why, idle):
 def keeps_writing(told: Told, start: float, stop: float) -> None:
     """The coordinator writes of others, twice a second."""
     while start < stop:
-        told.tape(start, notes.Alert(text="of something else"))
+        told.tape(start, journal.Alert(text="of something else"))
         start += 0.5
 
 
@@ -140,7 +140,7 @@ def test_quarantine_is_a_failure_until_the_release(told):
 def test_a_worker_that_came_back_had_ended(told):
     told.tape(
         31.0,
-        notes.WorkerRecovered(worker=2, fragments=(1, 3), snapshot_versions=()),
+        journal.WorkerRecovered(worker=2, fragments=(1, 3), snapshot_versions=()),
     )
     assert [one.who for one in found(told)] == ["worker 2"]
 

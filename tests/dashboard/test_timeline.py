@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import BEGIN, TOKENS_PER_STEP, MadeRun, Outage
 
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.dashboard.timeline import STATES, Grid, Timeline
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import Contribution, Record, Version
@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self) -> None:
         self.timeline, self.seq = Timeline(), 0
-        begun = notes.Begun(
+        begun = journal.Begun(
             run_id="r", fingerprint="f", plan="p", total_tokens=9, environment={}
         )
         self.tape(0.0, begun)
@@ -161,8 +161,8 @@ def test_an_island_that_ended_with_the_coordinator_was_away(told):
     }
 
 
-def recovered() -> notes.Recovered:
-    return notes.Recovered(
+def recovered() -> journal.Recovered:
+    return journal.Recovered(
         snapshot=1,
         snapshot_versions=(),
         records=2,
@@ -260,7 +260,7 @@ def test_what_an_older_incarnation_says_late_is_not_the_new_ones(told):
 def test_events_have_whole_sentences(told):
     told.join(1.0)
     told.left(2.0, "died")
-    told.tape(3.0, notes.Alert(text="something"))
+    told.tape(3.0, journal.Alert(text="something"))
     assert [event.text for event in told.timeline.events][1:] == [
         "a #1 joins with 100 tokens a step",
         "a #1 ended after 3 steps: died; 200 tokens are lost",

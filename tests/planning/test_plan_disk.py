@@ -11,16 +11,14 @@ from plan_support import CONFIG
 
 from diloco_jax.checkpoint import whose
 from diloco_jax.config import OuterConfig, Placement
-from diloco_jax.coordinator import notes, service, snapshots
-from diloco_jax.coordinator.holding import rooms
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
+from diloco_jax.coordinator import journal, service, snapshots
+from diloco_jax.coordinator.holding import inbox
+from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots, Saver
 from diloco_jax.coordinator.holding.publishes import SPARED_BYTES, Publishes
-from diloco_jax.coordinator.holding.saver import Saver
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
-from diloco_jax.coordinator.settings import policy_config
-from diloco_jax.coordinator.sizes import payload_bytes
-from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.settings import payload_bytes, policy_config
+from diloco_jax.coordinator.snapshots import StateSnapshots
 from diloco_jax.models.build import build
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape
@@ -202,8 +200,8 @@ def lines_of_merge(islands):
         digest="94abd4745a2f4f5c39dcecc84a61994e",
         payload_bytes=250_000_000,
     )
-    yield notes.Measured(**common, **MEASURES, directions=directions(islands))
-    yield notes.Digested(**common, digest="bf" * 32)
+    yield journal.Measured(**common, **MEASURES, directions=directions(islands))
+    yield journal.Digested(**common, digest="bf" * 32)
 
 
 @pytest.mark.parametrize(("islands", "sources"), [(2, 0), (16, 0), (2, 12)])
@@ -215,7 +213,7 @@ def test_lines_take_the_bytes_that_the_product_writes(islands, sources, tmp_path
     merges, reports = 40, 30
     for _ in range(merges):
         for line in lines_of_merge(islands):
-            tape.append(notes.dated(line))
+            tape.append(journal.dated(line))
         metrics.append(
             {
                 **{"kind": "merge", "time": 1795590681.0450268, "fragment": 47},
@@ -257,7 +255,7 @@ def test_deltas_wait_on_the_disk_only_where_memory_is_full():
     assert (roomy.deltas, roomy.spared) == (0, SPARED_BYTES)
     tight = planned(Placement(merge_buffer_bytes=most - 1000), 10.0)
     assert tight.deltas == 1000
-    spared = rooms.SPARED_BYTES_EACH * PLAN.total
+    spared = inbox.SPARED_BYTES_EACH * PLAN.total
     assert tight.spared == max(SPARED_BYTES, spared)
     assert tight.expected == roomy.expected
     assert tight.reserve == tight.late_log + 1000 + tight.spared

@@ -10,7 +10,7 @@ from plan_support import CONFIG
 
 from diloco_jax.config import OuterConfig, Placement
 from diloco_jax.coordinator.holding.inbox import DELTAS_AT_ONCE
-from diloco_jax.coordinator.sizes import payload_bytes
+from diloco_jax.coordinator.settings import payload_bytes
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.planning.compiling import ExchangePlan

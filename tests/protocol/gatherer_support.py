@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 from kit import make_config
 from msgspec.structs import replace
 
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Report
-from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
+    LEASES_AWAITED,
     AnchorArrived,
     Effect,
     Event,
     Offered,
 )
-from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Report
 from diloco_jax.protocol.values import Version
 
 CONFIG = make_config(run_id="", outage_budget_s=250.0)

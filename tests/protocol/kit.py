@@ -33,13 +33,14 @@ from diloco_jax.protocol.coordinator.state import (
 )
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Merge, MergePrepared
 from diloco_jax.protocol.messages import Goodbye, Hello, Published, Report, TakeRequest
-from diloco_jax.protocol.reasons import EndReason, Refusal
 from diloco_jax.protocol.values import (
     FIRST_VERSION,
+    EndReason,
     Outstanding,
     Phase,
     Prepared,
     Record,
+    Refusal,
     Version,
 )
 

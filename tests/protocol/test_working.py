@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.protocol.working import BeginWorker, encode, to_worker
+from diloco_jax.protocol.holding import BeginWorker, encode, to_worker
 
 BEGIN = BeginWorker(
     config={

@@ -14,11 +14,11 @@ from runtime_support import PATIENCE_S, coordinator, make_config
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator import going_on, main
-from diloco_jax.coordinator.announcer import Announcer
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.log import RecordLog
 from diloco_jax.coordinator.roster import Roster
-from diloco_jax.coordinator.state_snapshots import StateSnapshots
+from diloco_jax.coordinator.snapshots import StateSnapshots
+from diloco_jax.coordinator.summary import Announcer
 from diloco_jax.errors import EXIT_DONE
 from diloco_jax.observability.metrics import Metrics
 from diloco_jax.observability.tape import Tape

@@ -26,7 +26,7 @@ from diloco_jax import run_files, storage
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator import main, snapshots
-from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.core.fragments import digest_all, digest_arrays
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED

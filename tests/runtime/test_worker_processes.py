@@ -30,7 +30,7 @@ from worker_support import (
 from diloco_jax import cli, run_files, storage
 from diloco_jax.coordinator import kept as kept_cycles
 from diloco_jax.coordinator import snapshots
-from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
 from diloco_jax.core.fragments import digest_arrays
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack

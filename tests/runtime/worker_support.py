@@ -12,9 +12,8 @@ import numpy as np
 
 from diloco_jax import checkpoint
 from diloco_jax.config import Config
-from diloco_jax.coordinator.holding.holder import StoreHolder
-from diloco_jax.coordinator.holding.make_holder import make_holder
-from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
+from diloco_jax.coordinator.holding.holder import StoreHolder, make_holder
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.kept import KeptCycles
 from diloco_jax.coordinator.workers.holder import WorkersHolder

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import msgspec
 
+from diloco_jax.coordinator.holding.fragment_snapshots import Saver
 from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.saver import Saver
 from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.fragments import Piece, digest_arrays

@@ -1,22 +1,30 @@
-"""Snapshots of fragments: those of a holder, beside its publishes.
+"""Snapshots of a holder's fragments: named, written in turns, and restored.
 
-Fragments are written in turns. A round of all takes `placement.snapshot_every_s`, or
-longer, so that writing takes at most a part of the disk's time.
+A round of all takes `placement.snapshot_every_s`, or longer, so that writing takes at
+most a part of the disk's time. Only versions that the lead has committed are in the
+store, so each snapshot is of one; publishes that it makes superfluous are deleted.
+
+After a crash a holder makes its fragments of them and the publishes (`restore`);
+for a new run or term it makes them of parameters (`make_store`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from etils.epath import Path as Folder
+from rich.console import Console
 
-from diloco_jax import storage
-from diloco_jax.config import Placement
-from diloco_jax.coordinator.holding.publishes import require_space
+from diloco_jax import merge_route, storage
+from diloco_jax.config import Config, Placement
+from diloco_jax.coordinator import log as durable
+from diloco_jax.coordinator.holding.publishes import Publishes, require_space
+from diloco_jax.coordinator.holding.store import Store
 from diloco_jax.coordinator.snapshots import (
     Arrays,
     Snapshots,
@@ -26,8 +34,18 @@ from diloco_jax.coordinator.snapshots import (
     fragment_path,
     versions,
 )
+from diloco_jax.core.fragments import FragmentPlan, Params, get_piece
 from diloco_jax.files import is_bucket
-from diloco_jax.protocol.values import Version
+from diloco_jax.machine import give_memory_back
+from diloco_jax.observability.terminal import bar
+from diloco_jax.protocol.holding import (
+    Committed,
+    FragmentsRestored,
+    LostFragment,
+    RestoredFragment,
+    RestoreFragments,
+)
+from diloco_jax.protocol.values import FIRST_VERSION, Version
 
 logger = logging.getLogger(__name__)
 
@@ -131,3 +149,180 @@ class FragmentSnapshots(Snapshots):
         next fragment's.
         """
         self._next = (self.fragments.index(fragment) + 1) % len(self.fragments)
+
+
+class Saver:
+    """Snapshots of one life of a holder, with its publishes."""
+
+    def __init__(
+        self,
+        store: Store,
+        snapshots: FragmentSnapshots,
+        publishes: Publishes,
+    ) -> None:
+        self._store, self._snapshots, self._publishes = store, snapshots, publishes
+        self.lost: set[int] = set()
+        """Fragments without arrays, which are not written."""
+
+    def begin(self) -> None:
+        """Write the first snapshots of a run or a term, one per fragment held here; see
+        `begin_fragment`."""
+        for fragment in self._snapshots.fragments:
+            self.begin_fragment(fragment, *self._store.current(fragment))
+
+    def begin_fragment(self, fragment: int, version: Version, arrays: Arrays) -> None:
+        """Write the first snapshot of a fragment in a run or a term; delete all its
+        older ones, and its publishes.
+
+        Raises OSError if the disk is full, ConfigError if a bucket refuses a snapshot,
+        and StorageAway if it does not answer.
+        """
+        with self._snapshots.beginning():
+            self._snapshots.save_first(fragment, version, arrays)
+        self._publishes.discard({fragment: FIRST_VERSION})
+
+    def write_due(self, now: float) -> None:
+        """Begin to write the fragment whose turn it is, if it is time for one."""
+        if not self._snapshots.writer.due(now):
+            return
+        for fragment in self._unsaved()[:1]:
+            save = self._writes(fragment)
+            self._snapshots.took_turn(fragment)
+            self._snapshots.writer.write(now, save)
+
+    def write_last(self, within_s: float | None) -> None:
+        """Write every fragment whose version is in no snapshot yet; it is durable when
+        this returns. within_s: seconds after which no other fragment is begun: its
+        publishes are on disk, and a restart goes on from them."""
+        began, unsaved = time.monotonic(), self._unsaved()
+        for written, fragment in enumerate(unsaved):
+            if within_s is not None and time.monotonic() - began >= within_s:
+                logger.info(
+                    "%d of %d fragments are in no snapshot of their newest version: "
+                    "they go on from what was published of them",
+                    len(unsaved) - written,
+                    len(self._snapshots.fragments),
+                )
+                return
+            self._writes(fragment)()
+
+    def _unsaved(self) -> list[int]:
+        unsaved = self._snapshots.unsaved(self._store.versions())
+        return [fragment for fragment in unsaved if fragment not in self.lost]
+
+    def _writes(self, fragment: int) -> Callable[[], None]:
+        """Return a function that writes a fragment as it is now, then deletes the
+        publishes that are superfluous."""
+        version, arrays = self._store.current(fragment)
+
+        def save() -> None:
+            self._snapshots.save(fragment, version, arrays)
+            self._publishes.forget(fragment, self._snapshots.oldest_of(fragment))
+
+        return save
+
+
+def make_store(config: Config, plan: FragmentPlan, params: Params | None) -> Store:
+    """Return the store of a coordinator's holder; see `Store`. Parameters of files are
+    read here, a fragment at a time, which the progress shows."""
+    placement = config.placement
+    passes = merge_route.passes_of(placement.merge_route)
+    store = Store(config.run, plan, None, placement.deadlines.reunion_s, passes)
+    if params is None:
+        return store
+    with bar(Console(stderr=True), "reading the first parameters") as report:
+        for fragment, pieces in enumerate(plan.fragments):
+            values = [get_piece(params, piece) for piece in pieces]
+            store.load(fragment, store.first(fragment, values), Version())
+            report((fragment + 1) / len(plan.fragments))
+    return store
+
+
+def restore(
+    asked: RestoreFragments,
+    store: Store,
+    snapshots: FragmentSnapshots,
+    publishes: Publishes,
+) -> FragmentsRestored:
+    """Bring every fragment to the version that the lead's log has committed. Delete the
+    publishes beyond it: their merges never were.
+
+    A fragment of which no snapshot reads, or a committed publish is missing or damaged,
+    is lost. Raises ConfigError for a snapshot of another run, and StorageAway if a
+    bucket does not answer.
+    """
+    committed = asked.fragments
+    discarded = publishes.discard({c.fragment: c.version for c in committed})
+    found, lost = [], []
+    with bar(Console(stderr=True), "restoring the fragments") as report:
+        for done, fragment in enumerate(committed, start=1):
+            try:
+                found.append(_restored(fragment, store, snapshots, publishes))
+            except (storage.SealedError, durable.DurableError) as error:
+                lost.append(LostFragment(fragment=fragment.fragment, why=str(error)))
+            give_memory_back()
+            report(done / len(committed))
+    return FragmentsRestored(
+        fragments=tuple(found),
+        lost=tuple(lost),
+        discarded=discarded,
+        environment=store.describe(),
+    )
+
+
+def alive(
+    asked: RestoreFragments, store: Store, lost: Container[int]
+) -> Iterator[RestoredFragment]:
+    """Yield the fragments of a holder that has outlived its lead, without those that it
+    had lost. Raises DurableError if one is not at its committed version."""
+    for committed in asked.fragments:
+        fragment, version = committed.fragment, committed.version
+        if fragment in lost:
+            continue
+        here, _ = store.current(fragment)
+        if here != version:
+            raise durable.DurableError(
+                f"fragment {fragment} is at version {tuple(here)} at its worker, and "
+                f"the log is at {tuple(version)}"
+            )
+        yield RestoredFragment(
+            fragment=fragment,
+            snapshot=version,
+            moved=False,
+            digest=store.digest_of(fragment),
+        )
+
+
+def _restored(
+    committed: Committed,
+    store: Store,
+    snapshots: FragmentSnapshots,
+    publishes: Publishes,
+) -> RestoredFragment:
+    """Load a fragment from its newest snapshot that can be read, and apply its later
+    publishes.
+    """
+    fragment, through = committed.fragment, committed.version
+    begin, arrays = snapshots.load(fragment, through, store.like(fragment))
+    if begin.term != through.term:
+        raise durable.DurableError(
+            f"the newest snapshot of fragment {fragment} is of version {tuple(begin)}, "
+            f"the log is at {tuple(through)}: it is of another term; restore the "
+            f"workdir from a copy"
+        )
+    store.load(fragment, arrays, begin)
+    version, moved = begin, False
+    while version < through:
+        version = version.next()
+        payload, final = publishes.read(
+            fragment, version, committed.digests.get(version.number)
+        )
+        store.replay(fragment, version, payload, final=final)
+        store.put_aside(fragment, publishes.mapped)
+        moved |= not final
+    return RestoredFragment(
+        fragment=fragment,
+        snapshot=begin,
+        moved=moved,
+        digest=store.digest_of(fragment),
+    )

@@ -16,26 +16,31 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco_jax import machine
-from diloco_jax.coordinator.holding.anchors import LostFragments
-from diloco_jax.coordinator.holding.fragment_snapshots import FragmentSnapshots
-from diloco_jax.coordinator.holding.inbox import Inbox
-from diloco_jax.coordinator.holding.publish_writing import PublishWriting
+from diloco_jax import checkpoint, machine, run_files
+from diloco_jax.config import Config
+from diloco_jax.coordinator.disk_space import given_up
+from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S, LostFragments
+from diloco_jax.coordinator.holding.fragment_snapshots import (
+    FragmentSnapshots,
+    Saver,
+    alive,
+    restore,
+)
+from diloco_jax.coordinator.holding.inbox import SPARED_BYTES_EACH, Inbox, Rooms
 from diloco_jax.coordinator.holding.publishes import Publishes
-from diloco_jax.coordinator.holding.restoring import alive, restore
-from diloco_jax.coordinator.holding.saver import Saver
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.holding.under_way import MergesUnderWay, PreparedMerge
 from diloco_jax.coordinator.kept import Keeper, telling
 from diloco_jax.core.fragment_merge import MergeResult, Squares, is_fit, length
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.errors import remedy
 from diloco_jax.faults import Faults
 from diloco_jax.machine import give_memory_back
 from diloco_jax.protocol.holding import (
@@ -46,19 +51,151 @@ from diloco_jax.protocol.holding import (
     Forget,
     FragmentsRestored,
     FromHolder,
+    HolderTroubled,
     KeepFragment,
     Merge,
     MergeDigested,
+    MergeMeasured,
     MergePrepared,
     MergesCompiled,
     RestoreFragments,
     ToHolder,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
+
+
+class PreparedMerge(NamedTuple):
+    """A merge whose publish is on disk. seconds: time that computing took."""
+
+    merge: Merge
+    merged: MergeResult
+    seconds: float
+
+    def measured(self) -> MergeMeasured:
+        """Return the numbers of the merge."""
+        contributions = self.merge.contributions
+        return MergeMeasured(
+            fragment=self.merge.fragment,
+            version=self.merge.version,
+            islands=tuple(c.island for c in contributions),
+            tokens=sum(c.tokens for c in contributions),
+            share=self.merge.share,
+            norm=self.merged.norm,
+            seconds=self.seconds,
+            measures=self.merged.measures._asdict(),
+            directions=self.merged.directions,
+        )
+
+
+class MergesUnderWay:
+    """At most one of each fragment. Orders, commits and `give_up` come from one thread;
+    the threads that compute ask whether a merge is still wanted."""
+
+    def __init__(self) -> None:
+        self._ordered: dict[int, tuple[Merge, Future[None]]] = {}
+        self._prepared: dict[int, PreparedMerge] = {}
+
+    def order(self, merge: Merge, compute: Callable[[], None]) -> Callable[[], None]:
+        """Note an ordered merge; return `compute`, for another thread, so that its end
+        is known here.
+        """
+        ended: Future[None] = Future()
+        self._ordered[merge.fragment] = merge, ended
+
+        def job() -> None:
+            try:
+                compute()
+            finally:
+                ended.set_result(None)
+
+        return job
+
+    def is_wanted(self, merge: Merge) -> bool:
+        """Tell whether an ordered merge has not been given up."""
+        ordered = self._ordered.get(merge.fragment)
+        return ordered is not None and ordered[0] is merge
+
+    def prepared(self, prepared: PreparedMerge) -> None:
+        """Note that a merge is prepared."""
+        self._prepared[prepared.merge.fragment] = prepared
+
+    def pop(self, fragment: int) -> PreparedMerge:
+        """Return the prepared merge of a fragment, which is committed."""
+        self._ordered.pop(fragment, None)
+        return self._prepared.pop(fragment)
+
+    def give_up(self, committed: Mapping[int, Version], patience_s: float) -> list[int]:
+        """Give up all merges but prepared ones that were committed, with versions by
+        fragment; return the fragments of those.
+
+        Waits until nothing is computed or written any more. Raises TimeoutError if that
+        takes longer than `patience_s`.
+        """
+        before, self._ordered = self._ordered, {}
+        for _, ended in before.values():
+            ended.result(patience_s)
+        self._prepared = {
+            fragment: prepared
+            for fragment, prepared in self._prepared.items()
+            if prepared.merge.version == committed[fragment]
+        }
+        return list(self._prepared)
+
+
+class PublishWriting:
+    """Writes publishes, on any thread."""
+
+    def __init__(
+        self,
+        publishes: Publishes,
+        within_s: float,
+        wait: Callable[[float], None],
+        tell: Callable[[HolderTroubled], None],
+    ) -> None:
+        """within_s: seconds after which a publish that cannot be written has failed.
+        wait: pauses for some seconds, and ends early at the end of the process."""
+        self._publishes, self._within_s = publishes, within_s
+        self._wait, self._tell = wait, tell
+
+    def write(
+        self, merge: Merge, merged: MergeResult, wanted: Callable[[], bool]
+    ) -> Prepared | None:
+        """Write the publish of a merge, however often that takes; None once it is not
+        wanted any more. Raises OSError, naming the fragment and the file, after
+        `within_s`."""
+        told, began = False, time.monotonic()
+        while wanted():
+            try:
+                return self._publishes.write(
+                    merge.fragment, merge.version, merged.payload, final=merge.final
+                )
+            except OSError as error:
+                waited_s = time.monotonic() - began
+                if waited_s >= self._within_s:
+                    what = f"the publish of fragment {merge.fragment}"
+                    raise given_up(what, waited_s, self._within_s, error) from error
+                if not told:
+                    self._tell_unwritten(merge, merged, error)
+                told = True
+                self._wait(WRITE_AGAIN_S)
+        return None
+
+    def _tell_unwritten(
+        self, merge: Merge, merged: MergeResult, error: OSError
+    ) -> None:
+        text = (
+            f"fragment {merge.fragment} is not merged yet: its publish of "
+            f"{len(merged.payload):,} bytes cannot be written to {error.filename} "
+            f"({error.strerror}); {remedy(error)} within "
+            f"{self._within_s:g} s (4 * placement.outage_budget_s), and it goes "
+            f"on; after that the coordinator ends"
+        )
+        self._tell(HolderTroubled(text=text))
+
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +312,7 @@ class StoreHolder:
         self._saver.begin()
 
     def restore(self, asked: RestoreFragments) -> FragmentsRestored:
-        """Bring the fragments to what is committed; see `restoring.restore`."""
+        """Bring the fragments to what is committed; see `restore`."""
         found = restore(asked, self.store, self._snapshots, self._publishes)
         self.lost.lose(found.lost)
         return found
@@ -382,3 +519,32 @@ def merges_at_once(cores: int) -> int:
     time.
     """
     return min(MERGES_AT_ONCE, max(1, cores // CORES_PER_MERGE))
+
+
+def make_holder(
+    config: Config,
+    store: Store,
+    kept: Keeper,
+    workdir: Path,
+    whose: dict[str, Any],
+    fragments: Sequence[int],
+) -> StoreHolder:
+    """Return the holder of these fragments, with their folders. whose: see
+    `checkpoint`."""
+    placement, plan = config.placement, store.plan
+    rooms = Rooms(
+        placement.merge_buffer_bytes // placement.workers,
+        workdir,
+        SPARED_BYTES_EACH * plan.total,
+    )
+    folder = checkpoint.snapshots_folder(placement, workdir)
+    publishes = Publishes(workdir / run_files.PUBLISHES, fragments)
+    snapshots = FragmentSnapshots(folder, placement, fragments, whose)
+    return StoreHolder(
+        store,
+        Inbox(store.layouts_up, rooms),
+        publishes,
+        snapshots,
+        kept,
+        write_within_s=placement.alone_s,
+    )

@@ -3,12 +3,23 @@
 A fragment is merged by itself. What a merge computes is invisible until its commit;
 arrays are never changed in place, so readers hold what they fetched. All arrays lie in
 the order of the tiles; `params` alone puts them in their own.
+
+A fetch of an anchor has several stripes, which begin and break at different times, and
+the hosts of an island fetch parts of one version. So an anchor is kept while a stripe
+is under way, and for some seconds longer (`Pins`).
+
+A new array of a fragment's size costs more in page faults than the arithmetic of a
+merge. So memory of older versions that nobody reads is kept for it (`Spares`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +30,11 @@ import numpy.typing as npt
 
 from diloco_jax import before_jax, merge_route
 from diloco_jax.config import RunConfig
-from diloco_jax.coordinator.holding.pins import Pins, watch
-from diloco_jax.coordinator.holding.spares import Spares
 from diloco_jax.coordinator.settings import outer_settings
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import MERGE_RULES, WEIGHTINGS
 from diloco_jax.core.fragment_merge import (
+    Arrays,
     FragmentMerge,
     FragmentState,
     MergeResult,
@@ -44,10 +54,155 @@ from diloco_jax.core.kernels import Passes
 from diloco_jax.core.merge_rules import capped, tokens, weight
 from diloco_jax.core.merging import Encoded, rule_for
 from diloco_jax.core.payload import Buffer, Part, PayloadLayout
-from diloco_jax.core.tiles import TileGrid
+from diloco_jax.core.tiles import TileGrid, tile_digests
 from diloco_jax.protocol.values import Contribution, Version
 from diloco_jax.wire.bulk_server import FetchSource, source_of
 from diloco_jax.wire.errors import VersionGone
+
+PINNED_VERSIONS = 2
+"""Anchors kept per fragment for joins under way."""
+
+
+@dataclasses.dataclass
+class _Pin:
+    anchor: Arrays
+    begun: int = 0
+    """Stripes whose fetch began."""
+    newest: float = 0.0
+    """Time at which the newest of them began."""
+    ended: list[float] = dataclasses.field(default_factory=list)
+    """Times at which they ended. To append one takes no lock: the garbage collector may
+    do it at any moment."""
+    _digests: list[npt.NDArray[np.uint8]] | None = None
+    _computing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def holds(self, now: float, pin_s: float) -> bool:
+        """Tell if a stripe is under way, or was within the last `pin_s`."""
+        last = max([self.newest, *self.ended[-1:]])
+        return len(self.ended) < self.begun or now <= last + pin_s
+
+    def digests(self) -> list[npt.NDArray[np.uint8]]:
+        """Return the digests of the anchor's tiles by piece, uint8[tiles, 32]. They are
+        computed once, however many islands join at a time."""
+        with self._computing:
+            if self._digests is None:
+                self._digests = [tile_digests(np.asarray(a)) for a in self.anchor]
+            return self._digests
+
+    def end(self) -> None:
+        """Note that a stripe ended."""
+        self.ended.append(time.monotonic())
+
+
+class Pins:
+    """The anchors of one fragment that islands are fetching. The caller holds the
+    store's lock.
+    """
+
+    def __init__(self, pin_s: float) -> None:
+        """pin_s: seconds for which an anchor is kept once no stripe is under way."""
+        self._pin_s = pin_s
+        self._pins: dict[Version, _Pin] = {}
+
+    def begin(self, version: Version, current: Arrays | None) -> _Pin | None:
+        """Keep the anchor of this version for one more stripe; return None if it is
+        gone.
+
+        current: the anchor's arrays if `version` is the fragment's current one, else
+        None.
+        """
+        self.expire()
+        if current is not None:
+            self._pins.setdefault(version, _Pin(current))
+        pin = self._pins.get(version)
+        if pin is not None:
+            pin.begun, pin.newest = pin.begun + 1, time.monotonic()
+            while len(self._pins) > PINNED_VERSIONS:
+                del self._pins[min(self._pins)]
+        return pin
+
+    def expire(self) -> None:
+        """Free the anchors that no island is fetching any more."""
+        now = time.monotonic()
+        self._pins = {v: p for v, p in self._pins.items() if p.holds(now, self._pin_s)}
+
+
+def watch(pin: _Pin, source: object) -> None:
+    """Count a stripe of the pin as ended once nothing holds `source` any more."""
+    weakref.finalize(source, pin.end).atexit = False
+
+
+CACHE_LINE = 64
+"""Bytes. jax reads an array that begins at such a bound where it lies, and copies
+others."""
+
+
+def _references(octets: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
+    """Return the number of references to each array, those of this count included."""
+    return [sys.getrefcount(held) for held in octets]
+
+
+# How many references a count adds by itself is up to the interpreter's version.
+(UNREAD,) = _references([np.empty(1, np.uint8)])
+"""References to an array that nothing holds but the list of `Spares`."""
+
+
+class Spares:
+    """Make arrays, out of the memory of arrays that nobody holds any more.
+
+    An array's memory stays in use as long as anyone holds the array, a view of it or
+    its buffer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._octets: list[npt.NDArray[np.uint8]] = []
+        """All that is in use or spare, the oldest first."""
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return an array with any content."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        with self._lock:
+            octets = self._spare(nbytes + CACHE_LINE)
+            start = -octets.ctypes.data % CACHE_LINE
+            return octets[start : start + nbytes].view(dtype).reshape(shape)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the arrays that somebody holds; what aligns them is not counted."""
+        with self._lock:
+            counts = zip(self._octets, _references(self._octets), strict=True)
+            return sum(o.nbytes - CACHE_LINE for o, count in counts if count != UNREAD)
+
+    def trim(self, kept_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """Give up the oldest spare memory until arrays of at most `kept_bytes` are
+        left; what aligns them is not counted. It is freed with the list that is
+        returned."""
+        with self._lock:
+            kept, given_up, spare = [], [], 0
+            references = _references(self._octets)
+            for octets, count in zip(
+                reversed(self._octets), reversed(references), strict=True
+            ):
+                if count == UNREAD:
+                    nbytes = octets.nbytes - CACHE_LINE
+                    if spare + nbytes > kept_bytes:
+                        given_up.append(octets)
+                        continue
+                    spare += nbytes
+                kept.append(octets)
+            self._octets = kept[::-1]
+            return given_up
+
+    def _spare(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        references = _references(self._octets)
+        for octets, count in zip(self._octets, references, strict=True):
+            if octets.nbytes == nbytes and count == UNREAD:
+                return octets
+        octets = np.empty(nbytes, np.uint8)
+        self._octets.append(octets)
+        return octets
+
 
 RETAINED_PUBLISHES = 4
 """Encoded publishes kept per fragment, for islands that missed some: the newest one in

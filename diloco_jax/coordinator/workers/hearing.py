@@ -11,11 +11,11 @@ from diloco_jax.coordinator.workers.supervised import Heard
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
     AnchorKept,
+    FragmentKept,
     FromHolder,
     MergeDigested,
     MergesCompiled,
 )
-from diloco_jax.protocol.working import FragmentKept
 
 Tell = Callable[[FromHolder | WorkerAway | WorkerBack], None]
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from diloco_jax.config import Config
 from diloco_jax.coordinator.kept import KeptCycles
-from diloco_jax.coordinator.sleeping import clock
+from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.hearing import Hearing, Tell
 from diloco_jax.coordinator.workers.supervised import Shown, Supervised
@@ -35,20 +35,18 @@ from diloco_jax.protocol.coordinator.events import (
 )
 from diloco_jax.protocol.coordinator.workers import deal
 from diloco_jax.protocol.holding import (
+    BeginWorker,
     Committed,
     Drop,
     Forget,
     FragmentsRestored,
     RestoreFragments,
+    SaveAll,
     ToHolder,
+    first_number,
 )
 from diloco_jax.protocol.messages import FromCoordinator, Hello, Welcome
-from diloco_jax.protocol.outposts import first_number
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import (
-    BeginWorker,
-    SaveAll,
-)
 from diloco_jax.wire import addresses, bulk
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, WireError

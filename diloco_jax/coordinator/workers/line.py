@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from diloco_jax.protocol import working
+from diloco_jax.protocol import holding
 
 if TYPE_CHECKING:  # It imports jax, which a launcher does without.
     from diloco_jax.wire.duplex import End
@@ -116,7 +116,7 @@ class WorkerLine:
 
 def write_frame(end: End, message: msgspec.Struct) -> None:
     """Send one message. Raises OSError if the line is broken."""
-    pass_frame(end, working.encode(message))
+    pass_frame(end, holding.encode(message))
 
 
 def pass_frame(end: End, frame: bytes) -> None:
@@ -130,7 +130,7 @@ def read_frame(end: End) -> bytes | None:
     if head is None:
         return None
     (length,) = _LENGTH.unpack(head)
-    return None if length > working.MAX_FRAME_BYTES else _read(end, length)
+    return None if length > holding.MAX_FRAME_BYTES else _read(end, length)
 
 
 def _read(end: End, nbytes: int) -> bytes | None:

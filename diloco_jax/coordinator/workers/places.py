@@ -19,8 +19,7 @@ from diloco_jax.coordinator.workers import rendezvous
 from diloco_jax.coordinator.workers.rendezvous import Survivor
 from diloco_jax.core.members import importable
 from diloco_jax.machine import fit_threads
-from diloco_jax.protocol.holding import RestoreFragments
-from diloco_jax.protocol.working import BeginWorker
+from diloco_jax.protocol.holding import BeginWorker, RestoreFragments
 from diloco_jax.wire import addresses
 from diloco_jax.wire.duplex import End
 

@@ -24,11 +24,11 @@ from diloco_jax import checkpoint, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.config import Config, ConfigError
 from diloco_jax.config.loading import from_builtins
-from diloco_jax.coordinator.holding.make_holder import make_holder
-from diloco_jax.coordinator.holding.restoring import make_store
+from diloco_jax.coordinator.holding.fragment_snapshots import make_store
+from diloco_jax.coordinator.holding.holder import make_holder
 from diloco_jax.coordinator.kept import KeptFragments
 from diloco_jax.coordinator.settings import bulk_server_of, faults_of
-from diloco_jax.coordinator.sleeping import clock
+from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
 from diloco_jax.coordinator.workers.signs import sign_of_life
@@ -37,21 +37,17 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.process import end_process
 from diloco_jax.protocol.holding import (
-    Forget,
-    KeepFragment,
-    MergesCompiled,
-    RestoreFragments,
-)
-from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
-from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import (
     OF_ONE_LEAD,
     AllSaved,
     BeginWorker,
     EndWorker,
+    Forget,
     FragmentKept,
     FromWorker,
+    KeepFragment,
     LeadAlive,
+    MergesCompiled,
+    RestoreFragments,
     SaveAll,
     ToWorker,
     WorkerAlive,
@@ -59,6 +55,8 @@ from diloco_jax.protocol.working import (
     WorkerServes,
     to_worker,
 )
+from diloco_jax.protocol.tickets import Checker, Permit, of_anchor
+from diloco_jax.protocol.values import Version
 from diloco_jax.wire import addresses, bulk, principal
 from diloco_jax.wire.acceptor import allow_connections
 from diloco_jax.wire.bulk_server import BulkServer, FetchSource

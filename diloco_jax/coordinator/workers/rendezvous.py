@@ -30,8 +30,13 @@ import msgspec
 from diloco_jax import run_files
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame, write_frame
 from diloco_jax.files import write_json
-from diloco_jax.protocol.outposts import Obeyed, next_number
-from diloco_jax.protocol.working import BeginWorker, EndWorker, to_worker
+from diloco_jax.protocol.holding import (
+    BeginWorker,
+    EndWorker,
+    Obeyed,
+    next_number,
+    to_worker,
+)
 
 logger = logging.getLogger(__name__)
 

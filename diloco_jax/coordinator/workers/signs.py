@@ -6,7 +6,7 @@ import resource
 import secrets
 
 from diloco_jax.machine import resident_bytes
-from diloco_jax.protocol.working import WorkerAlive
+from diloco_jax.protocol.holding import WorkerAlive
 
 _PROCESS = secrets.token_hex(8)
 

@@ -15,26 +15,24 @@ import msgspec
 from msgspec.structs import replace
 
 from diloco_jax.config import Config, ConfigError
-from diloco_jax.coordinator.sleeping import clock
+from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers.crashes import Crashes
 from diloco_jax.coordinator.workers.line import START_S, WorkerLine, write_frame
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.places import BesideLead, Place, Unreachable
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
-    Forget,
-    FragmentsRestored,
-    FromHolder,
-    RestoreFragments,
-    ToHolder,
-)
-from diloco_jax.protocol.working import (
     AllSaved,
     BeginWorker,
     EndWorker,
+    Forget,
     FragmentKept,
+    FragmentsRestored,
+    FromHolder,
     LeadAlive,
+    RestoreFragments,
     SaveAll,
+    ToHolder,
     WorkerAlive,
     WorkerFailed,
     WorkerRefused,

@@ -13,16 +13,17 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
-from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
-from diloco_jax.protocol.coordinator.islands import Island, Islands
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.coordinator.wall_time import (
+from diloco_jax.protocol.coordinator.islands import (
     FASTER,
+    FIRST_LEASE_STEPS,
     LATE_S,
     SHORTEST_STEP_S,
+    Island,
+    Islands,
     WallTime,
     is_enough,
 )
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Hello, Report
 from diloco_jax.protocol.values import Outstanding, Record
 

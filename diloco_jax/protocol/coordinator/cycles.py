@@ -1,4 +1,4 @@
-"""Kept cycles: which cycles' parameters are kept, and when a fragment is at a cycle.
+"""Cycles of the merged model: kept for people, and watched while the run trains.
 
 Cycle c has the ticks (c - 1) P + 1 to c P, and fragment f its turn at the f-th of them.
 The cycle's version of a fragment is that of its last merge with a tick up to its turn,
@@ -7,6 +7,12 @@ schedule, and nothing waits for them: each is kept once its version is sure, bef
 next merge can replace it. One cycle is kept at a time, which bounds what is held. The
 flush's ticks come out of turn: most of its merges are of no cycle, and no cycle begins
 to be kept once the run has stopped. A run that is extended goes on with a new cycle.
+
+In every cycle whose number `watch_every` divides, one island copies the anchors of that
+cycle (`is_at`), each when its version is sure, and evaluates them. Islands of about the
+pacing speed that are not at it take turns, by name: a slower one would miss versions.
+One cycle is asked for at a time. Nothing waits for an island, and nothing is durable: a
+cycle that an island misses has no point on the curve.
 """
 
 from __future__ import annotations
@@ -14,9 +20,15 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import ledger, schedule
-from diloco_jax.protocol.coordinator.events import Effect
-from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
+from diloco_jax.protocol.coordinator.events import Effect, Tell
+from diloco_jax.protocol.coordinator.state import (
+    Fragment,
+    PolicyConfig,
+    State,
+    with_island,
+)
 from diloco_jax.protocol.holding import CycleKept, KeepFragment
+from diloco_jax.protocol.messages import Watch
 
 Step = tuple[State, list[Effect]]
 
@@ -113,3 +125,49 @@ def _same(before: State, state: State) -> bool:
     """Tell whether nothing happened that could bring a fragment to a cycle: each tick
     replaces a fragment, too."""
     return before.unkept is state.unkept and before.fragments is state.fragments
+
+
+def watch(config: PolicyConfig, before: State, state: State) -> Step:
+    """Give a turn when a cycle is due, and name to that island the versions that are
+    sure. before: the state before this event."""
+    every = config.watch_every
+    ticked = state.tick != before.tick and can_begin(state)
+    if every and ticked and not _at_it(state):
+        now = cycle_of(config, state.tick)
+        if now % every == 0 and now > state.watched_cycle:
+            state = _give_turn(config, state, now)
+    if not state.unwatched:
+        return state, []
+    if before.unwatched is state.unwatched and before.fragments is state.fragments:
+        return state, []
+    waiting, effects = [], list[Effect]()
+    session = state.islands[state.watcher].session
+    for index in state.unwatched:
+        fragment, cycle = state.fragments[index], state.watched_cycle
+        if not is_at(config, state, fragment, cycle):
+            waiting.append(index)
+            continue
+        watch = Watch(cycle=cycle, fragment=index, version=fragment.version)
+        effects.append(Tell(session=session, message=watch))
+    return replace(state, unwatched=tuple(waiting)), effects
+
+
+def _at_it(state: State) -> bool:
+    """Tell whether an island that trains has not heard of all versions yet."""
+    return bool(state.unwatched) and state.islands[state.watcher].counted
+
+
+def _give_turn(config: PolicyConfig, state: State, cycle: int) -> State:
+    """Return the state with the next island at this cycle, if any can be."""
+    fit = schedule.alike(config, state)
+    able = sorted(name for name, island in fit.items() if island.watches)
+    if not able:
+        return replace(state, unwatched=())
+    name = ([name for name in able if name > state.watcher] or able)[0]
+    island = replace(state.islands[name], watched_cycle=cycle)
+    return replace(
+        with_island(state, island),
+        watcher=name,
+        watched_cycle=cycle,
+        unwatched=tuple(range(config.fragments)),
+    )

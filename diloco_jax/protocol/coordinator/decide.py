@@ -17,15 +17,12 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
-    absences,
+    alerts,
     claims,
-    committing,
     cycles,
-    early,
     ending,
     fragments,
     leases,
-    leaving,
     ledger,
     lost_fragments,
     members,
@@ -33,7 +30,6 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     steering,
     takes,
-    watching,
     workers,
 )
 from diloco_jax.protocol.coordinator.events import (
@@ -54,12 +50,13 @@ from diloco_jax.protocol.coordinator.events import (
     WorkerBack,
 )
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.machines import RUN, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
+    RUN,
     Fragment,
     PolicyConfig,
     State,
+    ignored,
     with_fragment,
 )
 from diloco_jax.protocol.holding import (
@@ -112,7 +109,7 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
         case DeltaArrived():
             state, effects = _arrived(config, state, event, now)
         case MergePrepared():
-            state, effects = committing.prepared(config, state, event, now)
+            state, effects = fragments.prepared(config, state, event, now)
             if now < state.deadline:  # Later steps of who is in it are yet to come.
                 state = _waits_longer(config, state, now)
         case AnchorKept():
@@ -134,8 +131,8 @@ def step(config: PolicyConfig, state: State, event: Event, now: float) -> Step:
     effects = [*effects, *expired, *turned, *moved, *asks]
     state, judged = quarantine.advance(config, state, effects)
     state, keeps = cycles.advance(config, before, state)
-    state, watches = watching.advance(config, before, state)
-    state, told = absences.advance(config, state, now)
+    state, watches = cycles.watch(config, before, state)
+    state, told = alerts.of_absences(config, state, now)
     effects += [*judged, *keeps, *watches, *told]
     return state, effects
 
@@ -144,7 +141,7 @@ def next_deadline(state: State, now: float) -> float | None:
     """Return the next time at which time alone may change something: an expiry, the end
     of a grace window or of a flush, an absence to tell of. `now` is the time of the
     last step, which handled everything due until then."""
-    soonest = absences.soonest(state, now)
+    soonest = alerts.next_of_absences(state, now)
     expiry = state.islands.expiry
     if now < expiry < soonest:
         soonest = expiry
@@ -205,7 +202,7 @@ def _report(
     tokens = max(state.progress_tokens, ledger.progress_tokens(config, state))
     state = replace(state, progress_tokens=tokens)
     island = state.islands[event.island]
-    state, asks = leaving.stopped(config, state, event.island)
+    state, asks = ending.island_stopped(config, state, event.island)
     effects += asks
     progress = Progress(
         tokens=tokens,
@@ -273,14 +270,14 @@ def _arrived(
     if before.away:
         return state, [ignored("fragment", "away", "bytes")]
     if island.status == "absent" and before.accounts[event.island].take is None:
-        fragment, effects = early.came(before, event)
+        fragment, effects = takes.came_early(before, event)
         return with_fragment(state, fragment), effects
     fragment, effects = takes.arrived(before, event, now)
     state = with_fragment(state, fragment)
     if fragment is not before:
         # Every delta that arrives renews the wait for the next one.
         state = _waits_longer(config, state, now)
-    state, asks = leaving.stopped(config, state, event.island)
+    state, asks = ending.island_stopped(config, state, event.island)
     return state, effects + asks
 
 

@@ -1,5 +1,5 @@
-"""The end of a run: islands stop, open steps are merged, books are closed; and what
-extends a run that is over.
+"""The end of a run, or of an island before it: islands stop, open steps are merged,
+books are closed; and what extends a run that is over.
 
 Deltas asked for before the end are merged by the usual rules. Then the flush merges
 every fragment once, from all live islands that have open steps in it. A delta left
@@ -9,6 +9,11 @@ As many fragments of a worker are open at once as memory has room for, with the 
 of all islands: otherwise some deltas of each could fill it, and no fragment would ever
 have all of its. While no delta comes, one more is opened every now and then, so that an
 island that hangs does not keep the others' deltas out.
+
+An island that stops before the run does is asked at once for all its open steps,
+without waiting for a tick, and may leave once those deltas have arrived. No tick counts
+on it. Its deltas wait for the next merges of their fragments, which no longer need the
+island (`takes.leave_behind`).
 """
 
 from __future__ import annotations
@@ -25,11 +30,12 @@ from diloco_jax.protocol.coordinator import (
     schedule,
     workers,
 )
-from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
+from diloco_jax.protocol.coordinator.events import Effect, Note, Persist, Tell
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.machines import FRAGMENT, RUN
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
+    FRAGMENT,
+    RUN,
     Account,
     Fragment,
     PolicyConfig,
@@ -37,8 +43,8 @@ from diloco_jax.protocol.coordinator.state import (
     with_fragment,
     with_island,
 )
-from diloco_jax.protocol.messages import Finished, Stop
-from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.messages import Finished, MayLeave, Stop
+from diloco_jax.protocol.values import EndReason
 
 Step = tuple[State, list[Effect]]
 
@@ -295,3 +301,50 @@ def extended(state: State) -> State:
             phase = FRAGMENT.move(phase, "extend")
         state = with_fragment(state, replace(fragment, phase=phase, final=False))
     return replace(state, phase=RUN.move(state.phase, "extend"), tick=tick)
+
+
+def island_stopped(config: PolicyConfig, state: State, name: str) -> Step:
+    """Ask a stopped island for its open steps; if it has none, let it leave.
+
+    Called after each of its reports and deltas.
+    """
+    island = state.islands[name]
+    if island.phase != "stopped" or state.phase != "running":
+        return state, []
+    if state.progress_tokens >= config.total_tokens:
+        return state, []  # The run is about to stop, too.
+    wanted = [
+        f.index
+        for f in state.fragments
+        if (account := f.accounts[name]).take is None and account.start < island.steps
+    ]
+    if not wanted:
+        if any(_is_awaited(f, name, island.steps) for f in state.fragments):
+            return state, []
+        return state, [Tell(session=island.session, message=MayLeave())]
+    ticks, state, effects = schedule.skip_cycle(config, state)
+    fleet = Fleet(config, state)
+    asked = records.Leaving(
+        island=name,
+        incarnation=island.incarnation,
+        asked=tuple(records.Asked(fragment=i, tick=ticks[i]) for i in wanted),
+    )
+    effects.append(Note(record=asked))
+    for index in wanted:
+        fragment, asks = fragments.ask(
+            state.fragments[index], fleet, (name,), ticks[index]
+        )
+        state = with_fragment(state, fragment)
+        effects += asks
+    return state, effects
+
+
+def _is_awaited(fragment: Fragment, name: str, steps: int) -> bool:
+    """Tell whether a delta of the island is on its way, or is in a merge after which
+    the island can be asked for the steps behind it."""
+    take = fragment.accounts[name].take
+    if take is None:
+        return False
+    if take.end is None or not take.ready:
+        return True
+    return fragment.phase == "merging" and take.end < steps

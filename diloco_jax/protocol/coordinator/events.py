@@ -9,7 +9,7 @@ incarnation. Intervals of steps are half-open. `tokens` counts one island's toke
 Only the shell uses `Hello.run`, `plan`, `island_config` and `environment` (compared and
 noted before the hello becomes an event) and `Report.measures`. A hello's `versions`,
 `tokens` and `next_position` are for a coordinator without its state
-(`protocol/new_term/`).
+(`gathering.py`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Disconnected(msgspec.Struct, frozen=True, kw_only=True):
 
 class SaidAhead(msgspec.Struct, frozen=True, kw_only=True):
     """An island said hello that knows of a later state of the run, and was told to come
-    again. how: as `admission.ahead` says."""
+    again. how: as `members.how_ahead` says."""
 
     island: str
     how: str
@@ -149,7 +149,7 @@ class Tell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ignored(msgspec.Struct, frozen=True, kw_only=True):
-    """Count a message that made no move in its machine's state (`machines.py`).
+    """Count a message that made no move in its machine's state (`state.py`).
     expected: this happens on a lossy wire; otherwise the two ends disagree."""
 
     machine: str

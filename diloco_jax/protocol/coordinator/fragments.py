@@ -1,10 +1,12 @@
 """The life of one fragment: idle -> open -> merging -> idle.
 
 Rules of this file: a function sees one fragment and a view of the islands (by value),
-never another fragment. A fragment closes when the deltas of K asked islands are ready
-and either all asked live islands have answered or the grace window is over. A delta
-that becomes ready later is `pending` until the next merge. Without a quorum, only the
-flush at the end merges.
+never another fragment, until its holder has prepared the merge. Committing it (record
+it, make it visible, tell the islands) changes the books of all.
+
+A fragment closes when the deltas of K asked islands are ready and either all asked live
+islands have answered or the grace window is over. A delta that becomes ready later is
+`pending` until the next merge. Without a quorum, only the flush at the end merges.
 """
 
 from __future__ import annotations
@@ -17,23 +19,29 @@ from collections.abc import Set as AbstractSet
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import bounds, ledger, takes
-from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
-from diloco_jax.protocol.coordinator.machines import FRAGMENT
+from diloco_jax.protocol.coordinator import alerts, leases, ledger, quarantine, takes
+from diloco_jax.protocol.coordinator.events import Effect, Note, Persist, Tell
 from diloco_jax.protocol.coordinator.schedule import LONGER_TRANSFER, Fleet
 from diloco_jax.protocol.coordinator.state import (
+    FRAGMENT,
     MISSED_MERGES,
     Fragment,
     PolicyConfig,
+    State,
     Take,
     averaged,
+    ignored,
     with_account,
+    with_fragment,
 )
-from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import TakeRequest
+from diloco_jax.protocol.holding import Commit, Merge, MergePrepared
+from diloco_jax.protocol.messages import Published, TakeRequest
 from diloco_jax.protocol.values import Contribution, Verdict
 
 Step = tuple[Fragment, list[Effect]]
+
+
+StateStep = tuple[State, list[Effect]]
 
 
 def open_tick(
@@ -142,7 +150,7 @@ def settle(
         fragment = _open_window(config, fragment, fleet, others, now)
         if others and not hurry and _window_is_open(fragment, now):
             return fragment, []
-    fragment, refusals = bounds.refuse(config, fragment, fleet)
+    fragment, refusals = quarantine.refuse_long(config, fragment, fleet)
     if refusals:
         # Without these deltas, there may be no quorum.
         fragment, found = settle(config, fragment, fleet, now, hurry=hurry)
@@ -419,3 +427,60 @@ def hasten(fragment: Fragment, fleet: Fleet) -> Step:
 def skipped(fragment: Fragment, tick: int, why: records.Why) -> Note:
     """Note that a tick asks no island, or that its request is given up."""
     return Note(record=records.Skipped(tick=tick, fragment=fragment.index, why=why))
+
+
+def prepared(
+    config: PolicyConfig, state: State, event: MergePrepared, now: float
+) -> StateStep:
+    """Commit the merge under way of a fragment, now that it is prepared."""
+    fragment = state.fragments[event.fragment]
+    if fragment.phase != "merging" or event.version != fragment.version.next():
+        return state, [ignored("fragment", fragment.phase, "merge")]
+    contributions, tick = fragment.merging, fragment.tick
+    share = fragment.merging_share
+    fragment, verdicts, effects = computed(
+        config, fragment, state.islands.standing.counted, now
+    )
+    state = leases.contributed(with_fragment(state, fragment), contributions)
+    record = records.Merged(
+        fragment=event.fragment,
+        version=event.version,
+        tick=tick,
+        final=fragment.final,
+        contributions=contributions,
+        share=share,
+        verdicts=verdicts,
+        digest=event.prepared.digest,
+        payload_bytes=event.prepared.payload_bytes,
+    )
+    raised = alerts.after_merge(fragment, contributions, state.islands.standing.counted)
+    raised += alerts.in_turns(config, state, fragment)
+    visible = committed(state, fragment, record, verdicts)
+    return state, visible + effects + raised
+
+
+def committed(
+    state: State,
+    fragment: Fragment,
+    record: records.Merged | records.TermBegun,
+    verdicts: dict[str, tuple[int, Verdict, str]],
+) -> list[Effect]:
+    """Record the fragment's new version, make it visible, and tell every island of it
+    and of the verdict on its take. The order is that of durability."""
+    effects: list[Effect] = [
+        Persist(record=record),
+        Commit(fragment=fragment.index, version=fragment.version),
+    ]
+    for name, island in state.islands.items():
+        if island.status == "gone":
+            continue
+        tick, verdict, reason = verdicts.get(name, (-1, "none", ""))
+        published = Published(
+            fragment=fragment.index,
+            version=fragment.version,
+            tick=tick,
+            verdict=verdict,
+            reason=reason,
+        )
+        effects.append(Tell(session=island.session, message=published))
+    return effects

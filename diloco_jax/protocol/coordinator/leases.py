@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import records, spans
+from diloco_jax.protocol import records, values
 from diloco_jax.protocol.coordinator.events import Effect, Persist, Tell
-from diloco_jax.protocol.coordinator.granted import (
+from diloco_jax.protocol.coordinator.islands import (
     FIRST_LEASE_STEPS,
     GRANTS_AT_ONCE,
     Departed,
+    Island,
     Lease,
 )
-from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State, with_island
 from diloco_jax.protocol.messages import Granted
 from diloco_jax.protocol.values import Contribution, Span
@@ -147,10 +147,10 @@ def contributed(state: State, contributions: Iterable[Contribution]) -> State:
     for c in contributions:
         steps = Span(c.start, c.end)
         if state.islands[c.island].incarnation == c.incarnation:
-            merged[c.island] = spans.joined((*merged[c.island], steps))
+            merged[c.island] = values.join_spans((*merged[c.island], steps))
         for index, ended in enumerate(departed):
             if (ended.island, ended.incarnation) == (c.island, c.incarnation):
-                of = spans.joined((*ended.in_merges, steps))
+                of = values.join_spans((*ended.in_merges, steps))
                 departed[index] = replace(ended, in_merges=of)
     return replace(state, in_merges=merged, departed=tuple(departed))
 
@@ -159,7 +159,7 @@ def perhaps_merged(state: State, island: Island) -> tuple[Span, ...]:
     """Return the incarnation's steps that are in a merge, merges under way and deltas
     left behind included."""
     pending = _pending(state, island.name, island.incarnation)
-    return spans.joined((*state.in_merges[island.name], *pending))
+    return values.join_spans((*state.in_merges[island.name], *pending))
 
 
 def release(state: State, name: str, kept: Sequence[Span]) -> State:
@@ -168,8 +168,8 @@ def release(state: State, name: str, kept: Sequence[Span]) -> State:
     island = state.islands[name]
     size, merged = island.sequences_per_step, state.in_merges[name]
     free = _outside(island.leases, kept, size)
-    state = replace(state, free_spans=spans.joined((*state.free_spans, *free)))
-    waiting = spans.without(_outside(island.leases, merged, size), free)
+    state = replace(state, free_spans=values.join_spans((*state.free_spans, *free)))
+    waiting = values.spans_without(_outside(island.leases, merged, size), free)
     leases = [part for lease in island.leases for part in _cut(lease, waiting)]
     if leases:
         ended = Departed(
@@ -196,7 +196,7 @@ def granted_again(state: State, span: Span) -> State:
     granted again, so none of their deltas was left."""
     for ended in state.departed:
         free = _outside(ended.leases, ended.in_merges, ended.sequences_per_step)
-        if spans.common((span,), free):
+        if values.common_spans((span,), free):
             state = _forget(state, ended)
     return state
 
@@ -206,7 +206,7 @@ def _forget(state: State, ended: Departed) -> State:
     return replace(
         state,
         departed=tuple(other for other in state.departed if other is not ended),
-        free_spans=spans.joined((*state.free_spans, *free)),
+        free_spans=values.join_spans((*state.free_spans, *free)),
     )
 
 
@@ -240,13 +240,13 @@ def _outside(
             Span(a * sequences_per_step + shift, b * sequences_per_step + shift)
             for a, b in merged[low:high]
         )
-        found += spans.without((lease.span,), taken)
-    return spans.joined(found)
+        found += values.spans_without((lease.span,), taken)
+    return values.join_spans(found)
 
 
 def _cut(lease: Lease, positions: Iterable[Span]) -> Iterable[Lease]:
     """Yield leases of the part that is in `positions`."""
-    for part in spans.common((lease.span,), positions):
+    for part in values.common_spans((lease.span,), positions):
         yield Lease(offset=lease.offset + part.start - lease.span.start, span=part)
 
 
@@ -265,7 +265,11 @@ def trained(state: State) -> list[Span]:
     without = list(state.free_spans)
     for island in state.islands.values():
         without += _left(island, island.steps)
-    return list(spans.without((Span(0, state.next_position),), spans.joined(without)))
+    return list(
+        values.spans_without(
+            (Span(0, state.next_position),), values.join_spans(without)
+        )
+    )
 
 
 def regrant(state: State, name: str, known: int) -> list[Effect]:

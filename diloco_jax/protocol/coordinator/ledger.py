@@ -23,8 +23,13 @@ from diloco_jax.protocol.coordinator.state import (
     State,
     with_account,
 )
-from diloco_jax.protocol.reasons import EndReason, LossReason
-from diloco_jax.protocol.values import Contribution, Told, Version
+from diloco_jax.protocol.values import (
+    Contribution,
+    EndReason,
+    LossReason,
+    Told,
+    Version,
+)
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,27 +17,27 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import committing, fragments
+from diloco_jax.protocol.coordinator import fragments
 from diloco_jax.protocol.coordinator.events import (
     Alert,
     Effect,
     Tell,
 )
 from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.machines import FRAGMENT, ignored
 from diloco_jax.protocol.coordinator.state import (
+    FRAGMENT,
     Fragment,
     Lost,
     MergedTokens,
     PolicyConfig,
     State,
+    ignored,
     with_account,
     with_fragment,
 )
 from diloco_jax.protocol.holding import AnchorKept, AwaitAnchor
 from diloco_jax.protocol.messages import AnchorRequest
-from diloco_jax.protocol.reasons import WORKER
-from diloco_jax.protocol.values import Verdict, Version
+from diloco_jax.protocol.values import WORKER, Verdict, Version
 
 Step = tuple[State, list[Effect]]
 
@@ -109,7 +109,7 @@ def kept(config: PolicyConfig, state: State, event: AnchorKept) -> Step:
         f"{event.island!r}, without outer momentum; {sum(record.lost_tokens.values())} "
         f"merged tokens are lost with what came after it"
     )
-    visible = committing.committed(state, fragment, record, verdicts)
+    visible = fragments.committed(state, fragment, record, verdicts)
     return state, [*visible, *effects, Alert(text=text)]
 
 

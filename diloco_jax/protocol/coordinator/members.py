@@ -1,4 +1,10 @@
-"""Membership: hellos, leases, incarnations, fencing.
+"""Membership: who is let in, hellos, leases, incarnations, fencing.
+
+An island enters as a new incarnation, as a known one that returns, or as one that
+joined before the coordinator lost its state. Its name is in the config, or an operator
+let it in (`steering.py`). At its hello, what it and the coordinator know of its takes
+is reconciled: verdicts, requests and bytes may be lost with a connection, and a
+coordinator that was started again knows no take at all.
 
 An island is live while its reports come, absent while they do not, and gone after its
 incarnation ended: by goodbye, or because a higher incarnation said hello. Only the end
@@ -15,14 +21,12 @@ from msgspec.structs import asdict, replace
 
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import (
-    admission,
     alerts,
     claims,
-    early,
+    fragments,
     leases,
     ledger,
     lost_fragments,
-    reconciling,
     schedule,
     takes,
 )
@@ -38,20 +42,252 @@ from diloco_jax.protocol.coordinator.events import (
     Tell,
 )
 from diloco_jax.protocol.coordinator.islands import Island, Islands
-from diloco_jax.protocol.coordinator.machines import ISLAND, ignored
 from diloco_jax.protocol.coordinator.schedule import Fleet
 from diloco_jax.protocol.coordinator.state import (
+    ISLAND,
+    Fragment,
     PolicyConfig,
     State,
+    ignored,
     with_fragment,
     with_island,
 )
 from diloco_jax.protocol.holding import Forget
 from diloco_jax.protocol.messages import Goodbye, Hello, Refused, Welcome
-from diloco_jax.protocol.reasons import FAILURES, EndReason
-from diloco_jax.protocol.values import BEGINNING, DeltaKey, Span
+from diloco_jax.protocol.values import (
+    BEGINNING,
+    FAILURES,
+    LEAD,
+    DeltaKey,
+    EndReason,
+    Outstanding,
+    Span,
+    lead_of,
+)
+
+FragmentStep = tuple[Fragment, list[Effect]]
+
 
 Step = tuple[State, list[Effect]]
+
+
+def entry_refusal(config: PolicyConfig, state: State, event: Hello) -> Refused | None:
+    """Return the reason to refuse an island; None if it may join."""
+    code = message = ""
+    known = state.islands.get(event.island)
+    resumes = known is not None and known.incarnation == event.incarnation
+    term = state.term
+    if event.run_id not in ("", config.run_id):
+        code = "run_id"
+        message = (
+            f"this coordinator serves run {config.run_id}, the island belongs to run "
+            f"{event.run_id}; check the coordinator's address, or start the island "
+            f"again"
+        )
+    elif event.fingerprint != config.fingerprint:
+        code = "config"
+        message = (
+            f"the run's config has fingerprint {config.fingerprint}, the island's "
+            f"{event.fingerprint}; start it with the run's config.json"
+        )
+    elif message := unknown(config, event.island, state.admitted):
+        code = "unknown_island"
+    elif message := _other_batch(config, event) or _other_lead(config, event):
+        code = "config"
+    elif known is not None and event.incarnation < known.incarnation:
+        code = "fenced"
+        message = (
+            f"island {event.island!r} is incarnation {known.incarnation} now, this "
+            f"is {event.incarnation}; stop this process. If none of yours is "
+            f"{known.incarnation}, its key is stolen: revoke that, and start this one "
+            f"with a new key and --incarnation {known.incarnation + 1}"
+        )
+    elif state.phase == "done" or (
+        state.phase != "running" and not resumes and not is_carrying(state, event)
+    ):
+        code = "finished"
+        message = (
+            f"the run is {state.phase}: it has its {config.total_tokens} tokens; for "
+            f"more, start its coordinator with --resume and a higher total_tokens"
+        )
+    elif known is not None and resumes:
+        if known.status == "gone":
+            code = "fenced"
+            message = (
+                f"incarnation {event.incarnation} of island {event.island!r} has "
+                f"ended; start it again with incarnation {event.incarnation + 1}"
+            )
+        elif known.session != event.session:
+            code = "name_in_use"
+            message = (
+                f"the name {event.island!r} is in use by another process with the "
+                f"same incarnation {event.incarnation}; choose another name, or "
+                f"replace that process by starting incarnation {event.incarnation + 1}"
+            )
+    elif known is not None and (message := _fruitless(config, known)):
+        code = "no_progress"
+    elif event.term >= term:
+        code = "other_term"
+        message = (
+            f"incarnation {event.incarnation} of island {event.island!r} was let in by "
+            f"another coordinator of this run, in its term {event.term}, whose state "
+            f"is lost; this one, in term {term}, does not know it; start it again with "
+            f"incarnation {event.incarnation + 1}"
+        )
+    elif is_carrying(state, event) and (wrong := claims.wrong_carried(state, event)):
+        code = "claims"
+        message = wrong_claim(event.island, event.incarnation, wrong)
+    if not code:
+        return None
+    return Refused(code=code, message=message)
+
+
+def unknown(config: PolicyConfig, name: str, also: tuple[str, ...] = ()) -> str:
+    """Explain why an island of that name is not let in; empty if it may be. also:
+    those that an operator let in."""
+    if config.admitted is None or name in config.admitted or name in also:
+        return ""
+    return (
+        f"the coordinator's config has no island {name!r}, only "
+        f"{', '.join(map(repr, (*config.admitted, *also)))}; let it in with `diloco "
+        f"admit {name} --coordinator HOST:PORT`, or add it there to islands, or its "
+        f"name to placement.admit, and start the coordinator again: the run goes on"
+    )
+
+
+def with_admitted(state: State, name: str, *, admitted: bool) -> State:
+    """Return the state with an island let in by an operator, or no longer; recovery
+    applies this too."""
+    others = tuple(other for other in state.admitted if other != name)
+    return replace(state, admitted=(*others, name) if admitted else others)
+
+
+def wrong_claim(name: str, incarnation: int, wrong: str) -> str:
+    """Return the message to an island whose claim cannot be true."""
+    return (
+        f"incarnation {incarnation} of island {name!r} claims the impossible: {wrong}; "
+        f"its unmerged steps are lost, start it again with incarnation "
+        f"{incarnation + 1}"
+    )
+
+
+def _fruitless(config: PolicyConfig, known: Island) -> str:
+    """Explain why no further incarnation of the island is let in; empty if it may be.
+    The last one counts if it was not heard to end."""
+    unheard = known.status != "gone" and not known.steps
+    failures = known.fruitless + unheard
+    if not config.fruitless_starts or failures < config.fruitless_starts:
+        return ""
+    return (
+        f"island {known.name!r} failed {failures} times in a row before its first step "
+        f"(placement.fruitless_starts = {config.fruitless_starts}); its logs say why. "
+        f"Put that right, and start the coordinator again with a higher number: the "
+        f"run goes on"
+    )
+
+
+def _other_batch(config: PolicyConfig, event: Hello) -> str:
+    if config.admitted is None:
+        return ""
+    sequences = config.admitted.get(event.island) or event.sequences_per_step
+    tokens = sequences * config.sequence_length
+    if (event.sequences_per_step, event.tokens_per_step) == (sequences, tokens):
+        return ""
+    return (
+        f"island {event.island!r} says that its steps have {event.sequences_per_step} "
+        f"sequences and {event.tokens_per_step} tokens, but the coordinator's config "
+        f"(islands.{event.island}.batch_size, sequence_length) says {sequences} "
+        f"and {tokens}; start both with one config"
+    )
+
+
+def _other_lead(config: PolicyConfig, event: Hello) -> str:
+    hosts = config.hosts.get(event.island)
+    if hosts is None and event.lead in (0, LEAD):
+        return ""  # The config does not say how many hosts it has.
+    lead = lead_of(hosts or 1)
+    if event.lead == lead:
+        return ""
+    return (
+        f"island {event.island!r} says that its takes come {event.lead} boundaries "
+        f"late, but it has {hosts or 1} hosts in the coordinator's config "
+        f"(islands.{event.island}.hosts), with which that is {lead}; start both with "
+        f"one config"
+    )
+
+
+def how_ahead(config: PolicyConfig, state: State, event: Hello) -> str:
+    """Explain in which way the island knows of a later state of this run; empty if it
+    does not. Versions are durable before any island has them."""
+    if event.run_id != config.run_id or unknown(config, event.island, state.admitted):
+        return ""  # It is refused.
+    if event.term > state.term:
+        return f"in term {event.term}, and this coordinator in term {state.term}"
+    for fragment, version in zip(state.fragments, event.versions, strict=False):
+        if version > fragment.version:
+            return (
+                f"at version {tuple(version)} of fragment {fragment.index}, and this "
+                f"coordinator at {tuple(fragment.version)}"
+            )
+    return ""
+
+
+def is_carrying(state: State, event: Hello) -> bool:
+    """Tell whether the island joined before the coordinator lost its state."""
+    return 0 < event.term < state.term
+
+
+def without_take(fragment: Fragment, fleet: Fleet, name: str) -> FragmentStep:
+    """Repeat the request to an island that holds no take of the fragment: the first
+    may be lost."""
+    fragment, effects = takes.forget_early(fragment, name)
+    take = fragment.accounts[name].take
+    if take is None or take.ready:
+        return fragment, effects
+    if take.end is not None:
+        # The island gave the refused take up; the record of it is on its way.
+        return fragment, effects
+    fragment, asks = fragments.request(fragment, fleet, name)
+    return fragment, [*effects, *asks]
+
+
+def with_take(
+    config: PolicyConfig,
+    fragment: Fragment,
+    fleet: Fleet,
+    name: str,
+    held: Outstanding,
+    now: float,
+    *,
+    recorded: bool,
+) -> FragmentStep:
+    """Reconcile the account with a take whose verdict the island does not know.
+    recorded: the take's record is on the tape; otherwise it comes with the next report,
+    and the take is not merged before it."""
+    told = fragment.accounts[name].told
+    if told is not None and told.tick == held.tick:
+        verdict = takes.verdict_on(fragment, name, held.tick, told.verdict, told.reason)
+        # The next request may be lost together with the verdict.
+        fragment, asks = without_take(fragment, fleet, name)
+        return fragment, [verdict, *asks]
+    effects: list[Effect] = []
+    if recorded:
+        fragment, effects = takes.known(config, fragment, name, held, now)
+    take = fragment.accounts[name].take
+    if take is None or take.tick != held.tick:
+        if recorded:
+            fragment, drops = takes.forget_early(fragment, name)
+            effects = effects + drops
+        return fragment, effects
+    if take.refused:
+        return fragment, effects or [
+            takes.verdict_on(fragment, name, held.tick, "refused", take.refused)
+        ]
+    effects = effects or takes.pending(fragment, name)
+    if not take.arrived:
+        fragment, asks = takes.ask_to_resend(fragment, name, held.tick)
+        effects += asks
+    return fragment, effects
 
 
 def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
@@ -59,7 +295,7 @@ def hello(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
     if event.island in state.ahead:
         others = tuple(name for name in state.ahead if name != event.island)
         state = replace(state, ahead=others)
-    refusal = admission.refusal(config, state, event)
+    refusal = entry_refusal(config, state, event)
     if refusal is not None:
         return state, turned_away(event.island, event.session, refusal)
     known = state.islands.get(event.island)
@@ -170,7 +406,7 @@ def resumed(state: State, event: RunResumed) -> Step:
 def put_out(state: State, island: Island, wrong: str) -> Step:
     """End an incarnation whose claim cannot be true. The claim is not booked; earlier
     claims stay booked."""
-    message = admission.wrong_claim(island.name, island.incarnation, wrong)
+    message = wrong_claim(island.name, island.incarnation, wrong)
     state, effects = end(state, island.name, "refused", message)
     refused = Refused(code="claims", message=message)
     return state, effects + turned_away(island.name, island.session, refused)
@@ -194,7 +430,7 @@ def end(state: State, name: str, reason: EndReason, said: str = "") -> Step:
     for fragment in state.fragments:
         if fragment.accounts[name].take is not None:
             drops.append(takes.drop(fragment, name))
-        fragment, found = early.forget(fragment, name)
+        fragment, found = takes.forget_early(fragment, name)
         state, drops = with_fragment(state, fragment), drops + found
     before = _lost_by_fragment(state, name, reason)
     state = ended(state, name, reason, settled, kept)
@@ -289,7 +525,7 @@ def _join(config: PolicyConfig, state: State, event: Hello, now: float) -> Step:
         lead=event.lead,
         phase=event.phase,
     )
-    carrying, carried = admission.is_carrying(state, event), None
+    carrying, carried = is_carrying(state, event), None
     wall_time = claims.joining(config, island, before, now, carrying=carrying)
     island = replace(island, wall_time=wall_time)
     if carrying:
@@ -358,10 +594,10 @@ def _resume(
         effects += lost_fragments.ask_again(fragment, island)
         outstanding = held.get(fragment.index)
         if outstanding is None:
-            fragment, found = reconciling.without_take(fragment, fleet, name)
+            fragment, found = without_take(fragment, fleet, name)
         else:
             recorded = outstanding.seq <= island.records_through
-            fragment, found = reconciling.with_take(
+            fragment, found = with_take(
                 config, fragment, fleet, name, outstanding, now, recorded=recorded
             )
         state = with_fragment(state, fragment)

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from diloco_jax.protocol import spans
+from diloco_jax.protocol import values
 from diloco_jax.protocol.coordinator import (
-    admission,
     claims,
     cycles,
     ending,
@@ -19,11 +18,11 @@ from diloco_jax.protocol.coordinator import (
     quarantine,
     schedule,
 )
-from diloco_jax.protocol.coordinator.absences import NOBODY
-from diloco_jax.protocol.coordinator.granted import GRANTS_AT_ONCE
-from diloco_jax.protocol.coordinator.islands import Island
-from diloco_jax.protocol.coordinator.machines import FRAGMENT, ISLAND, RUN
+from diloco_jax.protocol.coordinator.islands import GRANTS_AT_ONCE, NOBODY, Island
 from diloco_jax.protocol.coordinator.state import (
+    FRAGMENT,
+    ISLAND,
+    RUN,
     PolicyConfig,
     State,
     with_account,
@@ -133,7 +132,7 @@ def _replayed(state: State, record: Durable) -> State:
             state = replace(
                 state,
                 next_position=max(state.next_position, span.stop),
-                free_spans=spans.without(state.free_spans, (span,)),
+                free_spans=values.spans_without(state.free_spans, (span,)),
             )
             return leases.granted(state, record.island, span)
         case Left():
@@ -152,7 +151,7 @@ def _replayed(state: State, record: Durable) -> State:
             return quarantine.moved(state, record.island, quarantined=quarantined)
         case Admitted() | Removed():
             admitted = isinstance(record, Admitted)
-            return admission.with_admitted(state, record.island, admitted=admitted)
+            return members.with_admitted(state, record.island, admitted=admitted)
         case Merged():
             return _replayed_merge(state, record)
         case TermBegun():

@@ -1,16 +1,17 @@
-"""Steering: what an operator changes in who takes part, while the run goes on.
+"""What an operator may ask for while the run goes on.
 
 An island that the config does not name is let in, or put out again; a quarantined one
-is released. Each change is durable.
+is released. Each of these changes is durable. An island can also be asked for a trace
+of its steps, on which nothing of the run depends.
 """
 
 from __future__ import annotations
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import admission, members, quarantine
+from diloco_jax.protocol.coordinator import members, quarantine
 from diloco_jax.protocol.coordinator.events import Effect, Persist
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import Refused, Steer
+from diloco_jax.protocol.messages import ProfileOrder, Refused, Steer
 
 Step = tuple[State, list[Effect]]
 
@@ -66,7 +67,7 @@ def lacks_room(config: PolicyConfig, also: tuple[str, ...]) -> str:
 
 def is_in(config: PolicyConfig, state: State, name: str) -> bool:
     """Tell whether an island of that name may join."""
-    return not admission.unknown(config, name, state.admitted)
+    return not members.unknown(config, name, state.admitted)
 
 
 def steer(config: PolicyConfig, state: State, event: Steer) -> Step:
@@ -76,7 +77,7 @@ def steer(config: PolicyConfig, state: State, event: Steer) -> Step:
     name, known = event.island, state.islands.get(event.island)
     match event.how:
         case "admit" if not is_in(config, state, name):
-            state = admission.with_admitted(state, name, admitted=True)
+            state = members.with_admitted(state, name, admitted=True)
             return state, [Persist(record=records.Admitted(island=name))]
         case "remove" if name in state.admitted:
             return _remove(state, name)
@@ -88,7 +89,7 @@ def steer(config: PolicyConfig, state: State, event: Steer) -> Step:
 def _remove(state: State, name: str) -> Step:
     """Let an island in no longer; its incarnation ends, and what it had open is lost.
     What is in a merge already is merged."""
-    state = admission.with_admitted(state, name, admitted=False)
+    state = members.with_admitted(state, name, admitted=False)
     removed = Persist(record=records.Removed(island=name))
     island = state.islands.get(name)
     if island is None or island.status == "gone":
@@ -99,3 +100,33 @@ def _remove(state: State, name: str) -> Step:
     turned_away = members.turned_away(name, island.session, refused)
     # In this order: after a crash between the two records, the order is given again.
     return state, [*ended, removed, *turned_away]
+
+
+WITHIN_STEPS = 10
+"""Times as long as its steps take usually that an island may take for the traced
+ones: tracing slows it down."""
+
+
+def trace_refusal(state: State, order: ProfileOrder) -> str:
+    """Explain why this island cannot be asked; empty if it can."""
+    island = state.islands.get(order.island)
+    if island is None:
+        known = ", ".join(map(repr, state.islands)) or "none"
+        return f"no island {order.island!r} was ever in the run; there were {known}"
+    if island.status != "live":
+        return (
+            f"island {order.island!r} is {island.status}, and makes no steps; ask "
+            f"when `diloco status` shows that it trains"
+        )
+    if island.phase != "training":
+        return (
+            f"island {order.island!r} is {island.phase}, not training; ask when "
+            f"`diloco status` shows that it trains"
+        )
+    return ""
+
+
+def trace_within_s(state: State, order: ProfileOrder, budget_s: float) -> float:
+    """Return the longest time for tracing. budget_s: the time budget."""
+    step_seconds = state.islands[order.island].step_seconds
+    return budget_s + WITHIN_STEPS * (order.steps + 2) * step_seconds

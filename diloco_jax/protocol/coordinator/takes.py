@@ -2,6 +2,10 @@
 
 The record of a delta's steps comes on the control stream, its bytes on a bulk stream;
 the delta can be merged when both have arrived.
+
+A worker that outlives its lead has deltas whose takes the next lead does not know. It
+tells of them at once. These early deltas wait for the island's hello or record, which
+says what they are of. Then the bytes count as arrived, or they are dropped.
 """
 
 from __future__ import annotations
@@ -9,31 +13,31 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator import alerts, early
+from diloco_jax.protocol.coordinator import alerts
 from diloco_jax.protocol.coordinator.events import Effect, Note, Tell
-from diloco_jax.protocol.coordinator.machines import TAKE, ignored, take_state
 from diloco_jax.protocol.coordinator.state import (
+    TAKE,
     Account,
     Fragment,
     PolicyConfig,
     Take,
     averaged,
+    ignored,
+    take_state,
     with_account,
 )
 from diloco_jax.protocol.holding import DeltaArrived, Drop
 from diloco_jax.protocol.messages import ResendRequest, TakeVerdict
-from diloco_jax.protocol.reasons import (
+from diloco_jax.protocol.values import (
     FUTURE,
     NON_FINITE,
     OVERLAP,
     STALE,
-    RefusalReason,
-)
-from diloco_jax.protocol.values import (
     Contribution,
     DeltaKey,
     Outstanding,
     Record,
+    RefusalReason,
     Told,
     Verdict,
     Version,
@@ -117,12 +121,12 @@ def known(
 def _claimed(fragment: Fragment, name: str, now: float) -> Step:
     """Note that the bytes of a take that is known now came before; drop others."""
     take = fragment.accounts[name].take
-    event = early.of(fragment, name)
+    event = early_of(fragment, name)
     if event is None or take is None:
         return fragment, []
     if event.tick != take.tick or take.refused or take.arrived:
-        return early.forget(fragment, name)
-    fragment = early.without(fragment, name)
+        return forget_early(fragment, name)
+    fragment = without_early(fragment, name)
     return arrived(_untimed(fragment, name), event, now)
 
 
@@ -400,3 +404,32 @@ def _refusal(
 
 def _drop(fragment: int, name: str, incarnation: int, tick: int) -> Drop:
     return Drop(delta=DeltaKey(name, incarnation, fragment, tick))
+
+
+def came_early(fragment: Fragment, event: DeltaArrived) -> Step:
+    """Keep a delta, the newest alone of each island."""
+    before = early_of(fragment, event.island)
+    if before is not None and before.tick == event.tick:
+        return fragment, []
+    fragment, effects = forget_early(fragment, event.island)
+    return replace(fragment, early=(*fragment.early, event)), effects
+
+
+def early_of(fragment: Fragment, name: str) -> DeltaArrived | None:
+    """Return the island's delta that waits, if one does."""
+    return next((event for event in fragment.early if event.island == name), None)
+
+
+def forget_early(fragment: Fragment, name: str) -> Step:
+    """Drop the island's delta that waits, if one does."""
+    event = early_of(fragment, name)
+    if event is None:
+        return fragment, []
+    key = DeltaKey(name, event.incarnation, fragment.index, event.tick)
+    return without_early(fragment, name), [Drop(delta=key)]
+
+
+def without_early(fragment: Fragment, name: str) -> Fragment:
+    """Return the fragment with no delta of the island that waits."""
+    others = tuple(event for event in fragment.early if event.island != name)
+    return replace(fragment, early=others)

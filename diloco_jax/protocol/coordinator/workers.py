@@ -20,16 +20,18 @@ from diloco_jax.protocol.coordinator.events import (
     WorkerAway,
     WorkerBack,
 )
-from diloco_jax.protocol.coordinator.machines import FRAGMENT, TAKE, take_state
 from diloco_jax.protocol.coordinator.state import (
+    FRAGMENT,
+    TAKE,
     Fragment,
     PolicyConfig,
     State,
+    take_state,
     with_account,
     with_fragment,
 )
 from diloco_jax.protocol.holding import Forget
-from diloco_jax.protocol.reasons import WORKER
+from diloco_jax.protocol.values import WORKER
 
 Step = tuple[State, list[Effect]]
 

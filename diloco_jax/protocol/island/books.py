@@ -18,16 +18,14 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-from diloco_jax.protocol.reasons import (
+from diloco_jax.protocol.values import (
+    FIRST_VERSION,
     FUTURE,
     NON_FINITE,
     OUT_OF_BOUNDS,
     OVERLAP,
     QUARANTINED,
     STALE,
-)
-from diloco_jax.protocol.values import (
-    FIRST_VERSION,
     Outstanding,
     Record,
     RecordKind,

@@ -8,18 +8,24 @@ Grants, progress and a new term come first, then verdicts, then adoptions and ta
 the order of the adopt rule. The train loop, the simulator's virtual islands and replay
 all act through `Boundary`, each with its own `Arrays`, `Incoming`, `Outgoing` and
 `LeasedData`.
+
+An island's turn at the merged model (`Watching`) follows from decisions, so all its
+hosts come to the same. The coordinator names the versions of one cycle, fragment by
+fragment (`Watch`). Each is copied while it is the anchor: before the adoption that
+would replace it, or after the one that brings it. Once all fragments of the cycle are
+copied, the copies are evaluated between steps.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from diloco_jax.protocol.island.books import Books, Outcome
 from diloco_jax.protocol.island.reporting import Status
-from diloco_jax.protocol.island.watching import Watching
 from diloco_jax.protocol.messages import (
     AnchorRequest,
     Measures,
@@ -27,8 +33,7 @@ from diloco_jax.protocol.messages import (
     TakeVerdict,
     Watch,
 )
-from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import Span, Version
+from diloco_jax.protocol.values import EndReason, Span, Version
 
 
 class Ending(NamedTuple):
@@ -185,6 +190,47 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         """Tell whether `step` is to be made. stop: the coordinator said that the run
         has its tokens, or the island is about to leave."""
         return not stop and self.share_done(step, others_tokens) < 1
+
+
+class Watching:
+    """The cycle that one incarnation watches.
+
+    copy: copies the anchor of a fragment, in the place of an earlier cycle's.
+    """
+
+    def __init__(self, fragments: int, copy: Callable[[int], None]) -> None:
+        self.cycle = 0
+        """The cycle that is copied or evaluated; 0 before the first turn."""
+        self._fragments, self._copy = fragments, copy
+        self._wanted: dict[int, Version] = {}
+        self._copied: set[int] = set()
+
+    @property
+    def evaluates(self) -> bool:
+        """True while all fragments of the cycle are copied, and not evaluated yet."""
+        return len(self._copied) == self._fragments
+
+    def ask(self, watch: Watch) -> None:
+        """Note the version of a fragment at a cycle. A new cycle takes the place of one
+        that is not complete; one under evaluation is finished first."""
+        if watch.cycle < self.cycle or self.evaluates:
+            return
+        if watch.cycle > self.cycle:
+            self.cycle = watch.cycle
+            self._wanted, self._copied = {}, set()
+        self._wanted[watch.fragment] = watch.version
+
+    def see(self, books: Books) -> None:
+        """Copy the anchors that are wanted, of those that the island has now."""
+        for fragment, version in list(self._wanted.items()):
+            if books.version(fragment) == version:
+                self._copy(fragment)
+                self._copied.add(fragment)
+                del self._wanted[fragment]
+
+    def evaluated(self) -> None:
+        """Note that the copies are evaluated: the next turn may come."""
+        self._wanted, self._copied = {}, set()
 
 
 class Boundary:

@@ -29,8 +29,7 @@ from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Model
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import Outcome
-from diloco_jax.protocol.reasons import NON_FINITE
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.protocol.values import NON_FINITE, DeltaKey, Prepared, Version
 from diloco_jax.simulation.emulation.diary import Diary
 from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.merging import Received, VirtualFetch

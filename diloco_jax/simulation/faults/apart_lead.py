@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 from diloco_jax.protocol.coordinator import workers
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (
+    BeginWorker,
     Committed,
     CycleKept,
     Drop,
     Forget,
+    FragmentKept,
     FragmentsRestored,
+    FromWorker,
     RestoreFragments,
     ToHolder,
 )
-from diloco_jax.protocol.working import BeginWorker, FragmentKept, FromWorker
 from diloco_jax.simulation.faults.apart_line import DialledLine
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.faults.schedule import RETRY_S, RUN_ID

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from diloco_jax.protocol.holding import RestoreFragments, ToHolder
-from diloco_jax.protocol.working import BeginWorker, FromWorker
+from diloco_jax.protocol.holding import (
+    BeginWorker,
+    FromWorker,
+    RestoreFragments,
+    ToHolder,
+)
 from diloco_jax.simulation.faults.schedule import LEASE_S
 from diloco_jax.simulation.virtual.clock import Clock
 

@@ -1,7 +1,7 @@
 """The process of a worker on another machine, in a world of faults: it outlives leads.
 
 What a worker decides as another lead comes is the product's: which merges are given up
-(`MergesUnderWay`), whether it can go on (`restoring.alive`), and what it says to the
+(`MergesUnderWay`), whether it can go on (`alive`), and what it says to the
 next lead (`OF_ONE_LEAD`).
 """
 
@@ -12,19 +12,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
-from diloco_jax.coordinator.holding.restoring import alive
+from diloco_jax.coordinator.holding.fragment_snapshots import alive
+from diloco_jax.coordinator.holding.holder import MergesUnderWay, PreparedMerge
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.holding.under_way import MergesUnderWay, PreparedMerge
 from diloco_jax.coordinator.log import DurableError
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.protocol.holding import (
+    OF_ONE_LEAD,
     AnchorKept,
     AwaitAnchor,
     Commit,
     DeltaArrived,
     Drop,
     Forget,
+    FragmentKept,
     FragmentsRestored,
+    FromWorker,
     KeepFragment,
     LostFragment,
     Merge,
@@ -35,7 +38,6 @@ from diloco_jax.protocol.holding import (
 )
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
-from diloco_jax.protocol.working import OF_ONE_LEAD, FragmentKept, FromWorker
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 from diloco_jax.simulation.faults.observing import Incarnation
 from diloco_jax.simulation.faults.schedule import RETRY_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco_jax.protocol.outposts import Obeyed
+from diloco_jax.protocol.holding import Obeyed
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.faults.apart_process import HoldingProcess
 from diloco_jax.simulation.faults.arrays import Anchor

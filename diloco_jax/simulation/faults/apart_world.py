@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.coordinator.workers import deal
-from diloco_jax.protocol.outposts import Obeyed, first_number, next_number
+from diloco_jax.protocol.holding import Obeyed, first_number, next_number
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.apart_coordinator import ApartCoordinator
 from diloco_jax.simulation.faults.apart_lead import Leading

@@ -20,8 +20,13 @@ from diloco_jax.coordinator.holding.store import RETAINED_PUBLISHES
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import AdoptTraits, Outcome
-from diloco_jax.protocol.reasons import NON_FINITE
-from diloco_jax.protocol.values import FIRST_VERSION, DeltaKey, Prepared, Version
+from diloco_jax.protocol.values import (
+    FIRST_VERSION,
+    NON_FINITE,
+    DeltaKey,
+    Prepared,
+    Version,
+)
 from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
 
 FIRST_ANCHOR = b"first"

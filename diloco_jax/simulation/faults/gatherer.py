@@ -10,12 +10,10 @@ from typing import Any, ClassVar
 
 from diloco_jax.coordinator.engine import Engine
 from diloco_jax.coordinator.sessions import Sessions
+from diloco_jax.protocol.coordinator import gathering
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Timer
 from diloco_jax.protocol.coordinator.events import Event as CoordinatorEvent
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
-from diloco_jax.protocol.messages import Goodbye, Hello
-from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
     AnchorArrived,
     Discard,
     Event,
@@ -23,6 +21,8 @@ from diloco_jax.protocol.new_term.events import (
     Offered,
     Open,
 )
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.messages import Goodbye, Hello
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults.arrays import Anchor
 from diloco_jax.simulation.virtual.clock import Clock

@@ -12,7 +12,6 @@ from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.island.books import RESTARTS
-from diloco_jax.protocol.reasons import OUT_OF_BOUNDS
 from diloco_jax.protocol.records import (
     DeltaRefused,
     Durable,
@@ -20,7 +19,7 @@ from diloco_jax.protocol.records import (
     Quarantined,
     Released,
 )
-from diloco_jax.protocol.values import Contribution, Outstanding
+from diloco_jax.protocol.values import OUT_OF_BOUNDS, Contribution, Outstanding
 from diloco_jax.simulation.faults.arrays import Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
-from diloco_jax.protocol.reasons import EndReason
+from diloco_jax.protocol.values import EndReason
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 
 ENDS: tuple[EndReason, ...] = ("finished", "absent")

@@ -16,8 +16,8 @@ import msgspec
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.events import RunExtended, RunResumed
+from diloco_jax.protocol.coordinator.gathering import LEASES_AWAITED
 from diloco_jax.protocol.coordinator.state import State, initial
-from diloco_jax.protocol.new_term.gathering import LEASES_AWAITED
 from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import first_anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator

@@ -22,8 +22,15 @@ from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
-from diloco_jax.protocol.reasons import NON_FINITE, STALE
-from diloco_jax.protocol.values import Record, RecordKind, Span, Verdict, Version
+from diloco_jax.protocol.values import (
+    NON_FINITE,
+    STALE,
+    Record,
+    RecordKind,
+    Span,
+    Verdict,
+    Version,
+)
 from diloco_jax.simulation.replay.pipe import RemoteReplica, Worker
 from diloco_jax.simulation.replay.published import PublishedVersions
 from diloco_jax.simulation.replay.recording import Life

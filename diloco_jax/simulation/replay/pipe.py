@@ -22,7 +22,7 @@ import numpy.typing as npt
 from diloco_jax.cluster.cluster import free_port, island_environment
 from diloco_jax.cluster.processes import start_child
 from diloco_jax.config import IslandConfig, RunConfig
-from diloco_jax.coordinator.notes import Environment
+from diloco_jax.coordinator.journal import Environment
 from diloco_jax.data.batches import Arrays
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.island.books import Outcome

@@ -14,7 +14,7 @@ import msgspec
 
 from diloco_jax.cluster.cluster import coordinator_environment
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.coordinator.notes import Begun, Environment
+from diloco_jax.coordinator.journal import Begun, Environment
 from diloco_jax.observability.tape import Report, TapeError, brief, read_tape
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.protocol.values import Contribution, Record, Version

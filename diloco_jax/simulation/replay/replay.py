@@ -24,7 +24,7 @@ from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
 from diloco_jax.coordinator.holding.store import Store
-from diloco_jax.coordinator.notes import Environment
+from diloco_jax.coordinator.journal import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import digest_arrays

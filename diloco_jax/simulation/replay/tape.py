@@ -16,7 +16,7 @@ import msgspec
 
 from diloco_jax import run_files
 from diloco_jax.config import Config, ConfigError, IslandConfig
-from diloco_jax.coordinator import notes
+from diloco_jax.coordinator import journal
 from diloco_jax.observability.tape import Report, TapeError
 from diloco_jax.protocol import records
 from diloco_jax.protocol.values import FIRST_VERSION, Version
@@ -73,13 +73,13 @@ class _Reader:
         self._finished = False
         self._total_tokens = 0
         self._plan_digest = ""
-        self._coordinators: list[notes.Environment] = []
+        self._coordinators: list[journal.Environment] = []
         self._merges: list[RecordedMerge] = []
         self._recoveries: list[Recovery] = []
         self._begun: list[BegunTerm] = []
         self._versions: dict[int, Version] = {}
         self._lives: dict[Who, Life] = {}
-        self._hellos: dict[str, notes.Hello] = {}
+        self._hellos: dict[str, journal.Hello] = {}
 
     def read(self, line: int, record: Mapping[str, Any]) -> None:
         """Read the next line."""
@@ -91,7 +91,7 @@ class _Reader:
                 self._total_tokens = begun.total_tokens
                 self._coordinators.append(begun.environment)
             case "hello":
-                hello = records.from_tape(record, notes.Hello)
+                hello = records.from_tape(record, journal.Hello)
                 self._hellos[hello.island] = hello
             case "joined":
                 self._joined(records.from_tape(record, records.Joined))
@@ -102,11 +102,11 @@ class _Reader:
             case "term_begun":
                 self._term_begun(records.from_tape(record, records.TermBegun))
             case "digested":
-                self._digested(records.from_tape(record, notes.Digested))
+                self._digested(records.from_tape(record, journal.Digested))
             case "recovered":
-                self._recovered(records.from_tape(record, notes.Recovered))
+                self._recovered(records.from_tape(record, journal.Recovered))
             case "worker_recovered":
-                back = records.from_tape(record, notes.WorkerRecovered)
+                back = records.from_tape(record, journal.WorkerRecovered)
                 self._recoveries.append(
                     Recovery(
                         merges=len(self._merges),
@@ -223,7 +223,7 @@ class _Reader:
             )
         )
 
-    def _digested(self, noted: notes.Digested) -> None:
+    def _digested(self, noted: journal.Digested) -> None:
         for index, merge in enumerate(reversed(self._merges), start=1):
             if (merge.fragment, merge.version) == (noted.fragment, noted.version):
                 digests = Digests(
@@ -236,7 +236,7 @@ class _Reader:
             f"{tuple(noted.version)}, but no merge made it; a merge is missing"
         )
 
-    def _recovered(self, recovered: notes.Recovered) -> None:
+    def _recovered(self, recovered: journal.Recovered) -> None:
         self._recoveries.append(
             Recovery(
                 merges=len(self._merges),

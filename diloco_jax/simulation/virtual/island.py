@@ -32,8 +32,7 @@ from diloco_jax.protocol.messages import (
     ResendRequest,
     Welcome,
 )
-from diloco_jax.protocol.reasons import EndReason
-from diloco_jax.protocol.values import DeltaKey
+from diloco_jax.protocol.values import DeltaKey, EndReason
 from diloco_jax.simulation.virtual.body import Body
 from diloco_jax.simulation.virtual.clock import Clock, Due
 from diloco_jax.simulation.virtual.connection import Connection, VirtualService

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.reasons import Refusal
-from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.protocol.values import DeltaKey, Prepared, Refusal, Version
 
 
 class VirtualFetch(NamedTuple):

@@ -12,9 +12,8 @@ from diloco_jax.cluster.cluster import free_port
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.workers.outpost.dialing import Elsewhere
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
-from diloco_jax.protocol.holding import Committed, RestoreFragments
+from diloco_jax.protocol.holding import BeginWorker, Committed, RestoreFragments
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import BeginWorker
 from diloco_jax.wire.certificates import make_certificates
 
 NEW = Version(1, 5)

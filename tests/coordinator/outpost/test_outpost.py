@@ -24,7 +24,7 @@ from diloco_jax.coordinator.workers.outpost.admission import Admission
 from diloco_jax.coordinator.workers.outpost.options import WorkerOptions
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.coordinator.workers.places import Unreachable
-from diloco_jax.protocol.outposts import AboutFiles, AskNewest, Newest
+from diloco_jax.protocol.holding import AboutFiles, AskNewest, Newest
 from diloco_jax.wire import principal
 from diloco_jax.wire.certificates import add, make_certificates
 from diloco_jax.wire.errors import Refused, SecurityError

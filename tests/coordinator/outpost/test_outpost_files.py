@@ -21,7 +21,7 @@ from diloco_jax.coordinator.workers.outpost import dialing
 from diloco_jax.coordinator.workers.outpost import outpost as outposts
 from diloco_jax.coordinator.workers.outpost.files import FragmentFiles, at_work
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.outposts import AtWork
+from diloco_jax.protocol.holding import AtWork
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.errors import ConnectionLost
 

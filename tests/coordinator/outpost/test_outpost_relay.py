@@ -13,7 +13,7 @@ from diloco_jax.coordinator.workers.line import START_S, read_frame, write_frame
 from diloco_jax.coordinator.workers.outpost import relay as relays
 from diloco_jax.coordinator.workers.outpost.relay import relay
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.working import (
+from diloco_jax.protocol.holding import (
     EndWorker,
     LeadAlive,
     WorkerFailed,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.coordinator.events import Effect
-from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
 from diloco_jax.protocol.messages import Granted, Refused, Welcome
 from diloco_jax.protocol.values import Outstanding, Record, Version

@@ -1,7 +1,12 @@
-"""The end of a run: stopping, flushing, done."""
+"""The end of a run, or of an island that has notice: stopping, flushing, done; and how
+many fragments are open at once.
+"""
 
+from typing import Any
+
+import pytest
 from ending_support import pending, stop, stopping, whose
-from kit import Driver, asked, kinds, of, only, persisted
+from kit import Driver, asked, kinds, notes, of, only, persisted
 
 from diloco_jax.protocol.coordinator import decide
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
@@ -10,6 +15,7 @@ from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
     Finished,
     Granted,
+    MayLeave,
     Progress,
     Refused,
     Stop,
@@ -367,3 +373,248 @@ def test_a_finished_run_says_so() -> None:
     assert decide.next_deadline(d.state, d.now) is None
     for incarnation in (1, 2):
         assert only(d.hello("a", incarnation), Refused).code == "finished"
+
+
+def noticed(**changes: int) -> Driver:
+    """Stop island a after 2 steps; a and b together make a quorum."""
+    d = Driver(**{"quorum": 2, **changes})
+    d.join("a", "b")
+    d.report("a", 2)
+    d.report("a", phase="stopped")
+    return d
+
+
+def test_who_stops_before_the_run_is_asked_for_all_that_is_open() -> None:
+    d = noticed()
+    asks = of(d.effects, TakeRequest)
+    assert [(ask.island, ask.fragment) for ask in asks] == [("a", 0), ("a", 1)]
+    (note,) = notes(d.effects, "leaving")
+    assert (note["island"], note["incarnation"]) == ("a", 1)
+    assert note["asked"] == [
+        {"fragment": ask.fragment, "tick": ask.tick} for ask in asks
+    ]
+    assert d.fragment(0).phase == d.fragment(1).phase == "idle"
+    assert asked(d.report("a")) == {}, "once"
+
+
+def test_its_ticks_are_no_ones_else() -> None:
+    d = noticed()
+    theirs = {ask.tick for ask in of(d.effects, TakeRequest)}
+    d.hello("c")
+    d.report("c", 0)
+    for steps in (2, 4, 6):
+        for name in "bc":
+            d.report(name, steps)
+    regular = {ask.tick for ask in of(d.effects, TakeRequest) if ask.island != "a"}
+    assert len(theirs) == 2
+    assert regular
+    assert not theirs & regular
+    reserved = persisted(d.effects, "ticks")[0]["through"]
+    assert max(theirs) <= reserved
+
+
+def test_their_pacing_goes_on_as_if_nothing_had_been() -> None:
+    d = Driver()
+    d.join("a", "b")
+    d.report("b", 2)
+    assert d.fragment(0).phase == "open"
+    before = d.state.islands["b"].steps_at_tick
+    d.report("a", 1, phase="stopped")
+    assert d.state.islands["b"].steps_at_tick == before
+    d.report("b", 3)
+    assert d.fragment(1).phase == "idle"
+    d.report("b", 4)
+    assert d.fragment(1).phase == "open"
+
+
+def test_it_is_let_go_when_all_is_here() -> None:
+    d = noticed()
+    assert of(d.take("a", 0, 2), MayLeave) == []
+    assert of(d.take("a", 1, 2, arrive=False), MayLeave) == []
+    assert only(d.arrive("a", 1), MayLeave).island == "a"
+    assert only(d.report("a"), MayLeave).island == "a", "the first answer may be lost"
+    effects = d.goodbye("a", "preempted")
+    assert [kept["fragment"] for kept in persisted(effects, "left")[0]["left_behind"]]
+    totals = d.totals("a")
+    assert (totals.in_flight, totals.lost) == (20, {})
+    d.hello("c")
+    d.report("c", 0)
+    for name in "bc":
+        d.report(name, 2)
+    for name in "bc":
+        last = d.take(name, 0, 2)
+    assert [c.island for c in only(last, Merge).contributions] == ["a", "b", "c"]
+
+
+def test_what_is_open_after_an_earlier_take_is_not_waited_for() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    for name in "ab":
+        d.report(name, 2)
+    d.take("a", 0, 2)
+    d.report("a", 3)
+    assert asked(d.report("a", phase="stopped")) == {1: ["a"]}
+    assert of(d.take("a", 1, 3), MayLeave)
+    d.goodbye("a", "preempted")
+    assert d.account("a", 0).lost_tokens == {"preempted": 10}
+    assert d.account("a", 1).lost_tokens == {}
+
+
+def test_a_merge_about_to_end_is_waited_for_if_more_is_open_behind_it() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    for name in "ab":
+        d.report(name, 2)
+    d.take("b", 0, 2)
+    merge = only(d.take("a", 0, 2), Merge)
+    assert {c.island for c in merge.contributions} == {"a", "b"}
+    d.report("a", 3)
+    d.report("a", phase="stopped")
+    assert of(d.take("a", 1, 3), MayLeave) == [], "the merge may end at any time"
+    d.computed(0)
+    assert asked(d.report("a")) == {0: ["a"]}
+    assert only(d.take("a", 0, 3), MayLeave)
+    d.goodbye("a", "preempted")
+    assert d.totals("a").lost == {}
+
+
+def test_every_island_may_leave_at_once() -> None:
+    d = Driver(quorum=2)
+    d.join("a", "b")
+    for name in "ab":
+        d.report(name, 3, phase="stopped")
+    ticks = [ask.tick for ask in of(d.effects, TakeRequest) if ask.island == "b"]
+    assert len(ticks) == 2
+    for name in "ab":
+        d.take(name, 0, 3)
+        assert only(d.take(name, 1, 3), MayLeave).island == name
+        d.goodbye(name, "preempted")
+    for name in "ab":
+        d.hello(name, incarnation=2)
+        d.report(name, 0)
+    for name in "ab":
+        d.report(name, 2)
+    for name in "ab":
+        last = d.take(name, 0, 2)
+    parts = [(c.island, c.incarnation) for c in only(last, Merge).contributions]
+    assert parts == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
+def test_a_refused_take_is_asked_for_once_more() -> None:
+    d = noticed()
+    d.take("a", 0, 2)
+    d.take("a", 1, 2, arrive=False)
+    assert of(d.arrive("a", 1, refusal="non_finite"), MayLeave) == []
+    reopened = d.record("a", "reopened", 2, fragment=1, tick=d.tick_of("a", 1))
+    assert asked(d.report("a", 2, reopened)) == {1: ["a"]}
+    assert only(d.take("a", 1, 2), MayLeave)
+
+
+def test_who_has_nothing_open_may_go_at_once() -> None:
+    d = Driver()
+    d.join("a", "b")
+    assert only(d.report("a", 0, phase="stopped"), MayLeave).island == "a"
+
+
+def test_at_the_end_of_the_run_nobody_leaves_early() -> None:
+    d = Driver(steps_per_cycle=10**6, total_tokens=40)
+    d.join("a", "b")
+    d.report("b", 2)
+    d.report("a", 2, phase="stopped")
+    assert d.state.phase == "stopping"
+    assert of(d.effects, MayLeave) == []
+    assert of(d.effects, TakeRequest) == []
+
+
+def crowded(at_once: int, fragments: int = 4, **changes: Any) -> Driver:
+    """A flush of two islands; memory has room for the deltas of few fragments."""
+    d = stopping(
+        "a",
+        "b",
+        fragment_sizes=(4,) * fragments,
+        room_each=10,
+        merge_buffer_bytes=20 * at_once + 19,
+        **changes,
+    )
+    stop(d, "a", "b")
+    return d
+
+
+def opened(d: Driver) -> list[int]:
+    return [f.index for f in d.state.fragments if f.phase != "idle"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4, 9])
+def test_the_flush_opens_what_memory_has_room_for(at_once: int) -> None:
+    assert opened(crowded(at_once)) == [0, 1, 2, 3][:at_once]
+
+
+def test_the_next_fragment_is_opened_once_one_is_merged() -> None:
+    d = crowded(1)
+    for index in range(4):
+        assert opened(d) == list(range(index + 1))
+        d.take("a", index, 10)
+        only(d.take("b", index, 10), Merge)
+        assert opened(d) == list(range(index + 1)), "its deltas are still there"
+        effects = d.computed(index)
+    assert persisted(effects, "finished")
+    assert d.totals("a").lost == d.totals("b").lost == {}
+
+
+def test_islands_that_are_away_need_no_room() -> None:
+    d = stopping("a", "b", fragment_sizes=(4,) * 3, room_each=10, merge_buffer_bytes=20)
+    d.goodbye("b")
+    stop(d, "a")
+    assert opened(d) == [0, 1]
+
+
+def test_every_worker_has_its_own_room() -> None:
+    d = crowded(1, workers=2)
+    assert opened(d) == [0, 1]
+    d.take("a", 0, 10)
+    d.take("b", 0, 10)
+    d.computed(0)
+    assert opened(d) == [0, 1, 2]
+
+
+def test_an_island_that_hangs_keeps_no_fragment_from_the_others() -> None:
+    """Half of the flush's 50 s, for four fragments."""
+    d = crowded(1)
+    for index in range(4):
+        d.take("a", index, 10)
+        assert opened(d) == list(range(index + 1))
+        if index < 3:
+            due = decide.next_deadline(d.state, d.now)
+            assert due == d.now + 50 / 2 / 4
+            d.wait(due - d.now - 0.001)
+            assert opened(d) == list(range(index + 1))
+            d.wait(0.001)
+    assert [m.fragment for m in of(d.wait(d.config.flush_s), Merge)] == [0, 1, 2, 3]
+
+
+def test_no_more_is_opened_while_deltas_come() -> None:
+    d = crowded(2, fragments=8)
+    for index in (0, 1):
+        d.wait(5)
+        d.take("a", index, 10)
+    assert opened(d) == [0, 1]
+    d.wait(6.25)
+    assert opened(d) == [0, 1, 2]
+    d.wait(1)
+    assert opened(d) == [0, 1, 2], "each of them has its time"
+
+
+def test_after_the_deadline_no_fragment_waits_for_room() -> None:
+    d = stopping(
+        "a",
+        "b",
+        fragment_sizes=(4, 4),
+        room_each=10,
+        merge_buffer_bytes=20,
+        steps=10,
+    )
+    stop(d, "a", "b")
+    assert opened(d) == [0]
+    d.now += d.config.flush_s
+    d.wait(0)
+    assert [f.phase for f in d.state.fragments] == ["done", "done"]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from kit import Driver, asked, notes, of, only, persisted, verdicts
 
-from diloco_jax.protocol import spans
+from diloco_jax.protocol import values
 from diloco_jax.protocol.coordinator.events import Effect
 from diloco_jax.protocol.coordinator.state import restored
 from diloco_jax.protocol.holding import DeltaArrived, Drop, Forget, Merge
@@ -113,7 +113,7 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     d.report("b", 2)
     d.take("b", 0, 2, arrive=False)
     d.take("a", 0, 2)
-    leases = spans.joined(lease.span for lease in d.state.islands["b"].leases)
+    leases = values.join_spans(lease.span for lease in d.state.islands["b"].leases)
     # It arrives, and b leaves, while the merge that it is too late for is under way.
     d.arrive("b", 0)
     d.goodbye("b", "preempted")
@@ -128,7 +128,7 @@ def test_one_that_lags_too_far_is_lost(max_staleness: int) -> None:
     assert notes(effects, "refused")[0]["reason"] == "stale"
     assert totals.lost == {"preempted": 5, "stale": 15}
     assert d.state.departed == ()
-    assert spans.common(d.state.free_spans, leases) == leases
+    assert values.common_spans(d.state.free_spans, leases) == leases
 
 
 def test_an_island_leaves_one_delta_of_a_fragment_at_most() -> None:

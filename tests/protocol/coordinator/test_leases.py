@@ -8,11 +8,10 @@ from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import leases
 from diloco_jax.protocol.coordinator.events import Effect, Persist
-from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import with_island
 from diloco_jax.protocol.messages import Granted, Welcome
-from diloco_jax.protocol.spans import joined
-from diloco_jax.protocol.values import Span
+from diloco_jax.protocol.values import Span, join_spans
 
 
 def spans(effects: list[Effect]) -> list[Span]:
@@ -279,7 +278,7 @@ def test_what_was_trained_on_is_neither_free_nor_still_to_come() -> None:
     size=st.integers(1, 3),
 )
 def test_positions_come_back_whose_steps_are_in_no_merge(merged, granted, size) -> None:
-    steps = joined(Span(start, start + count) for start, count in merged)
+    steps = join_spans(Span(start, start + count) for start, count in merged)
     d = Driver()
     d.hello("a", sequences_per_step=size)
     held, offset = list[leases.Lease](), 0

@@ -19,8 +19,7 @@ from diloco_jax.protocol.coordinator.state import (
 )
 from diloco_jax.protocol.holding import AnchorKept, AwaitAnchor, Commit
 from diloco_jax.protocol.messages import AnchorRequest, Published, ResendRequest
-from diloco_jax.protocol.reasons import STALE
-from diloco_jax.protocol.values import Version
+from diloco_jax.protocol.values import STALE, Version
 
 LEASE_S, OUTAGE_S = 100.0, 30.0
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from kit import Driver
 
-from diloco_jax.protocol.coordinator.machines import (
+from diloco_jax.protocol.coordinator.state import (
     EXPECTED,
     FRAGMENT,
     MACHINES,
     TAKE,
     IllegalMoveError,
     StateMachine,
+    Take,
     ignored,
     take_state,
 )
-from diloco_jax.protocol.coordinator.state import Take
 
 PAGE = Path(__file__).parents[3] / "docs" / "design" / "architecture.md"
 

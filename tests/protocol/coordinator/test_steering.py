@@ -1,9 +1,12 @@
-"""Changes by an operator while the run goes on: who is let in, who is released."""
+"""What an operator asks for while the run goes on: who is let in, who is released, and
+of whom steps are traced.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+import pytest
 from bounds_support import give_up, patient, together
 from kit import (
     TOKENS_PER_STEP,
@@ -14,12 +17,13 @@ from kit import (
     only,
     persisted,
 )
+from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator import steering
 from diloco_jax.protocol.coordinator.events import Alert, Effect
-from diloco_jax.protocol.coordinator.state import initial
+from diloco_jax.protocol.coordinator.state import State, initial, with_island
 from diloco_jax.protocol.holding import Merge
-from diloco_jax.protocol.messages import Refused, Steer, Welcome
+from diloco_jax.protocol.messages import ProfileOrder, Refused, Steer, Welcome
 
 
 def only_named(*names: str, **changes: Any) -> Driver:
@@ -196,3 +200,41 @@ def test_a_release_of_a_stranger_says_who_was_in_the_run() -> None:
     wrong = steering.refusal(d.config, d.state, Steer(how="release", island="x"))
     assert "no island 'x' was ever in the run; there were 'a', 'b', 'c'" in wrong
     assert steer(d, "release", "x") == []
+
+
+ORDER = ProfileOrder(island="a", steps=8)
+
+
+def state_of(**changes: object) -> State:
+    d = Driver(make_config())
+    d.join("a")
+    d.report("a", 2)
+    island = replace(d.state.islands["a"], **changes)
+    return with_island(d.state, island)
+
+
+def test_an_island_that_trains_is_asked() -> None:
+    assert steering.trace_refusal(state_of(), ORDER) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"status": "absent"}, "'a' is absent, and makes no steps"),
+        ({"status": "gone"}, "'a' is gone"),
+        ({"phase": "compiling"}, "'a' is compiling, not training"),
+        ({"phase": "stopped"}, "'a' is stopped, not training"),
+    ],
+)
+def test_one_that_makes_no_steps_is_not(changes: dict[str, str], why: str) -> None:
+    assert why in steering.trace_refusal(state_of(**changes), ORDER)
+
+
+def test_the_known_ones_are_named() -> None:
+    wrong = steering.trace_refusal(state_of(), ProfileOrder(island="x"))
+    assert "no island 'x'" in wrong
+    assert "'a'" in wrong
+
+
+def test_slower_islands_have_more_time() -> None:
+    assert steering.trace_within_s(state_of(step_seconds=2.0), ORDER, 10.0) == 210.0

@@ -9,8 +9,8 @@ from kit import TOKENS_PER_STEP, Driver, of, only
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import MachineSlept
+from diloco_jax.protocol.coordinator.islands import FASTER, LATE_S, WallTime
 from diloco_jax.protocol.coordinator.state import Fragments
-from diloco_jax.protocol.coordinator.wall_time import FASTER, LATE_S, WallTime
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import Granted, Refused, Stop, Welcome
 from diloco_jax.protocol.values import Version

@@ -13,9 +13,9 @@ from diloco_jax.protocol.island.boundary import (
     Decision,
     Ending,
     Goal,
+    Watching,
 )
 from diloco_jax.protocol.island.conversation import Conversation
-from diloco_jax.protocol.island.watching import Watching
 from diloco_jax.protocol.messages import Measures, TakeRequest, Watch
 from diloco_jax.protocol.values import Span, Version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from diloco_jax.protocol.coordinator import early
+from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.draw import draw
@@ -42,13 +42,13 @@ def test_what_has_arrived_at_a_worker_is_not_asked_for_again() -> None:
         came.append(event)
         return real(fragment, event)
 
-    real = early.came
-    with mock.patch.object(early, "came", heard):
+    real = takes.came_early
+    with mock.patch.object(takes, "came_early", heard):
         world, wrong = crash()
     assert wrong is None
     assert world.struck["coordinator_crash"] == 1
     assert came
-    with mock.patch.object(early, "came", heard):
+    with mock.patch.object(takes, "came_early", heard):
         came.clear()
         _, wrong = crash(workers_live=False)
     assert wrong is None

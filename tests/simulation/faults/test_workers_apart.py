@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
-from diloco_jax.coordinator.holding.under_way import MergesUnderWay
+from diloco_jax.coordinator.holding.holder import MergesUnderWay
 from diloco_jax.protocol.coordinator.events import WorkerBack
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import FragmentsRestored

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from diloco_jax import run_files
 from diloco_jax.coordinator.workers import rendezvous
-from diloco_jax.protocol.outposts import FirstWord
-from diloco_jax.protocol.working import BeginWorker
+from diloco_jax.protocol.holding import BeginWorker, FirstWord
 from diloco_jax.wire.errors import Refused
 
 

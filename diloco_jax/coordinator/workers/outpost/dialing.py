@@ -27,11 +27,12 @@ from diloco_jax.coordinator.workers.outpost.files import (
 )
 from diloco_jax.coordinator.workers.places import OpenLine, Unreachable
 from diloco_jax.deadlines import Backoff
-from diloco_jax.protocol.holding import Committed, RestoreFragments
-from diloco_jax.protocol.outposts import (
+from diloco_jax.protocol.holding import (
     AboutFiles,
     AskNewest,
     AtWork,
+    BeginWorker,
+    Committed,
     DropKept,
     FileComes,
     FromOutpost,
@@ -42,12 +43,13 @@ from diloco_jax.protocol.outposts import (
     OutpostEnds,
     OutpostReady,
     PutFile,
+    RestoreFragments,
     RunOver,
     Stored,
+    WorkerRefused,
     from_outpost,
 )
 from diloco_jax.protocol.values import Version
-from diloco_jax.protocol.working import BeginWorker, WorkerRefused
 from diloco_jax.wire import addresses
 from diloco_jax.wire.duplex import End, dial_worker
 from diloco_jax.wire.errors import ConnectionLost, Refused, SecurityError, WireError

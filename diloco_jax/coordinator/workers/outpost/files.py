@@ -26,7 +26,7 @@ from diloco_jax.coordinator.workers.line import write_frame
 from diloco_jax.coordinator.workers.outpost.relay import cut
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.files import is_bucket
-from diloco_jax.protocol.outposts import AtWork, Kind
+from diloco_jax.protocol.holding import AtWork, Kind
 from diloco_jax.protocol.values import Version
 from diloco_jax.wire.duplex import End
 

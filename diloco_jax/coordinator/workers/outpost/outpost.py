@@ -38,11 +38,13 @@ from diloco_jax.coordinator.workers.outpost.patience import Patience
 from diloco_jax.coordinator.workers.outpost.relay import cut, relay
 from diloco_jax.coordinator.workers.places import Here
 from diloco_jax.files import is_bucket
-from diloco_jax.protocol.outposts import (
+from diloco_jax.protocol.holding import (
     AboutFiles,
     AskNewest,
     AtWork,
+    BeginWorker,
     DropKept,
+    EndWorker,
     FileComes,
     FilesAsked,
     FirstWord,
@@ -54,10 +56,10 @@ from diloco_jax.protocol.outposts import (
     PutFile,
     RunOver,
     Stored,
+    WorkerRefused,
     files_asked,
     first_word,
 )
-from diloco_jax.protocol.working import BeginWorker, EndWorker, WorkerRefused
 from diloco_jax.wire import addresses, principal
 from diloco_jax.wire.acceptor import TOLD_EVERY_S
 from diloco_jax.wire.duplex import End, TlsEnd

@@ -17,7 +17,7 @@ from diloco_jax.coordinator.workers.line import (
     write_frame,
 )
 from diloco_jax.deadlines import Deadlines
-from diloco_jax.protocol.working import WorkerFailed, from_worker
+from diloco_jax.protocol.holding import WorkerFailed, from_worker
 from diloco_jax.wire.duplex import End
 
 ENDED = "its process there ended; see the log of `diloco worker` there"

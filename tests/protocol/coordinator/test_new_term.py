@@ -8,9 +8,10 @@ import pytest
 from kit import TOKENS_PER_STEP, Driver, asked, notes, of, only, persisted
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import admission, ledger
+from diloco_jax.protocol.coordinator import gathering, ledger, members
 from diloco_jax.protocol.coordinator.events import Alert, Effect, Outdated, SaidAhead
-from diloco_jax.protocol.coordinator.granted import FIRST_LEASE_STEPS
+from diloco_jax.protocol.coordinator.gathering import Open
+from diloco_jax.protocol.coordinator.islands import FIRST_LEASE_STEPS
 from diloco_jax.protocol.coordinator.state import Fragments
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.messages import (
@@ -25,8 +26,6 @@ from diloco_jax.protocol.messages import (
     TakeVerdict,
     Welcome,
 )
-from diloco_jax.protocol.new_term import gathering
-from diloco_jax.protocol.new_term.events import Open
 from diloco_jax.protocol.values import Outstanding, Version
 
 TOKENS = 1000
@@ -393,7 +392,7 @@ def ahead_of(d: Driver, **fields: Any) -> str:
     defaults = {"run_id": d.config.run_id, "island": "a", "incarnation": 1}
     defaults |= {"session": "a1", "fingerprint": d.config.fingerprint}
     defaults |= {"tokens_per_step": 10, "sequences_per_step": 1, **fields}
-    return admission.ahead(d.config, d.state, Hello(**defaults))
+    return members.how_ahead(d.config, d.state, Hello(**defaults))
 
 
 @pytest.mark.parametrize(("term", "is_ahead"), [(0, False), (2, False), (3, True)])

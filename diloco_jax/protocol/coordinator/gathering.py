@@ -4,21 +4,40 @@ the run, and the highest version of each fragment begins a new term.
 waiting -> fetching -> over. Islands offer their anchors until the deadline, or until
 all have offered. Then each fragment is fetched from an island with its highest version,
 one fragment at a time per island. A holder may be silent for one lease; after that the
-next highest version is fetched. Nothing is initialised: no offer, no term. Offers that
-do not fit (`fitting.py`) are put off.
+next highest version is fetched. Nothing is initialised: no offer, no term.
+
+An offer fits that is of the coordinator's config and of one run. One that does not is
+put off and named, and ends nothing: a single island would otherwise keep all others
+from a new term. If none fits, the coordinator may be wrong, and the islands with the
+run's anchors must go on.
+
+An island that claims far more than most others is not believed: after the state is
+lost, anchors and news of the islands become the run's, so a wrong claim would spoil it.
+If two islands differ, nobody can tell which is wrong: it takes three to disbelieve one.
+
+The events that this has in common with the usual half (`Said`, `Disconnected`, `Timer`)
+and the effects `Alert` and `Tell` are in `events.py`; its others are here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from diloco_jax.protocol.coordinator import admission, claims, leases, schedule
-from diloco_jax.protocol.coordinator.events import Alert, Disconnected, Said, Tell
+from diloco_jax.protocol.coordinator import claims, leases, members, schedule
+from diloco_jax.protocol.coordinator.events import (
+    Alert,
+    Disconnected,
+    Said,
+    Tell,
+    Timer,
+)
 from diloco_jax.protocol.coordinator.state import (
     MergedTokens,
     PolicyConfig,
@@ -26,20 +45,236 @@ from diloco_jax.protocol.coordinator.state import (
     initial,
     with_fragment,
 )
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Welcome
-from diloco_jax.protocol.new_term import belief, fitting
-from diloco_jax.protocol.new_term.belief import Known
-from diloco_jax.protocol.new_term.events import (
-    AnchorArrived,
-    Discard,
-    Effect,
-    Event,
-    GiveUp,
-    Offered,
-    Open,
-    Postpone,
+from diloco_jax.protocol.messages import (
+    MAX_TEXT,
+    AnchorRequest,
+    Hello,
+    Refused,
+    Welcome,
 )
 from diloco_jax.protocol.values import Version
+
+# ---- events -------------------------------------------------------------------
+
+
+class Offered(msgspec.Struct, frozen=True, kw_only=True):
+    """An island says hello, with its anchors' versions and its last news of the run.
+    `differences`: between its config and the coordinator's, in words."""
+
+    hello: Hello
+    differences: tuple[str, ...] = ()
+
+
+class AnchorArrived(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole anchor has arrived."""
+
+    island: str
+    incarnation: int
+    fragment: int
+    version: Version
+
+
+Event = Offered | Said | Disconnected | AnchorArrived | Timer
+
+# ---- effects ------------------------------------------------------------------
+
+
+class Postpone(msgspec.Struct, frozen=True, kw_only=True):
+    """End a session with this reason; the island is to come again later."""
+
+    session: str
+    message: str
+
+
+class Discard(msgspec.Struct, frozen=True, kw_only=True):
+    """Discard the part of an anchor that has arrived; the rest is no longer awaited."""
+
+    island: str
+    incarnation: int
+    fragment: int
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True):
+    """Begin the new term: all fragments have arrived."""
+
+    run_id: str
+    term: int
+    versions: tuple[Version, ...]
+    sources: tuple[str, ...]
+    """The island that each fragment came from."""
+    replaced: tuple[Version, ...]
+    """Version of each fragment on that island."""
+    tokens: int
+    next_position: int
+    offered: tuple[str, ...] = ()
+    """Islands that offered anchors; they come again as the term begins."""
+
+
+class GiveUp(msgspec.Struct, frozen=True, kw_only=True):
+    """End the process with this reason: there will be no new term."""
+
+    message: str
+
+
+Effect = Alert | Tell | Postpone | Discard | Open | GiveUp
+
+
+FEWEST_TO_DISBELIEVE = 3
+FAR = 2
+"""Claims up to this multiple of the median are believed: an island may have been away
+for long."""
+TERMS_AHEAD = 16
+MERGES_AHEAD = 100
+POSITIONS_AHEAD = 2**20
+SHARE_AHEAD = 0.01
+"""Share of the run's tokens. These are believed in any case: a young run's medians are
+small."""
+
+
+class Known(NamedTuple):
+    """The highest values of the run that an island knows."""
+
+    term: int = 0
+    tokens: int = 0
+    next_position: int = 0
+    merges: int = 0
+    """Number of the highest version of any fragment."""
+
+    def higher(self, other: Known) -> Known:
+        """Return the higher value of each."""
+        return Known(*map(max, self, other))
+
+
+def claims_of(offer: Hello) -> Known:
+    """Return the values that an island claims to know."""
+    return Known(
+        term=max([offer.term, *(version.term for version in offer.versions)]),
+        tokens=offer.tokens,
+        next_position=offer.next_position,
+        merges=max((version.number for version in offer.versions), default=0),
+    )
+
+
+def believed_limits(claims: Collection[Known], total_tokens: int) -> Known | None:
+    """Return the highest values that are believed; None if too few islands claim any.
+
+    claims: those of the islands that offer anchors.
+    """
+    if len(claims) < FEWEST_TO_DISBELIEVE:
+        return None
+    medians = map(statistics.median_low, zip(*claims, strict=True))
+    ahead = (
+        TERMS_AHEAD,
+        int(SHARE_AHEAD * total_tokens),
+        POSITIONS_AHEAD,
+        MERGES_AHEAD,
+    )
+    return Known(*(FAR * m + a for m, a in zip(medians, ahead, strict=True)))
+
+
+def too_high(known: Known, most: Known | None) -> str:
+    """Explain why claims are not believed; empty if they are."""
+    if most is None:
+        return ""
+    for what, value, limit in zip(Known._fields, known, most, strict=True):
+        if value > limit:
+            return (
+                f"it claims {what} = {value}, and at most {limit} is believed, by what "
+                f"most islands claim"
+            )
+    return ""
+
+
+def disbelieved(offer: Hello, wrong: str) -> Tell:
+    """Return the message to an island whose claims are not believed, for this
+    reason."""
+    return Tell(
+        session=offer.session,
+        message=Refused(
+            code="claims",
+            message=f"island {offer.island!r} is not believed as a new term begins: "
+            f"{wrong}; start it again with incarnation {offer.incarnation + 1}",
+        ),
+    )
+
+
+def may_have_become(offered: Version, arrived: Version) -> bool:
+    """Tell whether an anchor that was offered at one version may arrive at another.
+
+    The island may have adopted a publish that was on its way.
+    """
+    ahead = arrived.number - offered.number
+    return arrived.term == offered.term and 0 <= ahead <= MERGES_AHEAD
+
+
+MOST_NAMED = 8
+"""Islands that one message names; the number of the others follows."""
+
+
+def misfit(ours: str, event: Offered) -> str:
+    """Explain why an island does not fit; empty if it does.
+
+    ours: the coordinator's run id; empty if it does not know it.
+    """
+    offer = event.hello
+    if event.differences:
+        text = "; ".join(event.differences)[:MAX_TEXT]
+        return (
+            f"island {offer.island!r} is in run {offer.run_id} with another config: "
+            f"{text} (here: this coordinator's)"
+        )
+    if offer.versions and not offer.run_id:
+        return f"island {offer.island!r} offers anchors of no run"
+    if ours and offer.run_id not in ("", ours):
+        return (
+            f"island {offer.island!r} is in run {offer.run_id}, and this coordinator "
+            f"gathers anchors of run {ours}"
+        )
+    return ""
+
+
+def run_of_most(run_ids: Iterable[str]) -> str:
+    """Return the run of most islands; empty if two have as many."""
+    ranked = Counter(run_ids).most_common(2)
+    if len(ranked) == 2 and ranked[0][1] == ranked[1][1]:
+        return ""
+    return ranked[0][0] if ranked else ""
+
+
+def runs_apart(offers: Iterable[Hello]) -> str:
+    """Describe islands of several runs; empty if there is one run."""
+    by_run: dict[str, list[str]] = {}
+    for offer in offers:
+        by_run.setdefault(offer.run_id, []).append(offer.island)
+    if len(by_run) < 2:
+        return ""
+    sides = [
+        f"{_listed([repr(name) for name in sorted(names)])} in run {run_id}"
+        for run_id, names in sorted(by_run.items())
+    ]
+    return (
+        f"islands of {len(sides)} runs offer anchors: {_listed(sides)}; the run of "
+        f"most islands goes on, and among as many each nobody can tell which is the "
+        f"coordinator's: start it again with --run-id and its own run, or end the "
+        f"islands of the other one, or revoke their keys"
+    )
+
+
+def nobody_fits(misfits: Mapping[str, str], seconds: float) -> str:
+    """Explain that there is no offer to begin with."""
+    if not misfits:
+        return f"no island offered its anchors within {seconds:g} s"
+    return (
+        f"no island offered anchors that fit within {seconds:g} s: "
+        f"{_listed(list(misfits.values()))}. If the islands are right, it is this "
+        f"coordinator that is wrong: start it with their run's config.json"
+    )
+
+
+def _listed(texts: list[str]) -> str:
+    more = len(texts) - MOST_NAMED
+    return "; ".join([*texts[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])])
+
 
 LEASES_AWAITED = 2
 """Longest wait for the first offer, and then for the others, in leases."""
@@ -110,7 +345,7 @@ def begin(config: PolicyConfig, names: frozenset[str], now: float) -> Gathering:
 
 def notices(state: Gathering) -> list[str]:
     """List what people have to see, such as islands that do not fit."""
-    parted = fitting.parted(member.offer for member in state.members.values())
+    parted = runs_apart(member.offer for member in state.members.values())
     return [*([parted] if parted else []), *state.misfits.values()]
 
 
@@ -154,7 +389,7 @@ def first_state(config: PolicyConfig, opened: Open) -> State:
         begun = replace(fragment, version=version, newest=newest)
         state = with_fragment(state, begun)
     state = schedule.begin_term(config, state, opened.term)
-    let_in = [n for n in opened.offered if not admission.unknown(config, n)]
+    let_in = [n for n in opened.offered if not members.unknown(config, n)]
     return replace(
         state,
         returning=tuple(let_in),
@@ -169,13 +404,13 @@ def _offered(
     config: PolicyConfig, state: Gathering, event: Offered, now: float
 ) -> Step:
     offer = event.hello
-    unfit = fitting.misfit(config.run_id or state.run_id, event)
+    unfit = misfit(config.run_id or state.run_id, event)
     if unfit and offer.versions:
         return _put_off(state, offer, unfit)
     if not unfit:
-        known = belief.of_offer(offer)
-        if wrong := belief.too_high(known, state.limits):
-            return state, [belief.disbelieved(offer, wrong)]
+        known = claims_of(offer)
+        if wrong := too_high(known, state.limits):
+            return state, [disbelieved(offer, wrong)]
         before = state.heard.get(offer.island, Heard("", Known()))
         run_id = offer.run_id or before.run_id
         if before.run_id in ("", run_id):
@@ -250,7 +485,7 @@ def _arrived(state: Gathering, event: AnchorArrived) -> Step:
     if member.offer.incarnation != event.incarnation:
         return state, []
     offered = member.offer.versions[event.fragment]
-    if not belief.may_have_become(offered, event.version):
+    if not may_have_become(offered, event.version):
         return _fail(state, event.fragment)
     got = Got(event.island, event.version)
     state = replace(state, got={**state.got, event.fragment: got})
@@ -263,21 +498,21 @@ def _wait(config: PolicyConfig, state: Gathering, now: float) -> Step:
         return state, []
     if not state.members:
         patience_s = LEASES_AWAITED * config.lease_s
-        return _give_up(state, fitting.nobody(state.misfits, patience_s))
+        return _give_up(state, nobody_fits(state.misfits, patience_s))
     offers = [m.offer for m in state.members.values() if _may_come(m, now)]
     offers = offers or [member.offer for member in state.members.values()]
-    run_id = fitting.of_most(offer.run_id for offer in offers)
+    run_id = run_of_most(offer.run_id for offer in offers)
     if not run_id and now < state.decided_by:
         return state, []
     if not run_id:
-        return _give_up(state, fitting.parted(offers))
+        return _give_up(state, runs_apart(offers))
     state, effects = _choose(state, run_id)
     # A member may have said hello again without anchors, and in another run.
     held = [h.known for name, h in state.heard.items() if name in state.members]
-    limits = belief.limits(held, config.total_tokens)
-    wrong = {n: belief.too_high(h.known, limits) for n, h in state.heard.items()}
+    limits = believed_limits(held, config.total_tokens)
+    wrong = {n: too_high(h.known, limits) for n, h in state.heard.items()}
     effects += [
-        belief.disbelieved(member.offer, wrong[name])
+        disbelieved(member.offer, wrong[name])
         for name, member in state.members.items()
         if wrong.get(name)
     ]
@@ -294,7 +529,7 @@ def _choose(state: Gathering, run_id: str) -> Step:
     """Go on with the islands of one run."""
     effects = list[Effect]()
     for member in state.members.values():
-        if unfit := fitting.misfit(run_id, Offered(hello=member.offer)):
+        if unfit := misfit(run_id, Offered(hello=member.offer)):
             state, put_off = _put_off(state, member.offer, unfit)
             effects += put_off
     ours = {n: m for n, m in state.members.items() if m.offer.run_id == run_id}

@@ -14,26 +14,24 @@ import math
 from msgspec.structs import replace
 
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell
-from diloco_jax.protocol.coordinator.state import PolicyConfig
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Welcome
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
     AnchorArrived,
+    AwaitedAnchor,
     Discard,
     Effect,
     Event,
+    Gathering,
     GiveUp,
+    Got,
     Offered,
+    Offering,
     Open,
     Postpone,
-)
-from diloco_jax.protocol.new_term.gathering import (
-    AwaitedAnchor,
-    Gathering,
-    Got,
-    Offering,
     Step,
     alive,
 )
+from diloco_jax.protocol.coordinator.state import PolicyConfig
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Welcome
 from diloco_jax.protocol.values import FIRST_VERSION
 
 

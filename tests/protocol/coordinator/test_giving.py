@@ -7,10 +7,9 @@ from typing import TypeVar
 import pytest
 from kit import make_config
 
+from diloco_jax.protocol.coordinator import giving
 from diloco_jax.protocol.coordinator.events import Disconnected, Said, Tell, Timer
-from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Report, Welcome
-from diloco_jax.protocol.new_term import giving
-from diloco_jax.protocol.new_term.events import (
+from diloco_jax.protocol.coordinator.gathering import (
     AnchorArrived,
     Discard,
     Effect,
@@ -20,6 +19,7 @@ from diloco_jax.protocol.new_term.events import (
     Open,
     Postpone,
 )
+from diloco_jax.protocol.messages import AnchorRequest, Hello, Refused, Report, Welcome
 from diloco_jax.protocol.values import FIRST_VERSION
 
 CONFIG = make_config(run_id="run-1", compile_budget_s=600.0, outage_budget_s=30.0)
