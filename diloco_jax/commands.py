@@ -40,7 +40,11 @@ def run_command(arguments: Sequence[str]) -> int:
     from diloco_jax.machine import fit_threads
 
     fit_threads()
-    from diloco_jax.cluster.run import RunOptions, require_one_workdir, with_config
+    from diloco_jax.cluster.options import (
+        RunOptions,
+        require_one_workdir,
+        with_config,
+    )
 
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())

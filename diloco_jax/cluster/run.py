@@ -14,7 +14,7 @@ import logging
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from diloco_jax import files, run_files
 from diloco_jax import workdir as workdirs
 from diloco_jax.cluster import cluster
 from diloco_jax.cluster.cluster import Cluster, Route, require_here, straight
+from diloco_jax.cluster.options import no_folder
 from diloco_jax.cluster.processes import (
     are_own,
     kill_group,
@@ -35,7 +36,6 @@ from diloco_jax.cluster.processes import (
 )
 from diloco_jax.cluster.status import status_client
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
-from diloco_jax.config.fields import setting
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
 from diloco_jax.coordinator.going_on import too_few
@@ -43,10 +43,9 @@ from diloco_jax.coordinator.journal import Recovered
 from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED
 from diloco_jax.faults import parse_faults
-from diloco_jax.files import absolute, expand, is_bucket, write_json
+from diloco_jax.files import is_bucket, write_json
 from diloco_jax.observability.tape import newest_record, tells_of_the_end
 from diloco_jax.observability.terminal import Dashboard, bar, closing_report, comparison
-from diloco_jax.options import TRUST_CODE
 from diloco_jax.process import Interrupt
 from diloco_jax.protocol.records import from_tape
 from diloco_jax.wire import addresses
@@ -54,34 +53,6 @@ from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import WireError
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
-
-
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """See `diloco run --help`."""
-
-    baseline: bool = setting(
-        False,
-        help="Afterwards train the same model plainly on as many tokens, and compare.",
-    )
-    init: str = setting(
-        "",
-        metavar="hf:DIR|run:WORKDIR",
-        help="Start from weights, whose model is taken over with them: of a folder "
-        "with config.json and safetensors, or of a run.",
-    )
-    resume: str = setting(
-        "",
-        help="Workdir of a stopped run that should go on; CONFIG may be left out.",
-    )
-    dashboard: bool = setting(
-        False, help="Show the run in a browser, too, until it ends: prints the address."
-    )
-    trust_code: bool = setting(False, help=TRUST_CODE)
-    json: bool = setting(
-        False, help="Print the summary to standard output as one JSON object."
-    )
-
 
 # Any of these means that a workdir belongs to a run.
 SIGNS_OF_A_RUN = (
@@ -217,47 +188,6 @@ def _or_go_on(workdir: Path) -> str:
     return f", or go on with that run: diloco run --resume {workdir}"
 
 
-OPTION = "--resume"
-RESUME_TRUSTS = "--trust-code"
-
-
-def with_config(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `diloco run` with a CONFIG: if `--resume WORKDIR` comes
-    without one, add the config.json of that workdir."""
-    arguments = list(arguments)
-    if not arguments or arguments[0].split("=")[0] != OPTION:
-        return arguments
-    _, equals, value = arguments[0].partition("=")
-    if not equals:
-        value = arguments[1] if len(arguments) > 1 else ""
-    if not value or value.startswith("-"):
-        raise ConfigError(f"{OPTION} takes the workdir of the run that is to go on")
-    workdir = expand(value)
-    if not workdir.is_dir():
-        raise ConfigError(_no_folder(workdir))
-    if not workdirs.holds_run(workdir):
-        raise ConfigError(
-            f"{OPTION} {value}: no run is there (there is no run.json); give the "
-            f"workdir of a run, or begin one with diloco run CONFIG"
-        )
-    # Before the config is read: a config of another format may have other fields.
-    workdirs.read_config(workdir, trust_code=RESUME_TRUSTS in arguments)
-    return [str(workdir / run_files.CONFIG), *arguments]
-
-
-def require_one_workdir(arguments: Sequence[str], workdir: str, resume: str) -> None:
-    """Raise ConfigError if the command line gives both a workdir and another one to
-    resume. The workdir in a config file only says where its runs begin."""
-    options = {argument.split("=")[0] for argument in arguments}
-    if not resume or options.isdisjoint(("--workdir", "--placement.workdir")):
-        return
-    if Path(absolute(workdir)).resolve() != Path(absolute(resume)).resolve():
-        raise ConfigError(
-            f"--workdir {workdir} with {OPTION} {resume}: a run goes on in its own "
-            f"workdir; leave --workdir out"
-        )
-
-
 def resumed_config(config: Config, workdir: Path) -> Config:
     """Return the config with which the run in `workdir` goes on.
 
@@ -266,7 +196,7 @@ def resumed_config(config: Config, workdir: Path) -> Config:
     format, or one that a coordinator serves just now.
     """
     if not workdir.is_dir():
-        raise ConfigError(_no_folder(workdir))
+        raise ConfigError(no_folder(workdir))
     facts = workdirs.read_facts(workdir)
     written = read_config_json(workdir / run_files.CONFIG).run
     placement = dataclasses.replace(config.placement, workdir=str(workdir))
@@ -290,10 +220,6 @@ def resumed_config(config: Config, workdir: Path) -> Config:
         with workdirs.held(lock, "a coordinator"):
             pass
     return config
-
-
-def _no_folder(workdir: Path) -> str:
-    return f"{OPTION} {workdir}: there is no such folder; give the workdir of a run"
 
 
 def _require_over(workdir: Path, before: int, total: int) -> None:

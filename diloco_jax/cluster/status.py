@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster.processes import with_own_keys
@@ -28,14 +28,18 @@ from diloco_jax.observability.measures import EVALUATING
 from diloco_jax.observability.terminal import duration_text
 from diloco_jax.options import parse
 from diloco_jax.protocol.messages import MOST_STEPS, ProfileOrder, Steer
-from diloco_jax.wire.client import Client
 from diloco_jax.wire.errors import ConnectionLost
-from diloco_jax.wire.tls import TlsFiles
 from diloco_jax.workdir import has_begun, is_held, read_summary, require_format
+
+if TYPE_CHECKING:
+    from diloco_jax.wire.client import Client
 
 
 def status_client(address: str, placement: Placement) -> Client:
     """Return a connection for `status()` alone; the caller closes it."""
+    from diloco_jax.wire.client import Client
+    from diloco_jax.wire.tls import TlsFiles
+
     folder = placement.certificates
     return Client(
         address,

@@ -8,13 +8,12 @@ from rich.console import Console
 
 from diloco_jax import cli
 from diloco_jax import workdir as workdirs
+from diloco_jax.cluster.options import require_one_workdir, with_config
 from diloco_jax.cluster.run import (
     ReplacedFiles,
     finished,
-    require_one_workdir,
     resumed_config,
     tell_extended,
-    with_config,
 )
 from diloco_jax.config import (
     Config,
