@@ -370,7 +370,7 @@ print((resident("VmHWM") - before) / (4 << 25))
 
 @pytest.mark.parametrize("count", [1, 256, 257, 1000, 4096])
 def test_the_values_are_those_of_jax(monkeypatch, count):
-    monkeypatch.setattr(transformer, "BLOCK", 256)
+    monkeypatch.setattr(transformer, "NOISE_BLOCK", 256)
     key = jax.random.key(7)
     drawn = jax.jit(transformer.normal, static_argnums=1)(key, count)
     alike = jax.jit(lambda key: jax.random.normal(key, (count,)))(key)
@@ -390,7 +390,7 @@ def test_values_beyond_the_reach_of_32_bits_have_indices_of_their_own():
 
 
 def test_another_generator_draws_its_own_values(monkeypatch):
-    monkeypatch.setattr(transformer, "BLOCK", 256)
+    monkeypatch.setattr(transformer, "NOISE_BLOCK", 256)
     key = jax.random.key(7, impl="rbg")
     np.testing.assert_array_equal(
         transformer.normal(key, 1000), jax.random.normal(key, (1000,))
