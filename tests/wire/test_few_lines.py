@@ -97,7 +97,7 @@ def test_calls_streams_and_transfers_share_the_lines_of_their_peer(
             client.open_control(hello(session=f"s{number}"))
         with pytest.raises(VersionGone):
             client.transfers.fetch(fetch_request(want=Version(1, 9)), max_bytes=8)
-    whose = {"server", "session", "bulk_port"}
+    whose = {"server", "session", "bulk_server"}
     about = [r for r in caplog.records if r.name.rpartition(".")[2] in whose]
     assert len(about) == AT_ONCE
     assert {r.name.rpartition(".")[2] for r in about} == whose

@@ -173,7 +173,8 @@ def test_a_stream_without_a_thread_is_put_off(serve, connect, monkeypatch):
 
     client = connect(address)
     with monkeypatch.context() as patched:
-        patched.setattr(session, "threading", SimpleNamespace(Thread=Refused))
+        none_left = SimpleNamespace(Thread=Refused, Lock=threading.Lock)
+        patched.setattr(session, "threading", none_left)
         with pytest.raises(Busy, match="no thread for this stream"):
             client.open_control(hello())
     assert client.open_control(hello()).welcome.run_id == "r"
