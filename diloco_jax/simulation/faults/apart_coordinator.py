@@ -12,7 +12,7 @@ from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.observing import Incarnation
 from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.apart_lead import Leading

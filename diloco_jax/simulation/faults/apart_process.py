@@ -41,7 +41,7 @@ from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
 from diloco_jax.simulation.faults.observing import Incarnation
 from diloco_jax.simulation.faults.schedule import RETRY_S
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.apart_line import DialledLine

@@ -15,7 +15,7 @@ from diloco_jax.simulation.faults.play import (
     check_schedule,
 )
 from diloco_jax.simulation.faults.schedule import from_json
-from diloco_jax.simulation.progress import Progress
+from diloco_jax.simulation.output import Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

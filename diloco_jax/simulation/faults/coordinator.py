@@ -29,8 +29,8 @@ from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 from diloco_jax.simulation.faults.schedule import RETRY_S
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld

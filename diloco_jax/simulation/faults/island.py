@@ -15,8 +15,12 @@ from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.gatherer import VirtualGatherer
 from diloco_jax.simulation.faults.invariants import Monitor
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.connection import Connection, VirtualService
-from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
+from diloco_jax.simulation.virtual.island import (
+    Connection,
+    IslandSpec,
+    VirtualIsland,
+    VirtualService,
+)
 
 
 class FaultyIsland(VirtualIsland):

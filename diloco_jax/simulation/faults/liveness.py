@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
-from diloco_jax.simulation.faults import kinds
+from diloco_jax.simulation.faults.kinds import LongDeltas, Unfit
 from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
@@ -74,7 +74,7 @@ def released_within_s(schedule: Schedule) -> float:
     and each refusal takes the fragment's next turn: it is adopted after the delta's
     way. So two deltas are sent and answered in four cycles.
     """
-    unfit = (kinds.LongDeltas, kinds.Unfit)
+    unfit = (LongDeltas, Unfit)
     liars = {fault.island for fault in schedule.faults if isinstance(fault, unfit)}
     if schedule.quorum <= len(schedule.islands) - len(liars):
         return 0.0

@@ -22,7 +22,7 @@ from diloco_jax.simulation.faults.observing import ViolationError
 from diloco_jax.simulation.faults.schedule import Schedule
 from diloco_jax.simulation.faults.shrink import shortest
 from diloco_jax.simulation.faults.world import FaultyWorld
-from diloco_jax.simulation.progress import Progress, nobody
+from diloco_jax.simulation.output import Progress, nobody
 
 CYCLES = 3
 """Merges of every fragment, at least, in a schedule drawn from a seed."""

@@ -15,8 +15,8 @@ from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.network import BOTH
 from diloco_jax.simulation.faults.observing import Incarnation
-from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
+from diloco_jax.simulation.virtual.island import Connection
 
 if TYPE_CHECKING:
     from diloco_jax.simulation.faults.world import FaultyWorld

@@ -42,8 +42,7 @@ from diloco_jax.simulation.faults.snapshots import SnapshotRounds
 from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.island import IslandSpec
+from diloco_jax.simulation.virtual.island import Connection, IslandSpec
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
