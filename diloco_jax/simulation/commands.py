@@ -171,22 +171,22 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
 
 def faults_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate faults`."""
-    from diloco_jax.simulation.faults import command, play
+    from diloco_jax.simulation.faults import play
 
-    config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
+    config, output = _parse("faults", arguments, play.FaultsConfig(), Output())
     report = play.FaultsReport()
     try:
         with bar("faults") as progress:
-            report = command.check_faults(
+            report = play.check_faults(
                 config,
                 progress,
-                lambda violation: tell(command.violation_text(violation)),
+                lambda violation: tell(play.violation_text(violation)),
                 report,
             )
     except KeyboardInterrupt:
-        show(output.json, report.json(), command.text(report))
+        show(output.json, report.json(), play.text(report))
         raise
-    show(output.json, report.json(), command.text(report))
+    show(output.json, report.json(), play.text(report))
     return 1 if report.violations else 0
 
 
