@@ -46,7 +46,7 @@ from diloco_jax.protocol.coordinator import quarantine
 from diloco_jax.protocol.values import DeltaKey
 from diloco_jax.simulation.emulation import bodies
 from diloco_jax.simulation.emulation.emulate import emulate
-from diloco_jax.simulation.virtual.merging import Received
+from diloco_jax.simulation.virtual.arrays import Received
 
 ISLANDS, LIARS, TOKENS = 8, 2, 300_000
 SIZE = dataclasses.replace(SIZES["0.04m"], tokens=TOKENS)

@@ -35,7 +35,7 @@ from quality_configs import SIZES, config, network
 from diloco_jax.config import Config
 from diloco_jax.simulation.emulation import emulate as emulation
 from diloco_jax.simulation.emulation.bodies import TrainedBody
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
 
 SIZE = "0.1m"
 SEEDS = 5

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from diloco_jax.simulation.emulation.emulate import Emulation, emulate
     from diloco_jax.simulation.emulation.options import EmulationOptions
     from diloco_jax.simulation.fleets.goodput import GoodputConfig, simulate_goodput
-    from diloco_jax.simulation.virtual.line import LineSpeed
+    from diloco_jax.simulation.virtual.clock import LineSpeed
 
 __all__ = [
     "Config",
@@ -84,7 +84,7 @@ _HOMES = {
     "emulate": "diloco_jax.simulation.emulation.emulate",
     "Emulation": "diloco_jax.simulation.emulation.emulate",
     "EmulationOptions": "diloco_jax.simulation.emulation.options",
-    "LineSpeed": "diloco_jax.simulation.virtual.line",
+    "LineSpeed": "diloco_jax.simulation.virtual.clock",
     "History": "diloco_jax.observability.history",
     "read_history": "diloco_jax.observability.history",
     "LocalCluster": "diloco_jax.cluster.local",

@@ -51,7 +51,7 @@ from diloco_jax.simulation.fleets.fleet import (
     ExchangeTerms,
     VirtualFleet,
 )
-from diloco_jax.simulation.virtual.steps import durations
+from diloco_jax.simulation.virtual.island import durations
 
 RECOMPUTED = 4 / 3
 """Executed FLOPs over those of the model, where a layer is computed again."""

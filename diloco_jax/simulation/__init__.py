@@ -18,7 +18,7 @@ _HOMES = {
     "simulate_goodput": "fleets.goodput",
     "simulate_mix": "fleets.mix",
     "simulate_scavenge": "fleets.scavenge",
-    "sweep_goodput": "fleets.sweep",
+    "sweep_goodput": "fleets.goodput",
 }
 
 

@@ -56,7 +56,7 @@ class SweepOutput(Output):
 
 def goodput_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate goodput`."""
-    from diloco_jax.simulation.fleets import goodput, sweep
+    from diloco_jax.simulation.fleets import goodput
 
     default = goodput.GoodputConfig()
     config, output = _parse("goodput", arguments, default, SweepOutput())
@@ -70,25 +70,25 @@ def goodput_command(arguments: Sequence[str]) -> int:
             result = goodput.simulate_goodput(config, progress)
         show(output.json, _goodput_json(result), _goodput_text(result))
         return 0
-    for field, values in sweep.SWEPT.items():
+    for field, values in goodput.SWEPT.items():
         if (value := getattr(config, field)) != getattr(default, field):
             raise ConfigError(
                 f"--{field} {value} with --sweep, which goes over {field} "
                 f"{', '.join(map(str, values))}; leave out one of them"
             )
     require_writable(output.out, "--out")
-    points = sweep.points(config, sweep.CHIPS, sweep.ISLANDS)
+    points = goodput.points(config, goodput.CHIPS, goodput.ISLANDS)
     results: list[goodput.GoodputResult] = []
     try:
         with bar("sweep") as progress:
             # One by one: if it is interrupted, the finished points are there.
-            results.extend(sweep.simulated(points, progress))
+            results.extend(goodput.simulated(points, progress))
     except KeyboardInterrupt:
         _show_sweep(output.json, results)
         tell(f"{len(results)} of {len(points)} points are done; no file is written")
         raise
-    sweep.write_csv(results, output.out / "goodput.csv")
-    sweep.write_plot(results, output.out / "goodput.png")
+    goodput.write_csv(results, output.out / "goodput.csv")
+    goodput.write_plot(results, output.out / "goodput.png")
     _show_sweep(output.json, results)
     tell(f"written: {output.out}/goodput.csv, goodput.png")
     return 0
@@ -171,22 +171,22 @@ def bandwidth_command(arguments: Sequence[str]) -> int:
 
 def faults_command(arguments: Sequence[str]) -> int:
     """Run `diloco simulate faults`."""
-    from diloco_jax.simulation.faults import command, play
+    from diloco_jax.simulation.faults import play
 
-    config, output = _parse("faults", arguments, command.FaultsConfig(), Output())
+    config, output = _parse("faults", arguments, play.FaultsConfig(), Output())
     report = play.FaultsReport()
     try:
         with bar("faults") as progress:
-            report = command.check_faults(
+            report = play.check_faults(
                 config,
                 progress,
-                lambda violation: tell(command.violation_text(violation)),
+                lambda violation: tell(play.violation_text(violation)),
                 report,
             )
     except KeyboardInterrupt:
-        show(output.json, report.json(), command.text(report))
+        show(output.json, report.json(), play.text(report))
         raise
-    show(output.json, report.json(), command.text(report))
+    show(output.json, report.json(), play.text(report))
     return 1 if report.violations else 0
 
 

@@ -1,8 +1,9 @@
-"""Output of the simulations' commands: a bar, and then a table or one JSON object."""
+"""Progress of a simulation: a bar; and then a table or one JSON object."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,7 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco_jax.observability.terminal import bar as progress_bar
-from diloco_jax.simulation.progress import Progress
+
+Progress = Callable[[float], None]
+
+
+def nobody(share: float) -> None:
+    """Ignore the progress."""
+
+
+def part(progress: Progress, index: int, parts: int) -> Progress:
+    """Return the progress of part `index`, from 0, of `parts` equal parts."""
+    return lambda share: progress((index + share) / parts)
 
 
 def bar(title: str) -> AbstractContextManager[Progress]:

@@ -17,7 +17,7 @@ from diloco_jax.config import InnerConfig, IslandConfig
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.simulation.replay.tape import read_recording
+from diloco_jax.simulation.replay.recording import read_recording
 
 pytestmark = pytest.mark.dist
 

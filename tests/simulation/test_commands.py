@@ -8,7 +8,7 @@ import pytest
 from interruption import until_it_is_raised
 
 from diloco_jax.cli import main
-from diloco_jax.simulation.fleets import sweep
+from diloco_jax.simulation.fleets import goodput
 
 QUICK = ["--hours", "0.2", "--seeds", "2", "--islands", "2", "--chips", "3e5"]
 
@@ -59,8 +59,8 @@ def test_every_stated_option_of_goodput_is_there(capsys):
 def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
     folder = tmp_path / "o[" / "x]"
     folder.mkdir(parents=True)
-    monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.CHIPS", (100_000,))
-    monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.ISLANDS", (1,))
+    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.CHIPS", (100_000,))
+    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.ISLANDS", (1,))
     arguments = ["--sweep", "--out", str(folder), "--hours", "0.1", "--json"]
     code, out, err = run(capsys, "goodput", *arguments)
     assert code == 0
@@ -72,8 +72,8 @@ def test_a_sweep_writes_table_and_plot(capsys, tmp_path, monkeypatch):
 def test_ctrl_c_in_a_sweep_shows_the_points_that_are_done(
     capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("diloco_jax.simulation.fleets.sweep.CHIPS", (100_000,))
-    done, simulate = [], sweep.simulate_goodput
+    monkeypatch.setattr("diloco_jax.simulation.fleets.goodput.CHIPS", (100_000,))
+    done, simulate = [], goodput.simulate_goodput
 
     def simulated(config, progress):
         if len(done) == 2:
@@ -82,7 +82,7 @@ def test_ctrl_c_in_a_sweep_shows_the_points_that_are_done(
         done.append(simulate(config, progress))
         return done[-1]
 
-    monkeypatch.setattr(sweep, "simulate_goodput", simulated)
+    monkeypatch.setattr(goodput, "simulate_goodput", simulated)
     arguments = ["--sweep", "--out", str(tmp_path), "--hours", "0.1", "--json"]
     code, out, err = run(capsys, "goodput", *arguments)
     assert code == 1

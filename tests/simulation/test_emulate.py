@@ -27,7 +27,7 @@ from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import Data
 from diloco_jax.data.source import SEGMENTS, TOKENS, WEIGHTS, RowRange
 from diloco_jax.simulation.emulation.bodies import TrainedBody
-from diloco_jax.simulation.virtual.line import LineSpeed
+from diloco_jax.simulation.virtual.clock import LineSpeed
 
 
 @pytest.mark.optimized

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 from emulate_support import check_books, make_config, with_placement
 from tiny import SEQUENCE_LENGTH
@@ -14,8 +15,10 @@ from diloco_jax.config import (
     ConfigError,
 )
 from diloco_jax.protocol.coordinator.events import Alert
-from diloco_jax.simulation.emulation import attendance
+from diloco_jax.simulation.emulation.bodies import Diary
 from diloco_jax.simulation.virtual.world import World
+
+LIVES = "diloco_jax.simulation.emulation.emulate.LIVES_IN_VAIN"
 
 
 def test_a_kill_costs_what_was_not_merged(text) -> None:
@@ -98,7 +101,7 @@ def test_an_island_may_die_and_return_while_the_coordinator_is_away(text) -> Non
 
 
 def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> None:
-    monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 20)
+    monkeypatch.setattr(LIVES, 20)
 
     hopeless = EmulationOptions(failure_every_seconds=0.01)
     with pytest.raises(ConfigError, match=r"seconds = 0.01: .* 20 .* of its 1536") as e:
@@ -106,7 +109,7 @@ def test_failures_without_progress_between_them_end_it(text, monkeypatch) -> Non
     with pytest.raises(ConfigError, match=re.escape(str(e.value))):
         emulate(make_config(text), options=hopeless)
     # Those with progress between them are counted anew.
-    monkeypatch.setattr(attendance, "LIVES_IN_VAIN", 3)
+    monkeypatch.setattr(LIVES, 3)
     options = EmulationOptions(failure_every_seconds=20.0, down_seconds=2.0)
     found = emulate(make_config(text, steps=60, quorum=1), options=options)
     assert found.history.lives["end"].tolist().count("died") > 3
@@ -161,3 +164,37 @@ def test_if_everybody_leaves_the_user_is_told(text) -> None:
     options = EmulationOptions(joins={"a": (0.0, 5.0), "b": (0.0, 6.0)})
     with pytest.raises(ConfigError, match=r"at .* s no island is left.* of its 1536"):
         emulate(make_config(text), options=options)
+
+
+def diary(seconds: list[float], skipped: list[float], steps: int) -> Diary:
+    """Return the diary of steps without a pause between them."""
+    ends = np.cumsum(seconds).tolist()
+    return Diary(
+        island="a",
+        incarnation=1,
+        tokens_per_step=1,
+        began=0.0,
+        compile_seconds=0.0,
+        steps=steps,
+        step_began=[0.0, *ends[:-1]],
+        step_seconds=seconds,
+        losses=[1.0] * len(seconds),
+        skipped=skipped,
+        predicted=[2.5] * len(seconds),
+        learning_rates=[0.1] * len(seconds),
+    )
+
+
+def test_rounding_does_not_make_stalls_negative():
+    chance = np.random.default_rng(0)
+    for _ in range(20):
+        seconds = chance.exponential(0.1, 50).tolist()
+        assert 0 <= diary(seconds, [0.0] * 50, 50).measures().stalled_seconds < 1e-9
+
+
+def test_skipped_steps_are_those_that_were_completed():
+    assert diary([1.0] * 3, [1.0, 0.0, 1.0], 2).measures().skipped_steps == 1
+
+
+def test_predictions_are_those_of_completed_steps():
+    assert diary([1.0] * 3, [0.0] * 3, 2).measures().tokens_predicted == 5

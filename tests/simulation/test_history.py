@@ -27,10 +27,9 @@ from diloco_jax.observability.history import COLUMNS, outages
 from diloco_jax.observability.tape import Tape
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Effect, Note, Persist
-from diloco_jax.simulation.emulation.attendance import Attendance
-from diloco_jax.simulation.virtual.body import NoBody
+from diloco_jax.simulation.emulation.emulate import Attendance
+from diloco_jax.simulation.virtual.arrays import NoArrays, NoBody
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.merging import NoArrays
 from diloco_jax.simulation.virtual.world import World
 
 BEGUN, MEDIAN_S = 1e6, 0.5

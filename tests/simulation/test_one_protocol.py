@@ -32,11 +32,9 @@ from diloco_jax.protocol.messages import Granted, Published, Report, Welcome
 from diloco_jax.protocol.values import Record, Span, Version
 from diloco_jax.simulation.replay.island import ReplayedIsland
 from diloco_jax.simulation.replay.recording import Life, TapedRecord, Who
-from diloco_jax.simulation.virtual.body import NoBody
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.arrays import NoBody, VirtualFetch
+from diloco_jax.simulation.virtual.clock import Clock, Line, LineSpeed
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
-from diloco_jax.simulation.virtual.line import Line, LineSpeed
-from diloco_jax.simulation.virtual.merging import VirtualFetch
 
 WAIT_S = 60.0
 STEPS = 12

@@ -8,8 +8,8 @@ import pytest
 
 from diloco_jax.config import RunConfig
 from diloco_jax.simulation.replay import worker
-from diloco_jax.simulation.replay.pipe import Call, Setup, decode, encode
 from diloco_jax.simulation.replay.recording import Who
+from diloco_jax.simulation.replay.worker import Call, Setup, decode, encode
 
 SETUP = Setup(run=RunConfig())
 JUDGE = Call(Who("a", 1), "judge", [0, "settled"])

@@ -1,42 +1,392 @@
 """A world of faults whose coordinator has workers on other machines.
 
-Workers outlive the lead. The next one dials them, and they go on with it: each obeys
-the lead with the largest number.
+Workers outlive the lead. The next one dials them, again and again, and they go on with
+it: each obeys the lead with the largest number.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from diloco_jax.protocol.coordinator import workers
+from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.coordinator.workers import deal
-from diloco_jax.protocol.holding import Obeyed, first_number, next_number
+from diloco_jax.protocol.holding import (
+    BeginWorker,
+    Committed,
+    CycleKept,
+    Drop,
+    Forget,
+    FragmentKept,
+    FragmentsRestored,
+    FromWorker,
+    Obeyed,
+    RestoreFragments,
+    ToHolder,
+    first_number,
+    next_number,
+)
+from diloco_jax.protocol.messages import AnchorRequest
+from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults import liveness
-from diloco_jax.simulation.faults.apart_coordinator import ApartCoordinator
-from diloco_jax.simulation.faults.apart_lead import Leading
-from diloco_jax.simulation.faults.apart_line import WORKERS_SILENCE_S, WorkerNetwork
-from diloco_jax.simulation.faults.apart_worker import ApartWorker
-from diloco_jax.simulation.faults.arrays import Anchor
+from diloco_jax.simulation.faults.apart_workers import (
+    WORKERS_SILENCE_S,
+    ApartWorker,
+    DialledLine,
+    WorkerNetwork,
+)
+from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk
-from diloco_jax.simulation.faults.fault import Restart
 from diloco_jax.simulation.faults.gatherer import Opened
-from diloco_jax.simulation.faults.island import FaultyIsland
-from diloco_jax.simulation.faults.links import Peer
 from diloco_jax.simulation.faults.network import FaultyLine
+from diloco_jax.simulation.faults.observing import Incarnation
+from diloco_jax.simulation.faults.scene import (
+    ROUND_S,
+    FaultyIsland,
+    Peer,
+    SnapshotRounds,
+)
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     RESTART_S,
     RETRY_S,
+    RUN_ID,
+    Restart,
     Schedule,
-)
-from diloco_jax.simulation.faults.snapshots import ROUND_S, SnapshotRounds
-from diloco_jax.simulation.faults.worker_crashes import (
-    WorkerCrashes,
     WorkerPartition,
 )
-from diloco_jax.simulation.faults.world import FaultyWorld
+from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
+from diloco_jax.simulation.faults.world import FaultyWorld, Strike
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
+
+
+class LedWorker:
+    """One worker as one life of a lead has it: the part of the product's `Supervised`
+    that dials, and dials again."""
+
+    def __init__(self, leading: Leading, worker: ApartWorker) -> None:
+        self.leading, self.worker = leading, worker
+        self.files: dict[int, Anchor] = {}
+        """Anchors of the beginning of a run or a term, until they are there."""
+        self.line: DialledLine | None = None
+        """The present line, once the worker has answered."""
+        self.restored: FragmentsRestored | None = None
+        """The first answer."""
+        self._dialled: DialledLine | None = None
+        self._dials, self._until = 0, 0.0
+        self._missed: dict[str, Forget] = {}
+        self._unheard: list[Callable[[ApartCoordinator], None]] = []
+        """News from before the lead serves."""
+
+    def act(self, act: Callable[[], None]) -> None:
+        """Do something in the lead's process, if it lives and once it is awake."""
+        self.leading.act(act)
+
+    def open(self, asked: RestoreFragments) -> None:
+        """Dial until the worker answers, or for too long."""
+        leading = self.leading
+        self._until = leading.world.clock.now + leading.world.schedule.outage_s
+        self._dial(asked)
+
+    def leads_for(self, coordinator: object) -> bool:
+        """Tell whether it is the side of this coordinator."""
+        return self.leading.coordinator is coordinator
+
+    def wants(self, line: DialledLine) -> bool:
+        """Tell whether the lead still waits for the answer to this dial."""
+        return line is self._dialled
+
+    def send(self, message: ToHolder) -> None:
+        """Send a message, unless the worker is away."""
+        if self.line is not None:
+            self.line.tell(message)
+        elif isinstance(message, Forget):
+            self._missed[message.island] = message
+
+    def end(self, *, in_order: bool) -> None:
+        """Hang up. in_order: the lead ends by itself, and its workers with it."""
+        line = self.line or self._dialled
+        self.line = self._dialled = None
+        if line is not None:
+            line.hang_up(ends=in_order)
+
+    def tell(self, what: Callable[[ApartCoordinator], None]) -> None:
+        """Tell the coordinator something, in its turn, once it serves."""
+        coordinator = self.leading.coordinator
+        if coordinator is None:
+            self._unheard.append(what)
+        else:
+            coordinator.in_turn(lambda: what(coordinator))
+
+    def serve(self) -> None:
+        """Tell the coordinator what waited for it."""
+        unheard, self._unheard = self._unheard, []
+        for what in unheard:
+            self.tell(what)
+
+    def _dial(self, asked: RestoreFragments) -> None:
+        leading, worker = self.leading, self.worker
+        self._dials += 1
+        begin = BeginWorker(
+            config={},
+            workdir="",
+            run_id=RUN_ID,
+            worker=worker.number,
+            fragments=worker.fragments,
+            bind="",
+            ticket_key=b"",
+            lead=leading.number,
+            dial=self._dials,
+        )
+        network = leading.world.networks_of_workers[worker.number]
+        line = self._dialled = DialledLine(self, worker, network, begin, asked)
+        line.dial()
+        wait_s = self._until - leading.world.clock.now
+
+        def look() -> None:
+            if self._dialled is line:
+                leading.fail()
+
+        leading.world.clock.after(max(wait_s, 0.0), lambda: leading.act(look))
+
+    # ---- what a line brings ---------------------------------------------------------
+
+    def hear(self, line: DialledLine, message: FromWorker) -> None:
+        """Take a message of the worker."""
+        if isinstance(message, FragmentsRestored) and line is self._dialled:
+            self._dialled, self.line = None, line
+            for missed in self._missed.values():
+                line.tell(missed)
+            self._missed.clear()
+            self.files = {}
+            self._is_back(message)
+        elif line is self.line:
+            self.tell(lambda coordinator: self._pass_on(coordinator, message))
+
+    def _is_back(self, message: FragmentsRestored) -> None:
+        if self.restored is None:
+            self.restored = message
+            self.leading.look()
+            return
+        lost = tuple(one.fragment for one in message.lost)
+        back = WorkerBack(worker=self.worker.number, lost=lost)
+
+        def tell(coordinator: ApartCoordinator) -> None:
+            monitor = coordinator.monitor
+            for fragment, anchor in anchors_of(message):
+                monitor.restored(fragment, anchor)
+                monitor.published(fragment, anchor)
+            monitor.worker_back([f for f in self.worker.fragments if f not in lost])
+            coordinator.hear(back)
+            self.leading.world.worker_crashes.look(coordinator)
+
+        self.tell(tell)
+
+    def _pass_on(self, coordinator: ApartCoordinator, message: FromWorker) -> None:
+        if isinstance(message, FragmentKept):
+            self.leading.kept(coordinator, message)
+        else:
+            coordinator.hear(message)  # type: ignore[arg-type]
+
+    def lose_line(self, line: DialledLine) -> None:
+        """Dial again; the coordinator decides first upon a worker that it had."""
+        world = self.leading.world
+        if line is self._dialled:
+            self._dialled = None
+            again = functools.partial(self._again, line.asked, self._until)
+            world.clock.after(RETRY_S, lambda: self.act(again))
+        elif line is self.line:
+            self.line = None
+            self.tell(self._is_away)
+
+    def _again(self, asked: RestoreFragments, until: float) -> None:
+        if self._dialled is None and self.line is None and self._until == until:
+            self._dial(asked)
+
+    def _is_away(self, coordinator: ApartCoordinator) -> None:
+        coordinator.monitor.worker_away(self.worker.fragments)
+        coordinator.hear(WorkerAway(worker=self.worker.number))
+        coordinator.in_turn(lambda: self._bring_back(coordinator))
+
+    def _bring_back(self, coordinator: ApartCoordinator) -> None:
+        if coordinator.dead:
+            return
+        asked = asked_of(self.worker, coordinator.state)
+        world = self.leading.world
+        world.clock.after(RETRY_S, lambda: self.act(lambda: self.open(asked)))
+
+    def is_refused(self, line: DialledLine) -> None:
+        """End: the worker obeys a later lead."""
+        if line is self._dialled:
+            self.leading.fail()
+
+
+class Leading:
+    """One life of a lead, with all its workers. number: which workers compare. then:
+    called once each has answered."""
+
+    def __init__(
+        self, world: ApartWorld, number: int, then: Callable[[], None]
+    ) -> None:
+        self.world, self.number = world, number
+        self.coordinator: ApartCoordinator | None = None
+        self._ended, self._then = False, then
+        self._workers = [LedWorker(self, worker) for worker in world.workers]
+        self._kept: dict[int, int] = {}
+        """Fragments of each cycle that are kept."""
+
+    def begin(self, state: State, files: Mapping[int, Anchor]) -> None:
+        """Have all workers go on from this state. files: anchors that they have not."""
+        for one in self._workers:
+            own = one.worker.fragments
+            one.files = {f: anchor for f, anchor in files.items() if f in own}
+            one.open(asked_of(one.worker, state))
+
+    def look(self) -> None:
+        """Go on if each worker has answered."""
+        if all(one.restored is not None for one in self._workers):
+            self._then()
+
+    def restored(self) -> Iterator[tuple[int, Anchor]]:
+        """Yield what each worker has answered with."""
+        for one in self._workers:
+            assert one.restored is not None
+            yield from anchors_of(one.restored)
+
+    def serve(self, coordinator: ApartCoordinator) -> None:
+        """Tell a coordinator what its workers have lost, then what they say."""
+        self.coordinator = coordinator
+        for one in self._workers:
+            assert one.restored is not None
+            lost = tuple(fragment.fragment for fragment in one.restored.lost)
+            if lost:
+                coordinator.monitor.worker_died(lost)
+                coordinator.monitor.worker_away(lost)
+                coordinator.hear(WorkerBack(worker=one.worker.number, lost=lost))
+        for one in self._workers:
+            one.serve()
+
+    def hold(self, message: ToHolder) -> None:
+        """Pass a message to the worker that has its fragment."""
+        if isinstance(message, Forget):
+            for one in self._workers:
+                one.send(message)
+            return
+        of = message.delta if isinstance(message, Drop) else message
+        self._workers[self.world.worker_of(of.fragment).number].send(message)
+
+    def kept(self, coordinator: ApartCoordinator, message: FragmentKept) -> None:
+        """Make a cycle of what workers have kept, once it is whole."""
+        cycle = message.keep.cycle
+        self._kept[cycle] = self._kept.get(cycle, 0) + 1
+        if self._kept[cycle] == self.world.config.fragments:
+            coordinator.hear(CycleKept(cycle=cycle))
+
+    def act(self, act: Callable[[], None]) -> None:
+        """Do something in this process, if it lives and once it is awake."""
+
+        def do() -> None:
+            if not self._ended:
+                act()
+
+        if self.coordinator is None:
+            do()
+        else:
+            self.coordinator.when_awake(do)
+
+    def end(self, *, in_order: bool) -> None:
+        """Hang up on all workers; see `LedWorker.end`."""
+        self._ended = True
+        for one in self._workers:
+            one.end(in_order=in_order)
+
+    def fail(self) -> None:
+        """End the process: a worker does not come, or obeys a later lead."""
+        self.world.lead_fails()
+
+
+def asked_of(worker: ApartWorker, state: State) -> RestoreFragments:
+    """Return what a worker has to go on from."""
+    committed = tuple(
+        Committed(fragment=f, version=state.fragments[f].version, digests={})
+        for f in worker.fragments
+    )
+    return RestoreFragments(fragments=committed, fences=workers.fences(state))
+
+
+def anchors_of(answer: FragmentsRestored) -> Iterator[tuple[int, Anchor]]:
+    """Yield the anchors that a worker has, by fragment."""
+    for one in answer.fragments:
+        yield one.fragment, Anchor(one.snapshot, bytes.fromhex(one.digest))
+
+
+class ApartCoordinator(FaultyCoordinator):
+    """One life of a coordinator. What islands send goes to its workers, which are
+    there while it is stopped, and once it is dead."""
+
+    def __init__(
+        self, world: ApartWorld, leading: Leading, state: State, clock_offset: float
+    ) -> None:
+        super().__init__(world, state, Anchors(()), clock_offset)
+        self._apart_world, self._workers = world, leading
+        self._worker_of = world.worker_of
+
+    @property
+    def waits(self) -> bool:
+        """See FaultyCoordinator; True as well once it has ended."""
+        return super().waits or self.dead
+
+    def sleep(self, for_s: float) -> None:
+        """See FaultyCoordinator. Islands and workers reach each other."""
+        self._stopped = True
+        self.clock.after(for_s, lambda: self._wake_up(for_s))
+        self._apart_world.lead_sleeps(self, for_s)
+
+    def in_turn(self, act: Callable[[], None]) -> None:
+        """Do something after all events that wait for space."""
+        if self._effects:
+            self._later.append(act)
+        else:
+            act()
+
+    def has(self, fragment: int) -> bool:
+        """See FaultyCoordinator: here is no fragment."""
+        return False
+
+    def hold(self, message: ToHolder) -> None:
+        """See VirtualCoordinator."""
+        self._workers.hold(message)
+
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """See VirtualCoordinator."""
+        process = self._worker_of(key.fragment).process
+        if process is not None:
+            process.upload(key, encoded)
+
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
+        """See VirtualCoordinator. A lead that has died may know less than the
+        island."""
+        process = self._worker_of(fragment).process
+        return None if process is None else process.fetch(fragment, want, have)
+
+    def anchor(
+        self,
+        who: Incarnation,
+        asked: AnchorRequest,
+        anchor: Anchor,
+        wanted: Callable[[], bool],
+    ) -> None:
+        """See FaultyCoordinator."""
+        process = self._worker_of(asked.fragment).process
+        if process is not None:
+            process.anchor(who, asked, anchor, wanted)
+
 
 UNIX_S = 1.7e9
 """Time of day as a run begins, by the first machine of the lead."""
@@ -67,8 +417,8 @@ class ApartWorld(FaultyWorld):
 
     disk: LeadDisk
 
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
+    def __init__(self, schedule: Schedule, strike: Strike) -> None:
+        super().__init__(schedule, strike)
         self.disk = LeadDisk()
         count, sizes = self.config.workers, self.config.fragment_sizes
         self._dealt = deal(sizes, count)

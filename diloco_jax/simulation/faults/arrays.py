@@ -27,7 +27,7 @@ from diloco_jax.protocol.values import (
     Prepared,
     Version,
 )
-from diloco_jax.simulation.virtual.merging import Received, VirtualFetch
+from diloco_jax.simulation.virtual.arrays import Received, VirtualFetch
 
 FIRST_ANCHOR = b"first"
 

@@ -1,17 +1,22 @@
-"""A coordinator of a fault schedule: it may die, and invariants watch it."""
+"""A coordinator of a fault schedule: it may die or sleep, and invariants watch it."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.protocol import records
-from diloco_jax.protocol.coordinator.events import Event, Persist, WorkerBack
-from diloco_jax.protocol.coordinator.state import State
+from diloco_jax.protocol.coordinator.events import (
+    Event,
+    MachineSlept,
+    Persist,
+    WorkerBack,
+)
+from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.holding import (
     AnchorKept,
     AwaitAnchor,
@@ -22,32 +27,68 @@ from diloco_jax.protocol.holding import (
     MergePrepared,
     ToHolder,
 )
-from diloco_jax.protocol.messages import AnchorRequest
+from diloco_jax.protocol.messages import AnchorRequest, Hello
 from diloco_jax.protocol.records import Durable
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors
 from diloco_jax.simulation.faults.disk import Disk, DiskError
+from diloco_jax.simulation.faults.network import BOTH, Way
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
-from diloco_jax.simulation.faults.schedule import RETRY_S
+from diloco_jax.simulation.faults.schedule import RETRY_S, Schedule
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
+from diloco_jax.simulation.virtual.clock import Clock
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
-from diloco_jax.simulation.virtual.merging import VirtualFetch
-
-if TYPE_CHECKING:
-    from diloco_jax.simulation.faults.world import FaultyWorld
-
+from diloco_jax.simulation.virtual.island import Connection
 
 FromAWorker = DeltaArrived | MergePrepared | AnchorKept
 
 
+class Surroundings(Protocol):
+    """What a coordinator has around it: see `world.FaultyWorld`."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule that is played."""
+
+    @property
+    def config(self) -> PolicyConfig:
+        """Config of the run's decisions."""
+
+    @property
+    def clock(self) -> Clock:
+        """Virtual time."""
+
+    @property
+    def disk(self) -> Disk:
+        """Disk of the coordinator."""
+
+    @property
+    def monitor(self) -> Invariant:
+        """Invariants that are told of everything."""
+
+    def persisted(self, by: FaultyCoordinator, record: Durable) -> None:
+        """Note a record that is on the disk."""
+
+    def survives(self, coordinator: FaultyCoordinator) -> bool:
+        """Tell whether a coordinator lives to carry out its next effect."""
+
+    def disk_failed(self, coordinator: FaultyCoordinator) -> None:
+        """End a coordinator that could not write a record."""
+
+    def hold(self, name: str, ways: Iterable[Way], for_s: float) -> None:
+        """Hold an island's messages in these directions back."""
+
+
 class FaultyCoordinator(VirtualCoordinator):
-    """One life of a coordinator. Its world may end it before any effect.
+    """One life of a coordinator, with its workers. Its world may end it before any
+    effect, or stop it: then what comes waits.
 
     While a record would find no space on the disk, the record's effects and all events
     wait, as they do for the service's thread.
     """
 
     def __init__(
-        self, world: FaultyWorld, state: State, anchors: Anchors, clock_offset: float
+        self, world: Surroundings, state: State, anchors: Anchors, clock_offset: float
     ) -> None:
         super().__init__(
             world.config,
@@ -67,6 +108,9 @@ class FaultyCoordinator(VirtualCoordinator):
         self._later: deque[Callable[[], None]] = deque()
         """Events that came while a record waited for space, or in the middle of one."""
         self._catches_up = False
+        self._stopped = False
+        self._waiting: list[Callable[[], None]] = []
+        """Calls that wait until it is awake."""
         self.lost_fragments: set[int] = set()
         """Fragments that live workers have lost with their disks."""
         self.parted: set[int] = set()
@@ -100,15 +144,61 @@ class FaultyCoordinator(VirtualCoordinator):
 
     @property
     def waits(self) -> bool:
-        """True while a record waits for space."""
-        return bool(self._effects)
+        """True while a record waits for space, or while it is stopped."""
+        return bool(self._effects) or self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        """True while it does nothing."""
+        return self._stopped
+
+    def sleep(self, for_s: float) -> None:
+        """Sleep with its machine: nothing reaches it, and its clock stands still."""
+        self._stopped = True
+        for name in self._world.schedule.islands:
+            self._world.hold(name, BOTH, for_s)
+        self.clock.after(for_s, lambda: self._wake_up(for_s))
+
+    def _wake_up(self, slept_s: float) -> None:
+        """Go on with what came meanwhile."""
+        self._stopped = False
+        self.slept(slept_s)
+        waiting, self._waiting = self._waiting, []
+        for act in waiting:
+            if not self.dead:
+                act()
+
+    def slept(self, seconds: float) -> None:
+        """Hear that its own clock stood still for so long, before anything else."""
+        self.clock_offset -= seconds
+        self.hear(MachineSlept(seconds=seconds))
 
     def when_awake(self, act: Callable[[], None]) -> None:
         """Do something now, or once its process is no longer stopped."""
-        act()
+        if self._stopped:
+            self._waiting.append(act)
+        else:
+            act()
+
+    def hello(self, hello: Hello, peer: Connection) -> None:
+        """See VirtualCoordinator."""
+        if self.stopped:
+            self.when_awake(functools.partial(self.hello, hello, peer))
+        else:
+            super().hello(hello, peer)
+
+    def disconnected(self, peer: Connection) -> None:
+        """See VirtualCoordinator."""
+        if self.stopped:
+            self.when_awake(functools.partial(self.disconnected, peer))
+        else:
+            super().disconnected(peer)
 
     def go_on(self) -> None:
         """Go on after a wait, now that there is space."""
+        self.when_awake(self._go_on)
+
+    def _go_on(self) -> None:
         self._act()
         self._catch_up()
         if not self.dead and not self._effects:
@@ -116,7 +206,9 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def hear(self, event: Event) -> None:
         """See VirtualCoordinator."""
-        if isinstance(event, FromAWorker) and event.fragment in self.parted:
+        if self.stopped:
+            self.when_awake(functools.partial(self.hear, event))
+        elif isinstance(event, FromAWorker) and event.fragment in self.parted:
             self._from_worker.append(event)
         elif self._effects:
             self._wait(event)
@@ -153,6 +245,9 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def arrived(self, key: DeltaKey, encoded: Any) -> None:
         """See VirtualCoordinator."""
+        if self.stopped:
+            self.when_awake(functools.partial(self.arrived, key, encoded))
+            return
         if self._heir is not None:
             self._heir.find(key, encoded)
             return
@@ -188,7 +283,10 @@ class FaultyCoordinator(VirtualCoordinator):
     def fetch(
         self, fragment: int, want: Version, have: Version | None
     ) -> VirtualFetch | None:
-        """See VirtualCoordinator; None also for what is lost, or not committed yet."""
+        """See VirtualCoordinator; None also for what is lost, or not committed yet, and
+        while it is stopped, or dead."""
+        if self.stopped or self.dead:
+            return None
         here = self.anchors.anchors[fragment].version
         if (
             fragment in self.lost_fragments
@@ -252,6 +350,15 @@ class FaultyCoordinator(VirtualCoordinator):
         """Take in an anchor that has arrived at a worker; write it to disk. A worker
         that has not heard yet who was asked is busy: the island comes again, as long as
         the anchor is `wanted`."""
+        self.when_awake(functools.partial(self._anchor, who, asked, anchor, wanted))
+
+    def _anchor(
+        self,
+        who: Incarnation,
+        asked: AnchorRequest,
+        anchor: Anchor,
+        wanted: Callable[[], bool],
+    ) -> None:
         fragment, awaited = asked.fragment, self._awaited.get(asked.fragment)
         if self.dead or fragment in self.dead_fragments:
             return
@@ -281,6 +388,12 @@ class FaultyCoordinator(VirtualCoordinator):
         )
         self.hear(kept)
 
+    def _prepare(self, merge: Merge, prepared: Prepared) -> None:
+        if self.stopped:
+            self.when_awake(functools.partial(self._prepare, merge, prepared))
+        else:
+            super()._prepare(merge, prepared)
+
     def _begin_term(self, commit: Commit) -> None:
         """Make a kept anchor visible."""
         self.anchors.load(commit.fragment, self._kept.pop(commit.fragment))
@@ -299,8 +412,7 @@ class FaultyCoordinator(VirtualCoordinator):
 
     def carry_out(self, effect: AnyEffect) -> None:
         world = self._world
-        world.worker_crashes.strike_if_due(self)
-        if world.armed_crash is not None and not world.survives(self):
+        if not world.survives(self):
             return
         self.monitor.carrying_out(effect)
         try:

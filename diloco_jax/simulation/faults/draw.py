@@ -3,23 +3,122 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from diloco_jax.config import GraceWindow
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.protocol.values import LEAD
-from diloco_jax.simulation.faults import kinds, liveness
-from diloco_jax.simulation.faults.boasting import Boast
-from diloco_jax.simulation.faults.clock_faults import ClockJump, MachineSleep
-from diloco_jax.simulation.faults.draw_apart import with_workers_apart
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.simulation.faults.operator import Export, Removal, RunStop
-from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
-from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
+from diloco_jax.simulation.faults.liveness import merges_within_s, takes_within_s
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    AnyFault,
+    Boast,
+    Break,
+    ClockJump,
+    CoordinatorCrash,
+    Corruption,
+    Delay,
+    DiskFailure,
+    DiskGone,
+    DiskLost,
+    DrawnIsland,
+    Export,
+    FullDisk,
+    Impostor,
+    IslandCrash,
+    JoinCrash,
+    Leave,
+    LongDeltas,
+    MachineSleep,
+    Partition,
+    Removal,
+    Repeat,
+    Replacement,
+    Restart,
+    RunStop,
+    Schedule,
+    SnapshotFailure,
+    StepJump,
+    TornWrite,
+    Unfit,
+    WorkerCrash,
+    WorkerPartition,
+)
+
+CUT_LEASES = (0.5, 2.5, 5.0)
+"""Longest partitions: in which no line breaks, the worker's end does, both do."""
+APART_CRASHES_SHARE = 0.7
+"""Share of the schedules in which one more worker dies."""
+APART_LOST_SHARE = 0.25
+"""Share in which the lead's disk is lost, beside those that lose it anyway."""
+APART_SLEPT_SHARE = 0.5
+"""Share in which a lead that dials a worker in vain sleeps until others leave it."""
+
+
+def with_workers_apart(
+    rng: random.Random, schedule: Schedule, faults: Sequence[AnyFault], storm_s: float
+) -> tuple[Schedule, list[AnyFault]]:
+    """Return a schedule and its faults with workers on other machines.
+
+    A disk of the lead that was to come back is lost for good: no worker would obey its
+    lead after that of a new term.
+    """
+    workers = schedule.workers if schedule.workers > 1 else rng.choice([2, 3])
+    kept = [_lost_for_good(fault) for fault in faults]
+    for _ in range(rng.choice([1, 2])):
+        longest_s = rng.choice(CUT_LEASES) * LEASE_S
+        kept.append(_cut(rng, _time(rng, storm_s), 0.3 * longest_s, longest_s))
+    if rng.random() < APART_CRASHES_SHARE:
+        kept.append(_apart_crash(rng, _time(rng, storm_s)))
+    # A loss of the state is also one of what an operator ordered.
+    keeps = not any(isinstance(fault, DiskLost | Removal) for fault in kept)
+    if keeps and rng.random() < APART_LOST_SHARE:
+        restart = Restart(down_s=round(rng.uniform(0.2, 9), 2))
+        kept.append(DiskLost(at_s=_time(rng, storm_s), restart=restart))
+    if rng.random() < APART_SLEPT_SHARE:
+        kept += _slept(rng, _time(rng, storm_s))
+    return replace(schedule, workers_apart=True, workers=workers), kept
+
+
+def _lost_for_good(fault: AnyFault) -> AnyFault:
+    if isinstance(fault, DiskGone):
+        return DiskLost(at_s=fault.at_s, restart=fault.restart)
+    return fault
+
+
+def _cut(
+    rng: random.Random, at_s: float, least_s: float, longest_s: float
+) -> WorkerPartition:
+    for_s = round(rng.uniform(least_s, longest_s), 2)
+    return WorkerPartition(at_s=at_s, worker=rng.randrange(3), for_s=for_s)
+
+
+def _apart_crash(rng: random.Random, at_s: float) -> WorkerCrash:
+    return WorkerCrash(
+        at_s=at_s,
+        worker=rng.randrange(3),
+        down_s=round(rng.choice([0.2, 3.0, 9.0]) * rng.uniform(0.5, 1), 2),
+        noticed_s=rng.choice([0.0, 0.05, 0.3]),
+        effects=rng.randrange(12),
+        disk_lost=rng.random() < 0.3,
+    )
+
+
+def _slept(rng: random.Random, at_s: float) -> list[AnyFault]:
+    """Draw a partition that breaks a worker's line, and a sleep of the lead in it."""
+    cut = _cut(rng, at_s, 4.5 * LEASE_S, 7 * LEASE_S)
+    later_s = round(at_s + LEASE_S * rng.uniform(2.5, 4), 2)
+    for_s = round(LEASE_S * rng.uniform(2, 5), 2)
+    return [cut, MachineSleep(at_s=later_s, for_s=for_s)]
+
+
+def _time(rng: random.Random, latest_s: float) -> float:
+    return round(rng.uniform(0, latest_s), 2)
+
 
 DrawValue = Callable[[random.Random], Any]
 
@@ -27,7 +126,7 @@ FAULTS = 5
 """Faults of every schedule, at least, drawn early enough to happen."""
 JOIN_S = 2.0
 """Longest join in seconds, about the time until the first step."""
-CRASHES = (kinds.CoordinatorCrash, kinds.DiskFailure, kinds.TornWrite)
+CRASHES = (CoordinatorCrash, DiskFailure, TornWrite)
 """Crashes of a coordinator whose disk stays; half of them come with a power cut."""
 WORKERS_SHARE = 0.5
 """Share of the schedules in which workers die."""
@@ -41,7 +140,7 @@ OUTLIVED_SHARE = 0.6
 none outlives a power cut, or a lost disk."""
 FULL_SHARE = 0.3
 """Share of the schedules in which the disk is full for a while."""
-LOSSES = (kinds.DiskGone, kinds.DiskLost)
+LOSSES = (DiskGone, DiskLost)
 """Losses of a state, and with it of what an operator ordered."""
 REMOVED_SHARE = 0.2
 """Share of the other schedules in which an operator puts an island out for a while."""
@@ -115,8 +214,8 @@ def draw(seed: int) -> Schedule:
     calm_s = rng.choice(
         [
             3 * cycle_s,
-            liveness.merges_within_s(schedule),
-            liveness.takes_within_s(schedule),
+            merges_within_s(schedule),
+            takes_within_s(schedule),
         ]
     )
     # Later faults may come when the run is over; the first ones must not.
@@ -129,13 +228,13 @@ def draw(seed: int) -> Schedule:
     faults = [_as_power_cut(power, fault) for fault in faults]
     full = random.Random(f"full {seed}")
     if full.random() < FULL_SHARE:
-        fault = _drawn(kinds.FullDisk, full, storm_s, for_s=_seconds, brimful=_coin)
+        fault = _drawn(FullDisk, full, storm_s, for_s=_seconds, brimful=_coin)
         faults.append(fault)
     liar = random.Random(f"liar {seed}")
     if liar.random() < LIAR_SHARE:
         faults.append(
             _drawn(
-                kinds.LongDeltas,
+                LongDeltas,
                 liar,
                 storm_s,
                 island=_one_of(*names),
@@ -219,7 +318,7 @@ def _draw_fault(rng: random.Random, names: str, latest_s: float) -> AnyFault:
     drawn = {field: draw_value(rng) for field, draw_value in draws.items()}
     if "island" in kind.__struct_fields__:
         drawn["island"] = island
-    if kind is kinds.DiskGone:
+    if kind is DiskGone:
         drawn["gone_s"] = round(drawn["restart"].down_s + drawn["gone_s"], 2)
     return kind(at_s=at_s, **drawn)
 
@@ -238,10 +337,10 @@ def _drawn(
     return kind(at_s=at_s, **{name: value(rng) for name, value in draws.items()})
 
 
-def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> kinds.Delay:
+def _hang(rng: random.Random, names: str, storm_s: float, calm_s: float) -> Delay:
     """Draw a time near the end of the run in which transfers come so late that the
     flush may be over."""
-    return kinds.Delay(
+    return Delay(
         at_s=round(storm_s + rng.uniform(0.5, 1) * calm_s, 2),
         island=rng.choice(names),
         for_s=round(rng.uniform(0.3, 1) * calm_s, 2),
@@ -328,54 +427,54 @@ WORKER_PARTITION: dict[str, DrawValue] = {
 CRASH: dict[str, DrawValue] = {"effects": _below(12), "restart": _restart}
 KINDS: tuple[tuple[type[AnyFault], dict[str, DrawValue]], ...] = (
     (
-        kinds.IslandCrash,
+        IslandCrash,
         {"down_s": _seconds, "noticed": _coin, "lingers": _coin},
     ),
     (
-        kinds.JoinCrash,
+        JoinCrash,
         {"down_s": _uniform(0.1, 3), "joining_s": _uniform(0, JOIN_S)},
     ),
-    (kinds.Leave, {"away_s": _seconds, "notice_s": _one_of(0.0, 0.3, 3.0)}),
-    (kinds.Replacement, {}),
-    (kinds.Impostor, {"behind": _below(2)}),
-    (kinds.StepJump, {"for_s": _seconds, "factor": _one_of(0.4, 3.0, 8.0)}),
-    (kinds.Unfit, {}),
-    (kinds.CoordinatorCrash, CRASH),
-    (kinds.CoordinatorCrash, CRASH),
+    (Leave, {"away_s": _seconds, "notice_s": _one_of(0.0, 0.3, 3.0)}),
+    (Replacement, {}),
+    (Impostor, {"behind": _below(2)}),
+    (StepJump, {"for_s": _seconds, "factor": _one_of(0.4, 3.0, 8.0)}),
+    (Unfit, {}),
+    (CoordinatorCrash, CRASH),
+    (CoordinatorCrash, CRASH),
     (
-        kinds.DiskFailure,
+        DiskFailure,
         {"appends": _below(3), "written": _coin, "restart": _restart},
     ),
     (
-        kinds.TornWrite,
+        TornWrite,
         {
             "appends": _below(3),
             "written_share": _uniform(0.02, 0.98),
             "restart": _restart,
         },
     ),
-    (kinds.SnapshotFailure, {}),
+    (SnapshotFailure, {}),
     # Seconds from the coordinator's return to the return of its disk.
-    (kinds.DiskGone, {"restart": _restart, "gone_s": lambda rng: rng.uniform(0, 6)}),
-    (kinds.DiskLost, {"restart": _restart}),
+    (DiskGone, {"restart": _restart, "gone_s": lambda rng: rng.uniform(0, 6)}),
+    (DiskLost, {"restart": _restart}),
     (ClockJump, {"forward_s": _uniform(1, 40, digits=1)}),
     (
-        kinds.Break,
+        Break,
         {"away_s": _none_or_seconds, "noticed": _coin, "lingers": _coin},
     ),
     (
-        kinds.Partition,
+        Partition,
         {"ways": _one_of(("up",), ("down",), ("up", "down")), "for_s": _seconds},
     ),
-    (kinds.Repeat, {"for_s": _seconds, "after_s": _one_of(0.01, 0.5, 3.0)}),
+    (Repeat, {"for_s": _seconds, "after_s": _one_of(0.01, 0.5, 3.0)}),
     (
-        kinds.Delay,
+        Delay,
         {
             "for_s": _seconds,
             "late_s": _uniform(0.5, 4, digits=1),
             "channel": _one_of("control", "bulk"),
         },
     ),
-    (kinds.Corruption, {"for_s": _seconds}),
+    (Corruption, {"for_s": _seconds}),
 )
 """Kinds of faults, equally likely, and how the values of each are drawn, in order."""

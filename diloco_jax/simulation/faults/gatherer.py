@@ -25,9 +25,9 @@ from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.messages import Goodbye, Hello
 from diloco_jax.protocol.values import DeltaKey, Version
 from diloco_jax.simulation.faults.arrays import Anchor
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.virtual.island import Connection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,18 +17,7 @@ from diloco_jax.protocol.coordinator.events import Note, Persist, Tell
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import PolicyConfig, State
 from diloco_jax.protocol.records import Durable, Joined
-from diloco_jax.simulation.faults import (
-    safe_books,
-    safe_bounds,
-    safe_disk,
-    safe_door,
-    safe_end,
-    safe_merges,
-    safe_once,
-    safe_speeds,
-    safe_terms,
-    safe_versions,
-)
+from diloco_jax.simulation.faults import safe_books, safe_merges, safe_versions
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant
 
@@ -38,27 +27,27 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     safe_versions.AnchorsEqual,
     safe_versions.TicksOnce,
     safe_versions.CyclesWhole,
-    safe_once.MergedOnce,
-    safe_once.KeptOnce,
+    safe_merges.MergedOnce,
+    safe_merges.KeptOnce,
     safe_merges.DeltasExact,
     safe_merges.QuorumHeld,
     safe_merges.RecordedFirst,
     safe_merges.FencedOut,
     safe_merges.StaleOut,
-    safe_bounds.BoundsKept,
-    safe_bounds.HonestPass,
-    safe_bounds.QuarantineKept,
-    safe_door.DoorKept,
-    safe_speeds.SpeedsKept,
+    safe_merges.BoundsKept,
+    safe_merges.HonestPass,
+    safe_merges.QuarantineKept,
+    safe_books.DoorKept,
+    safe_books.SpeedsKept,
     safe_merges.HeldOnly,
     safe_books.LedgerExact,
     safe_books.DataOnce,
     safe_books.DurableFirst,
-    safe_end.LastStepsMerged,
-    safe_disk.PreparedFirst,
-    safe_disk.ChainsKept,
-    safe_disk.RestoredExactly,
-    safe_terms.GatheredExactly,
+    safe_books.LastStepsMerged,
+    safe_versions.PreparedFirst,
+    safe_versions.ChainsKept,
+    safe_versions.RestoredExactly,
+    safe_versions.GatheredExactly,
 )
 
 Calls = Sequence[Callable[..., None]]

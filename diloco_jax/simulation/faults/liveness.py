@@ -1,4 +1,6 @@
-"""Liveness: bounds on the time to the next progress and to the end of a run."""
+"""Liveness: bounds on the time to the next progress and to the end of a run, and
+the expectations of a world of faults.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,17 @@ from typing import Any
 
 from diloco_jax.deadlines import Deadlines
 from diloco_jax.protocol.coordinator.ending import OPEN_BY
-from diloco_jax.simulation.faults import kinds
 from diloco_jax.simulation.faults.observing import ViolationError
+from diloco_jax.simulation.faults.scene import Scene
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
+    PATIENCE_S,
     RESTART_S,
     RETRY_S,
     SEQUENCE_LENGTH,
+    LongDeltas,
     Schedule,
+    Unfit,
 )
 from diloco_jax.simulation.virtual.clock import Clock
 
@@ -74,7 +79,7 @@ def released_within_s(schedule: Schedule) -> float:
     and each refusal takes the fragment's next turn: it is adopted after the delta's
     way. So two deltas are sent and answered in four cycles.
     """
-    unfit = (kinds.LongDeltas, kinds.Unfit)
+    unfit = (LongDeltas, Unfit)
     liars = {fault.island for fault in schedule.faults if isinstance(fault, unfit)}
     if schedule.quorum <= len(schedule.islands) - len(liars):
         return 0.0
@@ -171,3 +176,80 @@ def _agreed_s(schedule: Schedule) -> float:
 def _merged_s(schedule: Schedule) -> float:
     """Return the time of a step of the slowest island, a transfer and a merge."""
     return schedule.slowest_s + schedule.transfer_s + schedule.merge_s
+
+
+class Expectations:
+    """Progress is expected from the time at which the last fault has ended, and after
+    each extension anew."""
+
+    def __init__(self, world: Scene) -> None:
+        self._world = world
+        faults = world.schedule.faults
+        self._left = sum(not fault.awaits_end for fault in faults)
+        """Faults that have not ended."""
+        self._down = False
+        """All processes have ended, and start again to extend the run."""
+
+    def begin(self) -> None:
+        """Expect that all faults strike in time."""
+        self._expect_if_calm()
+        self._world.clock.after(PATIENCE_S, self._out_of_patience)
+
+    def begin_again(self, after_s: float) -> None:
+        """Expect progress of a run that is extended, once its processes have started;
+        nothing else any more."""
+        self._down = True
+        self._world.clock.after(after_s, self._is_up)
+
+    def _is_up(self) -> None:
+        self._down = False
+        self._expect_if_calm()
+
+    def fault_ended(self) -> None:
+        """Expect that the run goes on, if it was the last one."""
+        self._left -= 1
+        self._expect_if_calm()
+
+    def _expect_if_calm(self) -> None:
+        if not self._left and not self._down:
+            self._expect()
+
+    def _out_of_patience(self) -> None:
+        if self._left:
+            what = f"not all faults have struck within {PATIENCE_S} s"
+            raise ViolationError(NAME, what)
+
+    def _expect(self) -> None:
+        world, extensions = self._world, self._world.extensions
+        schedule, clock = world.schedule, world.clock
+
+        def is_extended() -> bool:
+            return world.extensions > extensions
+
+        def is_running() -> bool:
+            lead = world.coordinator
+            return not is_extended() and (lead is None or lead.state.phase == "running")
+
+        def takes() -> Mapping[tuple[str, int], int]:
+            return {
+                (name, fragment): island.takes[fragment]
+                for name, island in world.islands.items()
+                for fragment in range(world.config.fragments)
+            }
+
+        expect(
+            "merges of fragments",
+            lambda: dict(enumerate(world.merges)),
+            clock,
+            merges_within_s(schedule),
+            is_running,
+        )
+        expect(
+            "takes of islands' fragments",
+            takes,
+            clock,
+            takes_within_s(schedule),
+            is_running,
+        )
+        over_s = over_within_s(schedule, world.config.total_tokens)
+        expect_end(clock, over_s, is_extended)

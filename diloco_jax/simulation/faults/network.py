@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.line import Line, LineSpeed
+from diloco_jax.simulation.virtual.clock import Clock, Line, LineSpeed
 
 Way = Literal["up", "down"]
 Ways = frozenset[Way]

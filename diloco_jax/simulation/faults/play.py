@@ -1,4 +1,8 @@
-"""Play schedules, one or many, and report the invariants that did not hold."""
+"""`diloco simulate faults`: play schedules, one or many, and report the invariants
+that did not hold.
+
+A schedule that fails is shortened: fewer faults, islands and tokens, default settings.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,76 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
+from diloco_jax.config import ConfigError
+from diloco_jax.config.fields import AT_LEAST_1, NOT_NEGATIVE, check_bounds, setting
 from diloco_jax.simulation.faults.apart_world import ApartWorld
 from diloco_jax.simulation.faults.draw import FAULTS, draw
 from diloco_jax.simulation.faults.observing import ViolationError
-from diloco_jax.simulation.faults.schedule import Schedule
-from diloco_jax.simulation.faults.shrink import shortest
+from diloco_jax.simulation.faults.schedule import Schedule, from_json
+from diloco_jax.simulation.faults.strike import strike
 from diloco_jax.simulation.faults.world import FaultyWorld
-from diloco_jax.simulation.progress import Progress, nobody
+from diloco_jax.simulation.output import Progress, nobody
+
+PLAYS = 400
+"""Schedules tried at most."""
+
+
+def shortest(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+    """Return the shortest schedule found that still fails."""
+    plays = 0
+    shorter = _shorter(schedule)
+    while plays < PLAYS and (candidate := next(shorter, None)) is not None:
+        plays += 1
+        if fails(candidate):
+            schedule, shorter = candidate, _shorter(candidate)
+    return schedule
+
+
+def _shorter(schedule: Schedule) -> Iterator[Schedule]:
+    """Yield schedules with something less, the largest cuts first."""
+    faults = schedule.faults
+    size = len(faults)
+    while size := size // 2 if size > 1 else 0:
+        for start in range(0, len(faults), size):
+            rest = faults[:start] + faults[start + size :]
+            yield replace(schedule, faults=rest)
+    if len(faults) == 1:
+        yield replace(schedule, faults=())
+    for name in schedule.islands:
+        yield from _without_island(schedule, name)
+    if schedule.workers_apart:
+        yield replace(schedule, workers_apart=False)
+    if len(schedule.fragment_sizes) > 1:
+        yield replace(schedule, fragment_sizes=schedule.fragment_sizes[1:])
+    plain: dict[str, Any] = {
+        "adopt": "rebase",
+        "grace": 0.0,
+        "grace_window": "alike",
+        "quorum": 1,
+        "merge_s": 0.1,
+        "transfer_s": 0.2,
+    }
+    for field, value in plain.items():
+        if getattr(schedule, field) != value:
+            yield replace(schedule, **{field: value})
+    if schedule.extended_to:
+        yield replace(schedule, extended_to=schedule.extended_to[:-1])
+    for share in (0.5, 0.9):
+        tokens = int(schedule.total_tokens * share)
+        if 0 < tokens < schedule.total_tokens:
+            yield replace(schedule, total_tokens=tokens)
+
+
+def _without_island(schedule: Schedule, name: str) -> Iterator[Schedule]:
+    islands = {n: plan for n, plan in schedule.islands.items() if n != name}
+    if schedule.quorum <= len(islands):
+        faults = tuple(
+            fault for fault in schedule.faults if getattr(fault, "island", "") != name
+        )
+        yield replace(schedule, islands=islands, faults=faults)
+
 
 CYCLES = 3
 """Merges of every fragment, at least, in a schedule drawn from a seed."""
@@ -55,7 +121,8 @@ class Played(NamedTuple):
 
 def world_of(schedule: Schedule) -> FaultyWorld:
     """Return the world that plays a schedule."""
-    return ApartWorld(schedule) if schedule.workers_apart else FaultyWorld(schedule)
+    kind = ApartWorld if schedule.workers_apart else FaultyWorld
+    return kind(schedule, strike)
 
 
 def play(schedule: Schedule) -> Played:
@@ -258,3 +325,72 @@ def _quiet() -> Iterator[None]:
             gc.enable()
         gc.unfreeze()
         logging.disable(disabled)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """Play random schedules of faults against the protocol, islands, log and recovery
+    of the product, and check invariants at every event. Exit code 1 if one fails.
+    """
+
+    seeds: int = setting(1000, AT_LEAST_1, help="Schedules, one of each seed.")
+    first_seed: int = setting(
+        0, NOT_NEGATIVE, help="The first seed; the others follow it."
+    )
+    schedule: str = setting(
+        "", help="Play this one instead, as a violation printed it (JSON)."
+    )
+
+    def validate(self) -> None:
+        """Raise ConfigError naming field, value and remedy."""
+        check_bounds(self)
+        for field in ("seeds", "first_seed") if self.schedule else ():
+            if (value := getattr(self, field)) != getattr(FaultsConfig, field):
+                raise ConfigError(
+                    f"--{field.replace('_', '-')} {value} with --schedule, which plays "
+                    f"that one schedule; leave out one of them"
+                )
+
+
+def check_faults(
+    config: FaultsConfig, progress: Progress, found: Found, report: FaultsReport
+) -> FaultsReport:
+    """Play the schedules that the config asks for. Raises ConfigError if it cannot.
+
+    report: filled and returned, see `play.check`.
+    """
+    config.validate()
+    if config.schedule:
+        return check_schedule(from_json(config.schedule), found=found)
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    return check(seeds, progress, found=found, report=report)
+
+
+def violation_text(found: Violation) -> str:
+    """Return a violation as text for people, when it is found."""
+    where = "schedule" if found.seed is None else f"seed {found.seed}"
+    lines = [f"{where} violates {found.invariant}: {found.what}"]
+    if found.shortest is not None:
+        lines += [f"  shortest schedule found: {found.shortest.json()}"]
+    if found.like_seed is not None:
+        lines += [
+            f"  shortest schedule: see seed {found.like_seed} (the first {SHORTENED} "
+            f"of an invariant are shortened)"
+        ]
+    return "\n".join([*lines, f"  again: {found.command}"])
+
+
+def text(report: FaultsReport) -> str:
+    """Return the report as text for people, at the end or at an interruption."""
+    faults = ", ".join(f"{kind} {n}" for kind, n in sorted(report.faults.items()))
+    summary = (
+        f"{report.schedules} schedules in {report.seconds:.1f} s "
+        f"({report.schedules_per_minute:.0f} a minute), {report.merges} merges, "
+        f"{report.crashes} crashes, {report.torn_snapshots} torn snapshots, "
+        f"{report.extensions} extensions, "
+        f"{report.faults.total()} faults ({faults}): "
+        f"{len(report.violations)} violations"
+    )
+    if report.next_seed is None:
+        return summary
+    return f"{summary}\nto go on: --first-seed {report.next_seed}"

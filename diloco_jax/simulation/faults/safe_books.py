@@ -1,4 +1,9 @@
-"""Safety of the books: tokens, data, and the contents of the log."""
+"""Safety of the books: tokens, data, and the contents of the log.
+
+Only islands of the config come in, and those that an operator let in. None counts as
+faster than the config allows, and none that tells the truth about its steps is put out
+for that. The run does not end before what its islands made last is in.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ import numpy as np
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator import ledger
+from diloco_jax.protocol.coordinator.ending import OPEN_BY
 from diloco_jax.protocol.coordinator.events import Tell
 from diloco_jax.protocol.coordinator.islands import Island
 from diloco_jax.protocol.coordinator.state import Fragment, PolicyConfig, State
@@ -20,20 +26,23 @@ from diloco_jax.protocol.messages import (
     Granted,
     Progress,
     Published,
+    Refused,
     Stop,
     TakeRequest,
     TakeVerdict,
     Welcome,
 )
 from diloco_jax.protocol.records import (
+    Admitted,
     Durable,
     Joined,
     Left,
     Merged,
+    Removed,
     Stopping,
     TermBegun,
 )
-from diloco_jax.protocol.values import Contribution, Version
+from diloco_jax.protocol.values import Contribution, EndReason, Version
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
 
@@ -378,3 +387,135 @@ class DurableFirst(Invariant):
         return (
             who is not None and (*who, message.fragment, message.tick) in self._merged
         )
+
+
+class DoorKept(Invariant):
+    """No island is in the run that neither the config nor an operator let in.
+
+    What an operator ordered survives any crash. A new term begins without it.
+    """
+
+    name = "door"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._of_config = frozenset(config.admitted or ())
+        self._admitted: set[str] = set()
+        self._anew = True
+        """Whether all islands are to be looked at, since the log has changed."""
+
+    def persisted(self, record: Durable) -> None:
+        if isinstance(record, Admitted):
+            self._admitted.add(record.island)
+        elif isinstance(record, Removed):
+            self._admitted.discard(record.island)
+        elif isinstance(record, Joined):
+            self._check(record.island, "joined")
+
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
+        anew, self._anew = self._anew, writes
+        if writes:
+            return
+        self._equal(state, "decided")
+        for island in state.islands.values() if anew else changed:
+            if island.status != "gone":
+                self._check(island.name, island.status)
+
+    def recovered(self, state: State) -> None:
+        self._equal(state, "recovered")
+
+    def opened(self, opened: Opened) -> None:
+        self._admitted, self._anew = set(), True
+
+    def _equal(self, state: State, when: str) -> None:
+        same = self._admitted == set(state.admitted)
+        self.hold(same, when, state.admitted, "log:", self._admitted)
+
+    def _check(self, name: str, what: str) -> None:
+        known = name in self._of_config or name in self._admitted
+        self.hold(known, "was not let in, and is there:", name, what)
+
+
+class SpeedsKept(Invariant):
+    """No step time below the config's is believed, whatever an island says.
+
+    No island of these worlds says that it made steps that it did not make, so none is
+    refused for such a claim.
+    """
+
+    name = "speeds"
+    effects = (Refused,)
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._least_s = config.least_seconds
+
+    def stepped(self, state: State, changed: Sequence[Island], *, writes: bool) -> None:
+        for island in changed:
+            name, step_s = island.name, island.step_seconds
+            least_s = self._least_s.get(name, 0.0) * island.sequences_per_step
+            believed = not 0 < step_s < least_s
+            self.hold(believed, "too fast:", name, step_s, "s, is", least_s)
+
+    def decided(self, state: State, effects: Sequence[AnyEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Tell) and isinstance(effect.message, Refused):
+                refused = effect.message
+                self.hold(refused.code != "claims", "refused:", refused.message)
+
+
+ENDS: tuple[EndReason, ...] = ("finished", "absent")
+
+
+class LastStepsMerged(Invariant):
+    """The end of a run costs no island its steps, unless it is silent for longer than a
+    lease meanwhile, its step outlasts the flush, or a delta of its own hangs for the
+    flush's share in which others are not to wait for it.
+
+    Deltas that are refused, and steps that an adoption undoes, are lost by other
+    reasons.
+    """
+
+    name = "last_steps"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._exempt: set[Incarnation] = set()
+        """Those that were silent for too long, or had a delta that hung."""
+        self._awaited: dict[tuple[Incarnation, int], float] = {}
+        """Times since which islands' deltas of fragments are awaited: they are on their
+        way, or are taken after an adoption that is, once or again."""
+
+    def ending(self, before: State, after: State, now: float) -> None:
+        for name, island in before.islands.items():
+            if island.status == "absent" and now >= island.lease_until:
+                self._exempt.add((name, island.incarnation))
+        self._look_for_hanging(before, now)
+        if after.phase != "done":
+            return
+        for name, island in before.islands.items():
+            who = name, island.incarnation
+            trains = island.phase == "training" and now >= before.deadline
+            if island.status == "gone" or trains or who in self._exempt:
+                continue
+            for was, fragment in zip(before.fragments, after.fragments, strict=True):
+                lost = _lost(fragment, name) - _lost(was, name)
+                what = "the run ends, and loses so many tokens of who is there:"
+                self.hold(not lost, what, lost, name, island.status, fragment.index)
+
+    def _look_for_hanging(self, state: State, now: float) -> None:
+        awaited = {
+            ((name, account.incarnation), fragment.index)
+            for fragment in state.fragments
+            for name, account in fragment.accounts.items()
+            if (take := account.take) is not None and not take.arrived
+        }
+        self._awaited = {key: self._awaited.get(key, now) for key in awaited}
+        for (who, _), since in self._awaited.items():
+            if now - since >= OPEN_BY * self.config.flush_s:
+                self._exempt.add(who)
+
+
+def _lost(fragment: Fragment, name: str) -> int:
+    lost = fragment.accounts[name].lost_tokens
+    return sum(lost.get(reason, 0) for reason in ENDS)

@@ -1,16 +1,20 @@
-"""Safety of versions: they grow, they are the same everywhere, they stay."""
+"""Safety of versions: they grow, they are the same everywhere, they stay.
+
+What is committed is on the disk, and what is needed stays there. A fragment that was
+lost, and a new term, go on from what an island had adopted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from diloco_jax.coordinator.engine import AnyEffect
 from diloco_jax.protocol.coordinator.events import Persist, Tell
-from diloco_jax.protocol.coordinator.state import PolicyConfig, State
+from diloco_jax.protocol.coordinator.state import MERGES_KNOWN, PolicyConfig, State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.protocol.messages import TakeRequest
 from diloco_jax.protocol.records import Durable, Merged, TermBegun
-from diloco_jax.protocol.values import Outstanding, Version
+from diloco_jax.protocol.values import FIRST_VERSION, Outstanding, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Delta
 from diloco_jax.simulation.faults.gatherer import Opened
 from diloco_jax.simulation.faults.observing import Incarnation, Invariant, Key
@@ -244,3 +248,166 @@ class CyclesWhole(Invariant):
 
     def _turn(self, kept: KeepFragment) -> int:
         return (kept.cycle - 1) * len(self._versions) + kept.fragment + 1
+
+
+class PreparedFirst(Invariant):
+    """The publish of a merge is whole on the disk before the record that commits it. So
+    is the anchor with which a lost fragment begins a term. What a worker has prepared
+    and was not committed when it comes back is gone.
+    """
+
+    name = "prepared"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._prepared: dict[tuple[int, Version], str] = {}
+
+    def worker_back(self, fragments: Sequence[int]) -> None:
+        kept = {k: v for k, v in self._prepared.items() if k[0] not in fragments}
+        self._prepared = kept
+
+    def prepared(self, fragment: int, version: Version, digest: str) -> None:
+        self._prepared[fragment, version] = digest
+
+    def persisted(self, record: Durable) -> None:
+        if isinstance(record, Merged | TermBegun):
+            found = self._prepared.get((record.fragment, record.version))
+            self.hold(
+                found == record.digest,
+                "on the disk is {}, and committed:",
+                found,
+                record,
+            )
+
+
+class _Committed(Invariant):
+    """Base: the version of the last durable merge, by fragment."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._versions = [Version()] * config.fragments
+
+    def persisted(self, record: Durable) -> None:
+        if isinstance(record, Merged | TermBegun):
+            self._versions[record.fragment] = record.version
+
+    def opened(self, opened: Opened) -> None:
+        self._versions = [fragment.version for fragment in opened.state.fragments]
+
+
+class ChainsKept(_Committed):
+    """From every snapshot of a fragment in its term that is kept, publishes on the disk
+    lead to its last committed version: any snapshot but one may turn out not to read.
+    """
+
+    name = "chains"
+
+    def cut(
+        self,
+        fragment: int,
+        saved: Sequence[Version],
+        published: Mapping[Version, bytes],
+    ) -> None:
+        committed = self._versions[fragment]
+        version = min(v for v in saved if v.term == committed.term)
+        while version < committed:
+            version = version.next()
+            self.hold(
+                version in published,
+                "fragment {}: snapshots {}, committed is {}, but no publish {}",
+                fragment,
+                saved,
+                committed,
+                version,
+            )
+
+
+class RestoredExactly(_Committed):
+    """A coordinator comes up with the last committed version of every fragment: not
+    with an older one, and not with one that was prepared and never committed.
+    """
+
+    name = "restored"
+
+    def restored(self, fragment: int, anchor: Anchor) -> None:
+        committed = self._versions[fragment]
+        self.hold(
+            anchor.version == committed,
+            "fragment {} comes up at {}, committed is {}",
+            fragment,
+            anchor.version,
+            committed,
+        )
+
+
+class GatheredExactly(Invariant):
+    """A fragment that was lost goes on from an anchor that an island had adopted, in
+    the fragment's next term: with the number and the value of that anchor. Exactly what
+    was merged into versions above it is lost. No other fragment begins a term.
+    """
+
+    name = "gathered"
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._begin([FIRST_VERSION] * config.fragments)
+
+    def _begin(self, versions: list[Version]) -> None:
+        self._merged = [{version: dict[str, int]()} for version in versions]
+        """Tokens by island in each version whose merges count, by fragment."""
+        self._adopted: dict[tuple[int, Version], bytes] = {}
+        self._lost: set[int] = set()
+        self._begun: dict[tuple[int, Version], bytes] = {}
+
+    def opened(self, opened: Opened) -> None:
+        self._begin([fragment.version for fragment in opened.state.fragments])
+
+    def lost(self, fragments: tuple[int, ...]) -> None:
+        self._lost |= set(fragments)
+
+    def adopted(
+        self, who: Incarnation, fragment: int, anchor: Anchor, *, kept: bool
+    ) -> None:
+        self._adopted[fragment, anchor.version] = anchor.value
+        value = self._begun.get((fragment, anchor.version), anchor.value)
+        same = value == anchor.value
+        self.hold(same, "{}: fragment {} is not", who, fragment, anchor)
+
+    def persisted(self, record: Durable) -> None:
+        match record:
+            case Merged():
+                tokens: dict[str, int] = {}
+                for c in record.contributions:
+                    tokens[c.island] = tokens.get(c.island, 0) + c.tokens
+                self._merged[record.fragment][record.version] = tokens
+            case TermBegun():
+                self._term_begins(record)
+
+    def _term_begins(self, record: TermBegun) -> None:
+        fragment, merged = record.fragment, self._merged[record.fragment]
+        self.hold(fragment in self._lost, "it was not lost:", record)
+        self._lost.discard(fragment)
+        newest = max(merged)
+        self.hold(
+            record.version == Version(newest.term + 1, record.replaced.number)
+            and record.replaced in list(merged)[-MERGES_KNOWN:],
+            "after {}:",
+            newest,
+            record,
+        )
+        value = self._adopted.get((fragment, record.replaced))
+        self.hold(
+            value is not None and value.hex() == record.digest,
+            "no island has adopted that; {}:",
+            value,
+            record,
+        )
+        lost: dict[str, int] = {}
+        for version in [v for v in merged if v > record.replaced]:
+            for name, tokens in merged.pop(version).items():
+                lost[name] = lost.get(name, 0) + tokens
+        same = lost == record.lost_tokens
+        self.hold(same, "{} were merged after it:", lost, record)
+        merged[record.version] = {}
+        assert value is not None
+        self._begun[fragment, record.version] = value

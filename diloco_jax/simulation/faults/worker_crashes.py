@@ -1,21 +1,17 @@
-"""Faults of the coordinator's workers, in a world of faults: crashes, lost disks, and
-partitions between a worker and its lead.
-"""
+"""Faults of the coordinator's workers: crashes, lost disks, and partitions between a
+worker and its lead."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 from diloco_jax.protocol.coordinator import workers
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
-from diloco_jax.simulation.faults.fault import DrawnFault, Restart
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
+from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.network import FaultyLine
-
-if TYPE_CHECKING:
-    from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-    from diloco_jax.simulation.faults.disk import Disk
-    from diloco_jax.simulation.faults.world import FaultyWorld
+from diloco_jax.simulation.faults.scene import Scene
+from diloco_jax.simulation.faults.schedule import Restart, WorkerCrash, WorkerPartition
 
 AGAIN_S = 0.5
 """Seconds between two looks whether the lead hears again, or whether a lost fragment
@@ -24,42 +20,10 @@ SILENT_LEASES = 2
 """Leases without a word of the lead after which a worker ends."""
 
 
-class WorkerCrash(DrawnFault, frozen=True):
-    """A worker dies in the middle of the lead's effects, and comes back.
-
-    effects: effects that the lead still carries out. noticed_s: seconds until the lead
-    notices. down_s: seconds from then to the worker's return. disk_lost: it has lost
-    its disk.
-    """
-
-    worker: int
-    down_s: float
-    noticed_s: float = 0.0
-    effects: int = 0
-    disk_lost: bool = False
-
-    def strike(self, world: FaultyWorld) -> bool:
-        return world.worker_crashes.arm(self)
-
-
-class WorkerPartition(DrawnFault, frozen=True):
-    """Messages between a worker and its lead wait. Islands reach both. If it lasts, the
-    worker ends, the lead notices that a lease later, and it comes back `down_s` after
-    that.
-    """
-
-    worker: int
-    for_s: float
-    down_s: float = 1.0
-
-    def strike(self, world: FaultyWorld) -> bool:
-        return world.worker_crashes.part(self)
-
-
 class WorkerCrashes:
     """The faults of workers in one world; one crash is armed at a time."""
 
-    def __init__(self, world: FaultyWorld, gathered_within_s: float) -> None:
+    def __init__(self, world: Scene, gathered_within_s: float) -> None:
         """gathered_within_s: from a worker's return to the anchors of what it lost."""
         self._world, self._gathered_within_s = world, gathered_within_s
         self._armed: WorkerCrash | None = None

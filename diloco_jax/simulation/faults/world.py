@@ -2,14 +2,14 @@
 
 Time is virtual and nothing is drawn here, so a schedule always plays the same. Dead
 processes are started again, as `diloco run` or an operator would do, and broken
-connections are tried again. `kinds` causes the faults through the methods of
+connections are tried again. `strike` causes the faults through the methods of
 `FaultyWorld`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,60 +22,48 @@ from diloco_jax.simulation.faults import liveness
 from diloco_jax.simulation.faults.arrays import first_anchors
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.disk import Disk, EmptyDiskError
-from diloco_jax.simulation.faults.expecting import Expectations
-from diloco_jax.simulation.faults.fault import DrawnFault, Restart
 from diloco_jax.simulation.faults.gatherer import Opened, VirtualGatherer
-from diloco_jax.simulation.faults.invariants import Monitor
-from diloco_jax.simulation.faults.island import FaultyIsland
-from diloco_jax.simulation.faults.kinds import AnyFault
-from diloco_jax.simulation.faults.links import Links
-from diloco_jax.simulation.faults.network import FaultyLine, Network
+from diloco_jax.simulation.faults.liveness import Expectations
+from diloco_jax.simulation.faults.network import FaultyLine
 from diloco_jax.simulation.faults.observing import ViolationError
-from diloco_jax.simulation.faults.operator import Operator
+from diloco_jax.simulation.faults.scene import (
+    FaultyIsland,
+    Operator,
+    Scene,
+    SnapshotRounds,
+)
 from diloco_jax.simulation.faults.schedule import (
     LEASE_S,
     RESTART_S,
     RETRY_S,
+    AnyFault,
+    DrawnFault,
+    Restart,
     Schedule,
 )
-from diloco_jax.simulation.faults.snapshots import SnapshotRounds
-from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
 from diloco_jax.simulation.faults.worker_crashes import WorkerCrashes
-from diloco_jax.simulation.virtual.clock import Clock
-from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.island import IslandSpec
+from diloco_jax.simulation.virtual.island import Connection, IslandSpec
 
 REPORT_S = LEASE_S / 3
 MOST_CALLS = 500_000
 """Calls of the clock at most; a run has some thousand, or ten times that where a rule
 loses steps."""
 
+Strike = Callable[[AnyFault, "FaultyWorld"], bool]
 
-class FaultyWorld(Links):
-    """World that plays one schedule."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.run, self.config = schedule.configs()
-        networks = {
-            name: Network(schedule.latency_s, schedule.transfer_s)
-            for name in schedule.islands
-        }
-        super().__init__(Clock(), networks)
-        self.monitor = Monitor(self.config)
-        self.disk = Disk()
+class FaultyWorld(Scene):
+    """World that plays one schedule. strike: does or arms a fault; see `strike`."""
+
+    def __init__(self, schedule: Schedule, strike: Strike) -> None:
+        super().__init__(schedule)
+        self._strike_as = strike
         self.slowness = dict.fromkeys(schedule.islands, 1.0)
-        self.struck: Counter[str] = Counter()
-        """Faults that happened, by kind."""
-        self.crashes = 0
         self.torn_snapshots = 0
-        self.extensions = 0
-        """Times that the run was over, and went on to more tokens."""
         self._resumed: RunResumed | None = None
         """Event that a coordinator hears first after a stop of the run."""
-        self.merges = [0] * self.config.fragments
         self._expected = Expectations(self)
-        self.armed_crash: tuple[DrawnFault, Restart] | None = None
+        self._armed_crash: tuple[DrawnFault, Restart] | None = None
         self._effects_left = 0
         self.worker_crashes = self._crashes_of_workers()
         self.operator = Operator(self)
@@ -155,15 +143,12 @@ class FaultyWorld(Links):
     # ---- faults -------------------------------------------------------------------
 
     def _strike(self, fault: AnyFault) -> None:
-        if not fault.strike(self):
+        if not self._strike_as(fault, self):
             self.clock.after(RETRY_S, functools.partial(self._strike, fault))
 
-    def begun(self, fault: DrawnFault, lasts_s: float) -> bool:
-        """Note that a fault happens now; return True."""
-        self.struck[fault.kind] += 1
-        if not fault.awaits_end:
-            self.clock.after(lasts_s, self._expected.fault_ended)
-        return True
+    def fault_ended(self) -> None:
+        """See Scene."""
+        self._expected.fault_ended()
 
     # ---- the coordinator ----------------------------------------------------------
 
@@ -192,7 +177,7 @@ class FaultyWorld(Links):
                 self.monitor.restored(fragment, anchor)
                 self.monitor.published(fragment, anchor)
         offset_s = clock_s - self.clock.now
-        self.coordinator = StoppableCoordinator(self, state, merging, offset_s)
+        self.coordinator = FaultyCoordinator(self, state, merging, offset_s)
         self.coordinator.lost_fragments = lost
         self._serve(self.coordinator)
 
@@ -274,19 +259,20 @@ class FaultyWorld(Links):
 
     def crash_after(self, fault: DrawnFault, restart: Restart, effects: int) -> bool:
         """Arm a crash after `effects` more effects."""
-        if self.armed_crash is not None:
+        if self._armed_crash is not None:
             return False
-        self.armed_crash, self._effects_left = (fault, restart), effects
+        self._armed_crash, self._effects_left = (fault, restart), effects
         return True
 
     def survives(self, coordinator: FaultyCoordinator) -> bool:
         """Tell whether a coordinator lives to carry out its next effect."""
-        if self.armed_crash is None:
+        self.worker_crashes.strike_if_due(coordinator)
+        if self._armed_crash is None:
             return True
         self._effects_left -= 1
         if self._effects_left >= 0:
             return True
-        (fault, restart), self.armed_crash = self.armed_crash, None
+        (fault, restart), self._armed_crash = self._armed_crash, None
         self.crash_coordinator(coordinator, restart)
         self.begun(fault, max(restart.down_s, restart.noticed_s))
         return False

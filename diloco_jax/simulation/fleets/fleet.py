@@ -39,10 +39,10 @@ from diloco_jax.simulation.fleets.checks import (
     cut_in_reach,
 )
 from diloco_jax.simulation.fleets.failures import Capacity, Segment
-from diloco_jax.simulation.progress import Progress, nobody
+from diloco_jax.simulation.output import Progress, nobody
+from diloco_jax.simulation.virtual.arrays import NoArrays
+from diloco_jax.simulation.virtual.clock import LineSpeed
 from diloco_jax.simulation.virtual.island import IslandSpec
-from diloco_jax.simulation.virtual.line import LineSpeed
-from diloco_jax.simulation.virtual.merging import NoArrays
 from diloco_jax.simulation.virtual.world import World
 
 TOKENS_PER_STEP = 1000

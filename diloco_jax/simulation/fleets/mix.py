@@ -33,8 +33,8 @@ from diloco_jax.simulation.fleets.checks import (
 )
 from diloco_jax.simulation.fleets.failures import undisturbed
 from diloco_jax.simulation.fleets.fleet import ExchangeTerms, VirtualFleet
-from diloco_jax.simulation.progress import Progress, nobody, part
-from diloco_jax.simulation.virtual.steps import durations, lockstep_share
+from diloco_jax.simulation.output import Progress, nobody, part
+from diloco_jax.simulation.virtual.island import durations, lockstep_share
 
 PUBLISHED_GOODPUT = {"lockstep": 0.84, "K = 1": 1.0, "K = 1 with grace": 1.0}
 

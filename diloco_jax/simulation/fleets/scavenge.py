@@ -35,8 +35,8 @@ from diloco_jax.simulation.fleets.fleet import (
     ExchangeTerms,
     VirtualFleet,
 )
-from diloco_jax.simulation.progress import Progress, nobody, part
-from diloco_jax.simulation.virtual.steps import durations
+from diloco_jax.simulation.output import Progress, nobody, part
+from diloco_jax.simulation.virtual.island import durations
 
 PUBLISHED = {
     0.25: (0.90, 1.07),

@@ -17,7 +17,7 @@ from diloco_jax.observability.logs import setup_logging
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
 from diloco_jax.options import WorkdirOptions, parse
-from diloco_jax.simulation.replay.tape import read_recording
+from diloco_jax.simulation.replay.recording import read_recording
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

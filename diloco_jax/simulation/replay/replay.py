@@ -35,9 +35,7 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
 from diloco_jax.protocol.values import FIRST_VERSION, Version
-from diloco_jax.simulation.replay.island import ReplayedIsland
-from diloco_jax.simulation.replay.pipe import Worker
-from diloco_jax.simulation.replay.published import PublishedVersions
+from diloco_jax.simulation.replay.island import PublishedVersions, ReplayedIsland
 from diloco_jax.simulation.replay.recording import (
     BegunTerm,
     Digests,
@@ -49,6 +47,7 @@ from diloco_jax.simulation.replay.recording import (
     passes_like,
     refuse_other_bits,
 )
+from diloco_jax.simulation.replay.worker import Worker
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 

@@ -31,9 +31,9 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.records import Durable, Noted
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
+from diloco_jax.simulation.virtual.arrays import Merging, VirtualFetch
 from diloco_jax.simulation.virtual.clock import Clock, Due
-from diloco_jax.simulation.virtual.connection import Connection
-from diloco_jax.simulation.virtual.merging import Merging, VirtualFetch
+from diloco_jax.simulation.virtual.island import Connection
 
 
 @dataclasses.dataclass(frozen=True)

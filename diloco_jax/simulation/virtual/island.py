@@ -9,36 +9,269 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from diloco_jax.config import RunConfig
 from diloco_jax.core.families import ADOPT_RULES
 from diloco_jax.data.batches import LeasedPositions
+from diloco_jax.island.mailbox import Arrival, Arrivals
 from diloco_jax.island.pace import Pace, goal_of
 from diloco_jax.observability.logs import log_refused
-from diloco_jax.protocol.coordinator.events import Said
+from diloco_jax.protocol.coordinator.events import Event, Said
+from diloco_jax.protocol.coordinator.state import PolicyConfig
 from diloco_jax.protocol.island.books import Books
 from diloco_jax.protocol.island.boundary import Ahead, Boundary
 from diloco_jax.protocol.island.conversation import Conversation, Wanted
-from diloco_jax.protocol.island.reporting import Introduction, Status, hello
+from diloco_jax.protocol.island.fetching import Fetching
+from diloco_jax.protocol.island.reporting import Introduction, Reporting, Status, hello
 from diloco_jax.protocol.messages import (
     AnchorRequest,
     FromCoordinator,
     Goodbye,
+    Hello,
     Measures,
     Progress,
     Report,
     ResendRequest,
     Welcome,
 )
-from diloco_jax.protocol.values import DeltaKey, EndReason
-from diloco_jax.simulation.virtual.body import Body
-from diloco_jax.simulation.virtual.clock import Clock, Due
-from diloco_jax.simulation.virtual.connection import Connection, VirtualService
-from diloco_jax.simulation.virtual.fetches import VirtualFetches
-from diloco_jax.simulation.virtual.line import Line
-from diloco_jax.simulation.virtual.reports import Reports
+from diloco_jax.protocol.values import DeltaKey, EndReason, Version
+from diloco_jax.simulation.virtual.arrays import Body, VirtualFetch
+from diloco_jax.simulation.virtual.clock import Clock, Due, Line
+from diloco_jax.wire.errors import Refused, WireError
+
+DRAWN_AT_ONCE = 1024
+LOCKSTEP_STEPS = 20_000
+
+
+class VirtualService(Protocol):
+    """Service that an island is connected to: a coordinator, or a gatherer.
+
+    A `coordinator.VirtualCoordinator` serves; a gatherer of anchors does not serve yet.
+    """
+
+    @property
+    def serves(self) -> bool:
+        """True if anything can be fetched."""
+
+    @property
+    def config(self) -> PolicyConfig:
+        """Config of the run's decisions."""
+
+    def hello(self, hello: Hello, peer: Connection) -> None:
+        """Judge an island on a new connection."""
+
+    def hear(self, event: Event) -> None:
+        """Hear a message of an island."""
+
+    def arrived(self, key: DeltaKey, encoded: Any) -> None:
+        """Take in a delta, all of whose bytes have arrived."""
+
+    def fetch(
+        self, fragment: int, want: Version, have: Version | None
+    ) -> VirtualFetch | None:
+        """Return the newest version of a fragment; None if its worker is away. want: of
+        which the island has heard."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Connection:
+    """A control stream between an incarnation and the coordinator's `Sessions`."""
+
+    island: VirtualIsland
+    line: Line
+    hello: Hello
+
+    def send(self, message: FromCoordinator) -> None:
+        """Send a message on its way to the island."""
+        self.line.send_down(functools.partial(self.island.received, message))
+
+    def close(self, refused: Refused | None = None) -> None:
+        """Turn the island away if it is refused; otherwise it was replaced."""
+        if refused is not None:
+            reason = f"refused: {refused.message}"
+            self.line.send_down(lambda: self.island.turned_away(reason))
+
+    def fail(self, error: WireError) -> None:
+        """End the connection; the island comes again."""
+        self.island.postponed(self)
+
+
+class VirtualFetches:
+    """Fetches of one incarnation.
+
+    came: called when something has arrived.
+    """
+
+    def __init__(
+        self, conversation: Conversation, body: Body, came: Callable[[], None]
+    ) -> None:
+        self.arrivals = Arrivals()
+        """Arrays that decisions name."""
+        self._running = False
+        """True once the join is over and published versions are fetched."""
+        self._conversation, self._body, self._came = conversation, body, came
+        self._source: tuple[VirtualService, Line] | None = None
+        self._fetching: Fetching | None = None
+        self._joined: dict[int, VirtualFetch] = {}
+        self._waiting: Arrival | None = None
+        """Version that was fetched and has no room so far."""
+
+    @property
+    def begun(self) -> bool:
+        """True from the first welcome on."""
+        return self._fetching is not None
+
+    def begin(self, versions: tuple[Version, ...]) -> None:
+        """Begin the join with these versions, or newer ones."""
+        self._fetching = Fetching(versions)
+
+    @property
+    def joined(self) -> Mapping[int, VirtualFetch] | None:
+        """The anchors of all fragments, in full; None until all have arrived."""
+        fetching = self._fetching
+        return self._joined if fetching is not None and fetching.joined else None
+
+    def start(self) -> None:
+        """Begin to fetch published versions: the join is over."""
+        self._running, self._joined = True, {}
+        self.fetch()
+
+    def close(self) -> None:
+        """End all fetches."""
+        self._source = None
+
+    def connect(self, service: VirtualService, line: Line) -> None:
+        """Continue on another line; what was under way on the old line is lost."""
+        self._source = service, line
+        if self._fetching is not None:
+            self._fetching.disconnected()
+
+    def want(self, fragment: int, version: Version) -> None:
+        """Note a published version; `fetch` begins to fetch it."""
+        assert self._fetching is not None
+        self._fetching.want(fragment, version)
+
+    def fetch(self) -> None:
+        """Begin the fetches that may be under way."""
+        fetching = self._fetching
+        if (
+            fetching is None
+            or not fetching.lags
+            or self._source is None
+            or self._waiting is not None
+        ):
+            return
+        service, line = self._source
+        if not (service.serves and line.open) or fetching.joined != self._running:
+            return
+        away = set[int]()
+        while (fetch := fetching.next(away)) is not None:
+            fetched = service.fetch(fetch.fragment, fetch.want, fetch.have)
+            if fetched is None:
+                fetching.failed(fetch.fragment)
+                away.add(fetch.fragment)
+                continue
+            here = functools.partial(self._fetched, fetch.fragment, fetched)
+            line.download(fetched.nbytes, here)
+
+    def deliver(self) -> None:
+        """Hand over the version that waits for room, and fetch what comes after it."""
+        arrival = self._waiting
+        if arrival is None:
+            return
+        fragment, chain = arrival.fragment, arrival.chain
+        if self._conversation.has_room(fragment, chain):
+            self._waiting = None
+            self.arrivals.put(arrival)
+            self._conversation.arrived(fragment, arrival.version, chain)
+            self.fetch()
+
+    def _fetched(self, fragment: int, fetched: VirtualFetch) -> None:
+        if self._source is None:
+            return
+        assert self._fetching is not None
+        self._fetching.got(fragment, fetched.version)
+        if self._running:
+            self._waiting = self._body.arrival(fragment, fetched)
+            self.deliver()
+        else:
+            self._joined[fragment] = fetched
+            self.fetch()
+        self._came()
+
+
+class Reports:
+    """Reports of one incarnation.
+
+    report_s: longest time in seconds between two reports. say: sends a report.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        clock: Clock,
+        report_s: float,
+        say: Callable[[Report], None],
+    ) -> None:
+        self._conversation, self._clock = conversation, clock
+        self._report_s, self._say = report_s, say
+        self._said: Reporting | None = None
+        """Reports on this connection, once it is welcomed."""
+        self._next: Due | None = None
+
+    @property
+    def begun(self) -> bool:
+        """True on a connection that is welcomed."""
+        return self._said is not None
+
+    def welcomed(self) -> None:
+        """Begin anew, unless this connection was welcomed before."""
+        if self._said is None:
+            # There is no interval: virtual time may stand still between question and
+            # answer.
+            self._said = Reporting(self._report_s, self._clock.now, 0.0)
+
+    def disconnected(self) -> None:
+        """Stop reporting until the next welcome."""
+        self._said = None
+
+    def look(self) -> None:
+        """Report if a report is due, and look again at the next due time."""
+        said, conversation = self._said, self._conversation
+        if said is None:
+            return
+        now = self._clock.now
+        news = said.has_news(conversation.posted, conversation.newest_record)
+        due = said.news_due_at if news else said.alive_due_at
+        if due <= now:
+            self.send()
+            due = said.alive_due_at
+        # It is set anew only if it would come too late: most reports have news.
+        if self._next is not None and self._next.at > due:
+            self._next.cancel()
+            self._next = None
+        if self._next is None:
+            self._next = self._clock.at(due, self._ring)
+
+    def send(self) -> None:
+        """Report at once."""
+        said, conversation = self._said, self._conversation
+        if said is None:
+            return
+        for report in said.reports(
+            conversation.current(), conversation.unsent(said.sent_through)
+        ):
+            said.sent(report, self._clock.now)
+            self._say(report)
+
+    def _ring(self) -> None:
+        self._next = None
+        self.look()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,3 +539,38 @@ class VirtualIsland:
         if line is not None and coordinator is not None:
             said = Said(island=self.name, session=self.session, message=message)
             line.send_up(functools.partial(coordinator.hear, said))
+
+
+def durations(
+    mean_seconds: float, spread: float, rng: np.random.Generator
+) -> Iterator[float]:
+    """Yield the seconds of one step after the other, drawn independently.
+
+    spread: standard deviation over mean.
+    """
+    while True:
+        yield from drawn(mean_seconds, spread, DRAWN_AT_ONCE, rng).tolist()
+
+
+def drawn(
+    mean_seconds: float, spread: float, count: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw f64[count] seconds of steps: log-normal, so that none is negative."""
+    sigma = math.sqrt(math.log1p(spread**2))
+    return mean_seconds * rng.lognormal(-(sigma**2) / 2, sigma, count)
+
+
+def lockstep_share(
+    mean_seconds: Sequence[float], spread: float, rng: np.random.Generator
+) -> float:
+    """Return the share of their time that islands compute in lockstep.
+
+    Each step waits for the slowest island, as in one data-parallel program.
+    mean_seconds: mean seconds of a step, by island.
+    """
+    total, slowest = 0.0, np.zeros(LOCKSTEP_STEPS)
+    for mean in mean_seconds:
+        seconds = drawn(mean, spread, LOCKSTEP_STEPS, rng)
+        total += seconds.sum()
+        np.maximum(slowest, seconds, out=slowest)
+    return float(total / len(mean_seconds) / slowest.sum())

@@ -10,12 +10,10 @@ from diloco_jax.protocol.coordinator import recovery
 from diloco_jax.protocol.coordinator.state import PolicyConfig, initial
 from diloco_jax.protocol.holding import Merge
 from diloco_jax.protocol.records import Durable, Merged
-from diloco_jax.simulation.virtual.body import Body, NoBody
-from diloco_jax.simulation.virtual.clock import Clock
+from diloco_jax.simulation.virtual.arrays import Body, Merging, NoBody
+from diloco_jax.simulation.virtual.clock import Clock, Line, LineSpeed
 from diloco_jax.simulation.virtual.coordinator import VirtualCoordinator
 from diloco_jax.simulation.virtual.island import IslandSpec, VirtualIsland
-from diloco_jax.simulation.virtual.line import Line, LineSpeed
-from diloco_jax.simulation.virtual.merging import Merging
 
 
 class World:

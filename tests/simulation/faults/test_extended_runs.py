@@ -13,21 +13,24 @@ from diloco_jax.config import ConfigError
 from diloco_jax.protocol.coordinator import ending
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.simulation.faults import draw, liveness, safe_books
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import (
-    CoordinatorCrash,
-    DiskLost,
-    IslandCrash,
+from diloco_jax.simulation.faults.play import (
+    Played,
+    play,
+    play_seed,
+    shortest,
+    world_of,
 )
-from diloco_jax.simulation.faults.play import Played, play, play_seed, world_of
 from diloco_jax.simulation.faults.schedule import (
     MOST_STEPS,
     RESTART_S,
+    CoordinatorCrash,
+    DiskLost,
     DrawnIsland,
+    IslandCrash,
+    Restart,
     Schedule,
     from_json,
 )
-from diloco_jax.simulation.faults.shrink import shortest
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 FIRST, MORE = 800, 2000

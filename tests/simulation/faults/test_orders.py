@@ -8,11 +8,17 @@ from msgspec.structs import replace
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import KeepFragment
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault, CoordinatorCrash, DiskFailure
-from diloco_jax.simulation.faults.operator import Export, RunStop
 from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
+from diloco_jax.simulation.faults.schedule import (
+    AnyFault,
+    CoordinatorCrash,
+    DiskFailure,
+    DrawnIsland,
+    Export,
+    Restart,
+    RunStop,
+    Schedule,
+)
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 AT_S, FOR_S = 9.0, 6.0

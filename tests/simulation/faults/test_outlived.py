@@ -9,15 +9,16 @@ from diloco_jax.protocol.coordinator import takes
 from diloco_jax.protocol.holding import DeltaArrived
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.draw import draw
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import (
+from diloco_jax.simulation.faults.play import Played, play
+from diloco_jax.simulation.faults.schedule import (
     CoordinatorCrash,
     DiskFailure,
+    DrawnIsland,
     Impostor,
     JoinCrash,
+    Restart,
+    Schedule,
 )
-from diloco_jax.simulation.faults.play import Played, play
-from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
 
 
 def crash(at_s: float = 6.3, *, workers_live: bool = True) -> Played:

@@ -3,9 +3,8 @@
 from plants import planted
 
 from diloco_jax.simulation.faults.draw import draw
-from diloco_jax.simulation.faults.play import play, play_seed
+from diloco_jax.simulation.faults.play import PLAYS, play, play_seed, shortest
 from diloco_jax.simulation.faults.schedule import Schedule
-from diloco_jax.simulation.faults.shrink import PLAYS, shortest
 
 
 def test_only_what_makes_it_fail_is_left() -> None:

@@ -6,12 +6,17 @@ import pytest
 from msgspec.structs import replace
 
 from diloco_jax.coordinator.engine import AnyEffect
-from diloco_jax.simulation.faults.clock_faults import MachineSleep
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault, DiskLost
+from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
 from diloco_jax.simulation.faults.play import play
-from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
-from diloco_jax.simulation.faults.stoppable import StoppableCoordinator
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    AnyFault,
+    DiskLost,
+    DrawnIsland,
+    MachineSleep,
+    Restart,
+    Schedule,
+)
 from diloco_jax.simulation.faults.world import FaultyWorld
 
 AT_S, FOR_S = 9.0, 3 * LEASE_S
@@ -41,13 +46,13 @@ def assert_all_stayed(world: FaultyWorld) -> None:
 @pytest.mark.parametrize("for_s", [LEASE_S / 2, FOR_S])
 def test_nothing_is_done_or_lost_meanwhile(for_s: float) -> None:
     times: list[float] = []
-    carry_out = StoppableCoordinator.carry_out
+    carry_out = FaultyCoordinator.carry_out
 
-    def noting(coordinator: StoppableCoordinator, effect: AnyEffect) -> None:
+    def noting(coordinator: FaultyCoordinator, effect: AnyEffect) -> None:
         times.append(coordinator.clock.now)
         carry_out(coordinator, effect)
 
-    with mock.patch.object(StoppableCoordinator, "carry_out", noting):
+    with mock.patch.object(FaultyCoordinator, "carry_out", noting):
         world = played(SCHEDULE, MachineSleep(at_s=AT_S, for_s=for_s))
     assert not [time for time in times if AT_S < time < AT_S + for_s]
     assert_all_stayed(world)

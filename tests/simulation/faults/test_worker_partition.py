@@ -7,10 +7,17 @@ from typing import Any
 from unittest import mock
 
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-from diloco_jax.simulation.faults.kinds import AnyFault, DiskFailure, JoinCrash, Restart
 from diloco_jax.simulation.faults.play import Played, play
-from diloco_jax.simulation.faults.schedule import DrawnIsland, Schedule
-from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
+from diloco_jax.simulation.faults.schedule import (
+    AnyFault,
+    DiskFailure,
+    DrawnIsland,
+    JoinCrash,
+    Restart,
+    Schedule,
+    WorkerCrash,
+    WorkerPartition,
+)
 
 
 def played(*faults: AnyFault, **fields: Any) -> Played:

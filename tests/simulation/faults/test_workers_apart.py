@@ -12,17 +12,24 @@ from diloco_jax.coordinator.holding.holder import MergesUnderWay
 from diloco_jax.protocol.coordinator.events import WorkerBack
 from diloco_jax.protocol.coordinator.state import State
 from diloco_jax.protocol.holding import FragmentsRestored
-from diloco_jax.simulation.faults import apart_process, apart_world
-from diloco_jax.simulation.faults.apart_line import DialledLine
-from diloco_jax.simulation.faults.apart_process import HoldingProcess
+from diloco_jax.simulation.faults import apart_workers, apart_world
+from diloco_jax.simulation.faults.apart_workers import DialledLine, HoldingProcess
 from diloco_jax.simulation.faults.apart_world import ApartWorld
-from diloco_jax.simulation.faults.clock_faults import MachineSleep
 from diloco_jax.simulation.faults.coordinator import FaultyCoordinator
-from diloco_jax.simulation.faults.fault import Restart
-from diloco_jax.simulation.faults.kinds import AnyFault, CoordinatorCrash, DiskLost
 from diloco_jax.simulation.faults.observing import ViolationError
-from diloco_jax.simulation.faults.schedule import LEASE_S, DrawnIsland, Schedule
-from diloco_jax.simulation.faults.worker_crashes import WorkerCrash, WorkerPartition
+from diloco_jax.simulation.faults.schedule import (
+    LEASE_S,
+    AnyFault,
+    CoordinatorCrash,
+    DiskLost,
+    DrawnIsland,
+    MachineSleep,
+    Restart,
+    Schedule,
+    WorkerCrash,
+    WorkerPartition,
+)
+from diloco_jax.simulation.faults.strike import strike
 
 AT_S = 9.0
 LONG_S = 5 * LEASE_S
@@ -40,7 +47,7 @@ class Watched(ApartWorld):
     """Keeps when each lead began, and which processes workers had then."""
 
     def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
+        super().__init__(schedule, strike)
         self.led: list[float] = []
         self.processes_led: list[list[HoldingProcess | None]] = []
 
@@ -181,7 +188,7 @@ def test_a_merge_that_nobody_has_committed_is_given_up() -> None:
 
     with (
         mock.patch.object(MergesUnderWay, "give_up", give_up),
-        mock.patch.object(apart_process, "alive", as_it_is),
+        mock.patch.object(apart_workers, "alive", as_it_is),
         pytest.raises(ViolationError, match=r"restored|anchors|prepared"),
     ):
         played(*faults, **fields)

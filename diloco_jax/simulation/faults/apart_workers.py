@@ -1,4 +1,4 @@
-"""The process of a worker on another machine, in a world of faults: it outlives leads.
+"""Workers on machines of their own in a world of faults: they outlive leads.
 
 What a worker decides as another lead comes is the product's: which merges are given up
 (`MergesUnderWay`), whether it can go on (`alive`), and what it says to the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from diloco_jax.coordinator.holding.anchors import WRITE_AGAIN_S
 from diloco_jax.coordinator.holding.fragment_snapshots import alive
@@ -21,6 +21,7 @@ from diloco_jax.protocol.holding import (
     OF_ONE_LEAD,
     AnchorKept,
     AwaitAnchor,
+    BeginWorker,
     Commit,
     DeltaArrived,
     Drop,
@@ -32,6 +33,7 @@ from diloco_jax.protocol.holding import (
     LostFragment,
     Merge,
     MergePrepared,
+    Obeyed,
     RestoredFragment,
     RestoreFragments,
     ToHolder,
@@ -39,13 +41,163 @@ from diloco_jax.protocol.holding import (
 from diloco_jax.protocol.messages import AnchorRequest
 from diloco_jax.protocol.values import DeltaKey, Prepared, Version
 from diloco_jax.simulation.faults.arrays import Anchor, Anchors, first_anchors
+from diloco_jax.simulation.faults.disk import Disk
 from diloco_jax.simulation.faults.observing import Incarnation
-from diloco_jax.simulation.faults.schedule import RETRY_S
-from diloco_jax.simulation.virtual.merging import VirtualFetch
+from diloco_jax.simulation.faults.scene import Scene
+from diloco_jax.simulation.faults.schedule import LEASE_S, RETRY_S
+from diloco_jax.simulation.virtual.arrays import VirtualFetch
+from diloco_jax.simulation.virtual.clock import Clock
 
-if TYPE_CHECKING:
-    from diloco_jax.simulation.faults.apart_line import DialledLine
-    from diloco_jax.simulation.faults.apart_worker import ApartWorker
+WORKERS_SILENCE_S = 2 * LEASE_S
+"""Silence of its lead after which a worker leaves the line."""
+LEADS_SILENCE_S = 3 * LEASE_S
+"""Silence of a worker after which the lead leaves the line."""
+
+
+class Dialler(Protocol):
+    """A lead's end of the lines to one worker: see `apart_world.LedWorker`."""
+
+    @property
+    def files(self) -> dict[int, Anchor]:
+        """Anchors of the beginning of a run or a term, until they are there."""
+
+    def act(self, act: Callable[[], None]) -> None:
+        """Do something in the lead's process, if it lives and once it is awake."""
+
+    def wants(self, line: DialledLine) -> bool:
+        """Tell whether the lead still waits for the answer to this dial."""
+
+    def hear(self, line: DialledLine, message: FromWorker) -> None:
+        """Take a message of the worker."""
+
+    def lose_line(self, line: DialledLine) -> None:
+        """Note that a line is gone."""
+
+    def is_refused(self, line: DialledLine) -> None:
+        """Note that the worker obeys a later lead."""
+
+    def leads_for(self, coordinator: object) -> bool:
+        """Tell whether it is the end of this coordinator."""
+
+
+class WorkerNetwork:
+    """The network between a worker and its lead, for all their lines."""
+
+    def __init__(self, clock: Clock, latency_s: float) -> None:
+        self.clock, self.latency_s = clock, latency_s
+        self.parted = False
+        self.line: DialledLine | None = None
+        """The last line over it."""
+        self._waiting: list[Callable[[], None]] = []
+        self._cuts = 0
+
+    def carry(self, arrive: Callable[[], None]) -> None:
+        """Let a message arrive a latency from now, but not before the end of a
+        partition."""
+        self.clock.after(self.latency_s, lambda: self._land(arrive))
+
+    def heal(self) -> None:
+        """End the partition; what waited arrives, in order."""
+        self.parted = False
+        waiting, self._waiting = self._waiting, []
+        for arrive in waiting:
+            arrive()
+
+    def _land(self, arrive: Callable[[], None]) -> None:
+        if self.parted:
+            self._waiting.append(arrive)
+        else:
+            arrive()
+
+    def cut(self, for_s: float) -> None:
+        """Let nothing come through for a while."""
+        self.parted = True
+        self._cuts += 1
+        cut = self._cuts
+
+        def silent(side: Callable[[DialledLine], None]) -> None:
+            if self.parted and self._cuts == cut and self.line is not None:
+                side(self.line)
+
+        self.clock.after(WORKERS_SILENCE_S, lambda: silent(DialledLine.leave))
+        self.clock.after(LEADS_SILENCE_S, lambda: silent(DialledLine.give_up))
+        self.clock.after(for_s, self.heal)
+
+
+class DialledLine:
+    """One line from a lead to a worker, from its dial to its end."""
+
+    def __init__(
+        self,
+        lead: Dialler,
+        worker: ApartWorker,
+        network: WorkerNetwork,
+        begin: BeginWorker,
+        asked: RestoreFragments,
+    ) -> None:
+        self.begin, self.asked, self.files = begin, asked, lead.files
+        self._lead, self._worker, self._network = lead, worker, network
+        self._open = True
+        """At the worker's end."""
+        network.line = self
+
+    def dial(self) -> None:
+        """Come to the worker's machine, if the lead lives until then."""
+
+        def come() -> None:
+            if self._lead.wants(self):
+                self._worker.come(self)
+
+        self._network.carry(lambda: self._lead.act(come))
+
+    def tell(self, message: ToHolder) -> None:
+        """Send the worker a message."""
+        self._network.carry(lambda: self._worker.hear(self, message))
+
+    def say(self, message: FromWorker) -> None:
+        """Send the lead a message."""
+        if self._open:
+            self._carry(lambda: self._lead.hear(self, message))
+
+    def part(self) -> None:
+        """Close the worker's end. The lead notices."""
+        self._close()
+        self._carry(lambda: self._lead.lose_line(self))
+
+    def refuse(self) -> None:
+        """Tell the lead that the worker obeys another one."""
+        self._close()
+        self._carry(lambda: self._lead.is_refused(self))
+
+    def hang_up(self, *, ends: bool) -> None:
+        """Close the lead's end. ends: a worker that this lead has is to end."""
+
+        def notice() -> None:
+            if ends and self._open and self._worker.line is self:
+                self._worker.end_process()
+            self._close()
+
+        self._network.carry(notice)
+
+    def give_up(self) -> None:
+        """Close the lead's end after silence."""
+        self._lead.act(lambda: self._lead.lose_line(self))
+
+    def leave(self) -> None:
+        """Close the worker's end, if the worker has it, after silence."""
+        if self._worker.line is self:
+            self.part()
+
+    def is_of(self, coordinator: object) -> bool:
+        """Tell whether it is the line of this coordinator."""
+        return self._lead.leads_for(coordinator)
+
+    def _close(self) -> None:
+        self._open = False
+        self._worker.lose_line(self)
+
+    def _carry(self, arrive: Callable[[], None]) -> None:
+        self._network.carry(lambda: self._lead.act(arrive))
 
 
 class HoldingProcess:
@@ -292,3 +444,122 @@ def _answer(
     return FragmentsRestored(
         fragments=tuple(found), lost=tuple(lost), discarded=0, environment={}
     )
+
+
+class WorkerDisk(Disk):
+    """Snapshots and publishes of a worker. A person finds a copy of all that was ever
+    on it, for runs in which no island has an anchor."""
+
+    def __init__(self, fragments: int) -> None:
+        super().__init__()
+        self._format(fragments)
+        self._copies = {fragment: ({}, {}) for fragment in range(fragments)}
+
+    def prepare(self, fragment: int, version: Version, publish: bytes) -> bool:
+        """See Disk."""
+        self._copies[fragment][1][version] = publish
+        return super().prepare(fragment, version, publish)
+
+    def save_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """See Disk."""
+        self._copies[fragment][0][anchor.version] = anchor
+        return super().save_fragment(fragment, anchor)
+
+    def begin_fragment(self, fragment: int, anchor: Anchor) -> bool:
+        """See Disk."""
+        self._copies[fragment][0][anchor.version] = anchor
+        return super().begin_fragment(fragment, anchor)
+
+
+class ApartWorker:
+    """One worker. Its outpost lets in the leads that the product's would."""
+
+    def __init__(self, world: Scene, number: int, fragments: tuple[int, ...]) -> None:
+        self.world, self.number, self.fragments = world, number, fragments
+        self.disk = WorkerDisk(world.config.fragments)
+        self.obeyed = Obeyed()
+        """On its disk: the line that it obeyed last."""
+        self.process: HoldingProcess | None = None
+        self.line: DialledLine | None = None
+        """The line to the lead that it obeys."""
+        self._down_until = 0.0
+        self._alone = 0
+        """Counts the times at which it had no lead."""
+
+    @property
+    def is_down(self) -> bool:
+        """True while nobody answers on this machine."""
+        return self.world.clock.now < self._down_until
+
+    # ---- leads ----------------------------------------------------------------------
+
+    def come(self, line: DialledLine) -> None:
+        """Let a lead in that has dialled, or refuse it."""
+        after = None if self.is_down else self.obeyed.after(line.begin)
+        if self.is_down:
+            line.part()
+        elif after is None:
+            line.refuse()
+        elif not self._has_taken(line):
+            line.part()  # The disk is full: files that should be here are not.
+        else:
+            self.obeyed = after
+            before, self.line = self.line, line
+            if before is not None:
+                before.part()
+            if self.process is None:
+                self.process = HoldingProcess(self)
+                self.process.begin(line)
+            else:
+                self.process.go_on(line)
+
+    def _has_taken(self, line: DialledLine) -> bool:
+        """Take in the files that a lead has of the beginning of a run or a term."""
+        return all(
+            self.disk.begin_fragment(fragment, line.files[fragment])
+            for fragment in self.fragments
+            if fragment in line.files
+        )
+
+    def hear(self, line: DialledLine, message: ToHolder) -> None:
+        """Do what a lead says, if it has the newest line."""
+        if line is self.line and self.process is not None:
+            self.process.hold(message)
+
+    def lose_line(self, line: DialledLine) -> None:
+        """Serve on without a lead, but not for ever."""
+        if line is not self.line:
+            return
+        self.line, process = None, self.process
+        if process is None:
+            return
+        process.leave()
+        self._alone += 1
+        alone = self._alone
+
+        def end() -> None:
+            waits = self.line is None and self._alone == alone
+            if waits and self.process is process:
+                self.end_process()
+
+        self.world.clock.after(self.world.schedule.outage_s, end)
+
+    # ---- its ends -------------------------------------------------------------------
+
+    def end_process(self) -> None:
+        """End the process, whose outpost tells the lead."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.dead = True
+            self.world.monitor.worker_died(self.fragments)
+        line, self.line = self.line, None
+        if line is not None:
+            line.part()
+
+    def crash(self, noticed_s: float, down_s: float) -> None:
+        """Lose the machine for a while: the lead hears of it `noticed_s` later."""
+        self._down_until = self.world.clock.now + noticed_s + down_s
+        line, self.line = self.line, None
+        if line is not None:
+            self.world.clock.after(noticed_s, line.part)
+        self.end_process()

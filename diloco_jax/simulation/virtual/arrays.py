@@ -1,11 +1,16 @@
-"""Arrays behind merges and fetches in virtual time, or none."""
+"""Arrays behind a run in virtual time, or none: merges, fetches and model copies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from diloco_jax.island.mailbox import Arrival
 from diloco_jax.protocol.holding import Merge
+from diloco_jax.protocol.island.books import Outcome
+from diloco_jax.protocol.island.boundary import Arrays
 from diloco_jax.protocol.values import DeltaKey, Prepared, Refusal, Version
 
 
@@ -67,3 +72,33 @@ class NoArrays:
             return VirtualFetch(want, self._bytes_full[fragment], None)
         behind = want.number - have.number
         return VirtualFetch(want, behind * self._bytes_down[fragment], None)
+
+
+class Body(Arrays, Protocol):
+    """Model copy of an island, and how it is stepped; or no arrays (`NoBody`)."""
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None:
+        """Join with these anchors, in full, by fragment."""
+
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        """Return a later version, ready to be adopted."""
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None:
+        """Make one inner step on the sequences at these positions of the data."""
+
+
+class NoBody:
+    """A body without arrays."""
+
+    def begin(self, fetched: Mapping[int, VirtualFetch]) -> None: ...
+
+    def arrival(self, fragment: int, fetched: VirtualFetch) -> Arrival:
+        return Arrival(fragment=fragment, version=fetched.version)
+
+    def train(self, positions: np.ndarray, learning_rate: float) -> None: ...
+
+    def take(self, fragment: int) -> None: ...
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None: ...
+
+    def judge(self, fragment: int, outcome: Outcome) -> None: ...
