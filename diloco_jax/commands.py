@@ -151,7 +151,7 @@ def worker_command(arguments: Sequence[str]) -> int:
     _, config, options = _config_and_options("worker", arguments, WorkerOptions())
     bind, workdir = options.address(config.placement), _workdir(config)
     with uncollected():
-        from diloco_jax.coordinator.workers.outpost.command import run
+        from diloco_jax.coordinator.workers.outpost.outpost import run
         from diloco_jax.observability.logs import setup_logging
 
     setup_logging()

@@ -1,5 +1,5 @@
-"""What a coordinator's parts are given, by the config: settings of decisions and of the
-outer optimizer, servers, and the bytes of what it writes and sends.
+"""Settings of a coordinator's parts, by the config: those of decisions and of the outer
+optimizer, servers, and the bytes of what it writes and sends.
 
 No island is believed that says it is much faster than published peak rates and the
 config allow (`least_seconds`).

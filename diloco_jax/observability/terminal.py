@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: its live view, progress bars, and the closing report.
+"""Show a run on a terminal: its live view, progress bars, and the closing report.
 
 The view, one row per island and the progress of the run, is drawn from the
 coordinator's status alone. On a terminal the table stays in place; elsewhere a line is

@@ -155,7 +155,7 @@ class Plan:
     fits: bool
     """True if every compiled island fits, and no check refuses."""
     versions: dict[str, str]
-    """Of the packages that compiled; empty if nothing was compiled."""
+    """Versions of the packages that compiled; empty if nothing was compiled."""
     islands: dict[str, PlannedIsland]
     run: RunPlan
     advice: tuple[Advice, ...] = ()

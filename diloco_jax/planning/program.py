@@ -1,4 +1,4 @@
-"""What a compiled program sends between chips, and moves between a chip and its HBM.
+"""Bytes that a compiled program sends between chips, and moves between chip and HBM.
 
 Both are read from the program's text, of which XLA prints one instruction per line.
 `Compiled.cost_analysis()` does not serve: it counts the body of a loop once, and arrays

@@ -16,7 +16,7 @@ from diloco_jax import run_files
 from diloco_jax.config import Config, IslandConfig, Placement
 from diloco_jax.coordinator.workers import process, rendezvous
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
-from diloco_jax.coordinator.workers.signs import sign_of_life
+from diloco_jax.coordinator.workers.process import sign_of_life
 from diloco_jax.protocol.holding import (
     BeginWorker,
     EndWorker,

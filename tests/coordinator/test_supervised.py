@@ -23,7 +23,7 @@ from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.coordinator.workers import places, supervised
 from diloco_jax.coordinator.workers.line import read_frame, write_frame
 from diloco_jax.coordinator.workers.places import OpenLine
-from diloco_jax.coordinator.workers.signs import sign_of_life
+from diloco_jax.coordinator.workers.process import sign_of_life
 from diloco_jax.coordinator.workers.supervised import Supervised
 from diloco_jax.protocol.coordinator.events import WorkerAway, WorkerBack
 from diloco_jax.protocol.holding import (

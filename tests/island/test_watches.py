@@ -1,4 +1,4 @@
-"""What ends an island from outside, or may: a notice of preemption, a loop that hangs,
+"""Ends of an island from outside: a notice of preemption, a loop that hangs,
 a machine that is short of memory or disk."""
 
 from __future__ import annotations

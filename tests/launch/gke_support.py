@@ -39,7 +39,7 @@ def job_and_pod(made):
 
 
 def container_script(made):
-    """What the pods of a Job or a JobSet run."""
+    """Scripts that the pods of a Job or a JobSet run."""
     (container,) = job_and_pod(made)[1]["containers"]
     assert container["command"][:2] == ["/bin/bash", "-c"]
     return container["command"][2]

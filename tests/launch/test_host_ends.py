@@ -1,4 +1,4 @@
-"""What a machine without Kubernetes does after its process: it tries again, or gives
+"""A machine without Kubernetes after the end of its process: it tries again, or gives
 itself back."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What each backend renders and submits, held by files: shapes of objects, settings of
+"""Files hold what each backend renders and submits: shapes of objects, settings of
 scripts, and every command line."""
 
 import dataclasses

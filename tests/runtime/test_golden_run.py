@@ -50,7 +50,7 @@ ARCHIVE = FOLDER / "workdir.zip"
 writes that of a new format."""
 KNOWN = "known.json"
 STEPS = 3
-"""Of each island before each merge."""
+"""Steps of each island before each merge."""
 MERGES = 2
 FIRST = tuple(
     Record(seq=fragment + 1, kind="adopted", step=0, fragment=fragment)
@@ -163,7 +163,7 @@ def report(name: str, steps: int, *records: Record) -> messages.Report:
 
 
 def known(service: Coordinator) -> dict[str, Any]:
-    """What a later life must find."""
+    """Facts that a later life must find."""
     state, config = service.lead.state, service.lead.config
     totals, store = ledger.run_totals(config, state), service.holder.store
     return {

@@ -1,16 +1,12 @@
-"""A worker's process: hold fragments for a lead in another process on this machine.
-
-`python -m diloco_jax.coordinator.workers.process DESCRIPTOR`: the number is that of its
-end of the line (`line.py`). The lead starts it, and starts another when it ends. When
-the line breaks, it serves islands on and waits for the next lead (`rendezvous.py`), as
-long as a restart may take. The lead's log alone says what counts.
-"""
+"""The signs of life of a worker's process."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import resource
+import secrets
 import socket
 import sys
 import threading
@@ -31,8 +27,8 @@ from diloco_jax.coordinator.settings import bulk_server_of, faults_of
 from diloco_jax.coordinator.watchdog import clock
 from diloco_jax.coordinator.workers.line import WorkerLine, read_frame
 from diloco_jax.coordinator.workers.rendezvous import HAS_SURVIVORS, Rendezvous
-from diloco_jax.coordinator.workers.signs import sign_of_life
 from diloco_jax.faults import worker_name
+from diloco_jax.machine import resident_bytes
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.logs import setup_logging
 from diloco_jax.process import end_process
@@ -65,6 +61,20 @@ from diloco_jax.wire.errors import NO_TICKET, Busy, Refused
 from diloco_jax.wire.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
+
+_PROCESS = secrets.token_hex(8)
+
+
+def sign_of_life(alerts: tuple[str, ...] = ()) -> WorkerAlive:
+    """Return a sign of life of this process. alerts: see `WorkerAlive`."""
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return WorkerAlive(
+        alerts=alerts,
+        memory_bytes=kib << 10,
+        resident_bytes=resident_bytes(),
+        process=_PROCESS,
+    )
+
 
 HOUSEKEEPING_S = 0.5
 """Interval between two looks for a snapshot that is due, in seconds."""

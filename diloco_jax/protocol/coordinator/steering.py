@@ -1,4 +1,4 @@
-"""What an operator may ask for while the run goes on.
+"""Requests of an operator while the run goes on.
 
 An island that the config does not name is let in, or put out again; a quarantined one
 is released. Each of these changes is durable. An island can also be asked for a trace

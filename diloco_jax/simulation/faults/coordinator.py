@@ -44,7 +44,7 @@ FromAWorker = DeltaArrived | MergePrepared | AnchorKept
 
 
 class Surroundings(Protocol):
-    """What a coordinator has around it: see `world.FaultyWorld`."""
+    """The surroundings of a coordinator; see `world.FaultyWorld`."""
 
     @property
     def schedule(self) -> Schedule:

@@ -1,4 +1,4 @@
-"""What a world of faults is made of: its processes, their connections, its disk."""
+"""The parts of a world of faults: its processes, their connections, its disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of fault does to a world."""
+"""Strike a world with a fault of each kind."""
 
 from __future__ import annotations
 

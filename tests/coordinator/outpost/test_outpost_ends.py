@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from outpost_support import elsewhere
 
-from diloco_jax.coordinator.workers.outpost import command, patience
+from diloco_jax.coordinator.workers.outpost import outpost, patience
 from diloco_jax.coordinator.workers.outpost.outpost import Outpost
 from diloco_jax.errors import EXIT_FAILED
 
@@ -38,7 +38,7 @@ def test_an_outpost_to_which_no_lead_comes_ends_and_says_so(
 ):
     monkeypatch.setattr(patience, "FIRST_S", 0.01)
     bind = config.placement.worker_addresses[0]
-    assert command.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
+    assert outpost.run(config, 0, tmp_path / "w", bind) == EXIT_FAILED
     assert f"stays in {tmp_path / 'w'}; start it again with the" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""What an operator asks for while the run goes on: who is let in, who is released, and
+"""Requests of an operator while the run goes on: who is let in, who is released, and
 of whom steps are traced.
 """
 

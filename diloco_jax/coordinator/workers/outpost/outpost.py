@@ -37,6 +37,7 @@ from diloco_jax.coordinator.workers.outpost.files import (
 from diloco_jax.coordinator.workers.outpost.patience import Patience
 from diloco_jax.coordinator.workers.outpost.relay import cut, relay
 from diloco_jax.coordinator.workers.places import Here
+from diloco_jax.errors import EXIT_DONE, EXIT_FAILED
 from diloco_jax.files import is_bucket
 from diloco_jax.protocol.holding import (
     AboutFiles,
@@ -374,3 +375,21 @@ def _placement_of(begin: BeginWorker) -> Placement:
 
 def _nothing() -> None:
     pass
+
+
+def run(config: Config, index: int, workdir: Path, bind: str) -> int:
+    """Serve as this worker until the run is over, or no coordinator comes; return the
+    exit code."""
+    outpost = Outpost(config, index, workdir, bind)
+    with contextlib.closing(outpost):
+        logger.info("worker %d awaits the coordinator at %s", index, outpost.address)
+        if outpost.serve():
+            logger.info("the run is over")
+            return EXIT_DONE
+        logger.error(
+            "no coordinator came for %g s: this worker ends, and what it has stays in "
+            "%s; start it again with the coordinator",
+            outpost.patience.within_s,
+            workdir,
+        )
+        return EXIT_FAILED
