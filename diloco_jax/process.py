@@ -35,6 +35,8 @@ from typing import Any, NoReturn, Self, TextIO, cast
 
 from diloco_jax.errors import EXIT_FAILED
 
+logger = logging.getLogger(__name__)
+
 
 def hold_streams(*, unread: bool) -> None:
     """Open the standard streams that are closed, on nothing, and let standard error
@@ -350,8 +352,6 @@ def leave_at_once(exit_code: int) -> NoReturn:
             stream.flush()
     os._exit(exit_code)
 
-
-logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two looks."""

@@ -46,6 +46,8 @@ from diloco_jax.wire.certificates import CA_DAYS, add, make_certificates, princi
 from diloco_jax.wire.principal import island
 from diloco_jax.workdir import held
 
+logger = logging.getLogger(__name__)
+
 GUARD = Path(__file__).with_name("guard.py")
 
 _Asked = tuple["Future[Any]", Sequence[str], dict[str, Any]]
@@ -107,8 +109,6 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
-
-logger = logging.getLogger(__name__)
 
 State = Literal["running", "restarting", "done", "refused", "failed", "stopped"]
 

@@ -54,6 +54,9 @@ from diloco_jax.wire.errors import WireError
 from diloco_jax.wire.principal import COORDINATOR, island
 from diloco_jax.wire.tls import TlsFiles
 
+logger = logging.getLogger(__name__)
+
+
 # Any of these means that a workdir belongs to a run.
 SIGNS_OF_A_RUN = (
     run_files.CONFIG,
@@ -299,8 +302,6 @@ def _filled(run: RunConfig, written: RunConfig) -> RunConfig:
         data = dataclasses.replace(data, digest=written.data.digest)
     return dataclasses.replace(run, data=data, outer=run.outer.filled(written.outer))
 
-
-logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 1.0
 LOOP_S = 0.2

@@ -28,6 +28,8 @@ from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.errors import PASSING, lack, remedy
 from diloco_jax.files import is_bucket
 
+logger = logging.getLogger(__name__)
+
 WORKDIR, CHECKPOINTS = "workdir", "checkpoints"
 
 
@@ -91,8 +93,6 @@ def _bytes_in(folder: Path) -> int:
                 found += os.stat(os.path.join(where, name)).st_size
     return found
 
-
-logger = logging.getLogger(__name__)
 
 AGAIN_S = 0.5
 """Pause before a write that found no space is repeated, in seconds."""

@@ -21,6 +21,8 @@ from diloco_jax.protocol import records
 from diloco_jax.protocol.coordinator.events import Ignored
 from diloco_jax.protocol.values import Version
 
+logger = logging.getLogger(__name__)
+
 Environment = dict[str, Any]
 """Result of `diloco_jax.before_jax.describe` in a process."""
 
@@ -159,8 +161,6 @@ def dated(record: Note | records.Durable | records.Noted) -> dict[str, Any]:
     seconds."""
     return {**records.line(record), "time": time.time()}
 
-
-logger = logging.getLogger(__name__)
 
 ALERTS_KEPT = 20
 ALERTS_EACH = 3

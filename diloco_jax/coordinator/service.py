@@ -40,6 +40,8 @@ from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import Busy, Refused, RemoteProtocolError
 from diloco_jax.wire.session import Session
 
+logger = logging.getLogger(__name__)
+
 SHORTEST_MEDIAN_S = 1e-9
 """Shortest median of a step in seconds; the speed of a shorter step would not be
 finite."""
@@ -124,8 +126,6 @@ def _check_tokens(hello: messages.Hello, steps: int) -> None:
             f"tokens; start it again"
         )
 
-
-logger = logging.getLogger(__name__)
 
 METRICS_EVERY_S = 1.0
 DECIDED_WITHIN_S = 10.0

@@ -24,6 +24,8 @@ import jax
 from diloco_jax.config import IslandConfig, ModelConfig, RunConfig
 from diloco_jax.models.model import abstract_batch
 
+logger = logging.getLogger(__name__)
+
 
 def analytic_flops(model: ModelConfig, length: int) -> float:
     """Count forward and backward pass of one sequence of `length` tokens.
@@ -81,9 +83,6 @@ def _programs(params: dict[str, Any]) -> Iterator[Any]:
             program = getattr(part, "jaxpr", part)
             if hasattr(program, "eqns"):
                 yield program
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ from typing import Any, BinaryIO
 
 from diloco_jax.files import Appended
 
+logger = logging.getLogger(__name__)
+
 SEGMENT_BYTES = 64 << 20
 """Bytes after which a file is full: about half an hour of 64 islands at 1 s a step."""
 
@@ -109,8 +111,6 @@ def _closed_path(path: Path, number: int) -> Path:
 def _segment_number(file: Path) -> int:
     return int(file.stem.rpartition(".")[2])
 
-
-logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
 LAST_LINES = 1000

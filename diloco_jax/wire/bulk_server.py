@@ -57,6 +57,8 @@ from diloco_jax.wire.session import FewLines, Quota, internal_error
 from diloco_jax.wire.threads import DaemonPool, Guard, IdleWatch
 from diloco_jax.wire.tls import TlsFiles
 
+logger = logging.getLogger(__name__)
+
 BLOCK_BYTES = 4 << 20
 """Bytes that a fetch copies at a time, of parts that lie scattered in memory."""
 
@@ -97,8 +99,6 @@ def _blocks(box: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     rows = max(1, BLOCK_BYTES * len(box) // box.nbytes)
     return [box[start : start + rows] for start in range(0, len(box), rows)]
 
-
-logger = logging.getLogger(__name__)
 
 _SPARE_CONNECTIONS = 64
 

@@ -28,6 +28,8 @@ from cryptography import x509
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.errors import REVOKED_CODE, Refused, SecurityError, WireError
 
+logger = logging.getLogger(__name__)
+
 SCHEME = "diloco"
 Role = Literal["coordinator", "worker", "island", "reader", "operator"]
 NAMED = ("worker", "island")
@@ -159,8 +161,6 @@ def require_operator(caller: Principal | None) -> None:
         f"use the {OPERATOR.stem}.pem and .key that `diloco certs` made",
     )
 
-
-logger = logging.getLogger(__name__)
 
 REVOKED = "revoked.txt"
 """In the coordinator's folder: a serial number in hex per line, and what it was."""

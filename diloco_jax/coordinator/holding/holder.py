@@ -67,6 +67,8 @@ from diloco_jax.wire import bulk
 from diloco_jax.wire.bulk_server import FetchSource
 from diloco_jax.wire.errors import RemoteProtocolError
 
+logger = logging.getLogger(__name__)
+
 
 class PreparedMerge(NamedTuple):
     """A merge whose publish is on disk. seconds: time that computing took."""
@@ -196,8 +198,6 @@ class PublishWriting:
         )
         self._tell(HolderTroubled(text=text))
 
-
-logger = logging.getLogger(__name__)
 
 CORES_PER_MERGE = 4
 """XLA spreads a block of a merge over cores, but Python between two blocks does not."""
