@@ -145,7 +145,7 @@ def emulated(seed: int, outage_s: float, away: bool) -> dict[str, Any]:
 
 def most_lost(found: list[list[dict[str, Any]]]) -> int:
     """Return the most tokens that a run lost."""
-    return max(run["lost"] for pair in found for run in pair)
+    return max(int(run["lost"]) for pair in found for run in pair)
 
 
 def processes(outage_s: float) -> dict[str, Any]:
