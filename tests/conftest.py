@@ -60,6 +60,16 @@ def compiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """A command that is called here sets variables for a process of its own."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """As it was, after a command of the package that sets one."""
     logger = logging.getLogger("diloco_jax")
