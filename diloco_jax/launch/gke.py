@@ -31,7 +31,6 @@ from diloco_jax.launch.submit import (
     SHARED,
     Command,
     Deployment,
-    Owned,
     Resource,
 )
 from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, part_of
@@ -100,7 +99,6 @@ def deployment(
             ),
             *(_jobset(order, i, f"{folder}/{i.resource}.yaml") for i in islands),
         ),
-        logs=_logs(order),
         status=_status(order),
         results=_results(order, folder),
     )
@@ -194,7 +192,7 @@ def _pool(
         owner=owner,
         find=Command((*pools, "describe", name, *where, "--format=value(status)")),
         create=(create,),
-        delete=Command((*pools, "delete", name, *where), 1800),
+        delete=Command((*pools, "delete", name, *where), 1800, deletes=True),
         dead=("ERROR",),
     )
 
@@ -208,19 +206,28 @@ def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
 
 
 def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
-    state, name = NAME + " {.status.terminalState}", island.resource
-    made, dead = _apply(order, island.cluster, file), ("Failed",)
-    where = order, island.cluster, ISLAND_OBJECTS, name, state
-    return _made(*where, made, owner=island.name, dead=dead, runs=True)
+    name, cluster = island.resource, island.cluster
+    pods = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
+    most = f"--max-log-requests={island.slice.hosts}"
+    return _made(
+        *(order, cluster, ISLAND_OBJECTS, name, NAME + " {.status.terminalState}"),
+        _apply(order, cluster, file),
+        owner=island.name,
+        dead=("Failed",),
+        runs=True,
+        logs=_logs(order, cluster, "--prefix", pods, most),
+    )
 
 
 def _job(order: Order, name: str, file: str) -> Resource:
     """Return the coordinator, or a worker."""
-    where, made = (
-        (order.cluster, OBJECTS, name, STATE),
-        _apply(order, order.cluster, file),
+    cluster = order.cluster
+    return _made(
+        *(order, cluster, OBJECTS, name, STATE, _apply(order, cluster, file)),
+        dead=("Failed",),
+        runs=True,
+        logs=_logs(order, cluster, f"job/{name}"),
     )
-    return _made(order, *where, made, dead=("Failed",), runs=True)
 
 
 def _disk(order: Order, name: str, file: str) -> Resource:
@@ -312,20 +319,10 @@ def _status(order: Order) -> Command:
     return _kubectl(order, order.cluster, *line)
 
 
-def _logs(order: Order) -> tuple[Owned, ...]:
-    """Return the commands that print the last lines of every process."""
-    own = ("logs", "--container=diloco", f"--tail={LOG_LINES}")
-    served = (order.coordinator, *order.workers)
-    logs = [
-        Owned(COORDINATOR, _kubectl(order, order.cluster, *own, f"job/{name}"))
-        for name in served
-    ]
-    for island in order.islands:
-        of = f"--selector=jobset.sigs.k8s.io/jobset-name={island.resource}"
-        most = f"--max-log-requests={island.slice.hosts}"
-        line = (*own, "--prefix", of, most)
-        logs.append(Owned(island.name, _kubectl(order, island.cluster, *line)))
-    return tuple(logs)
+def _logs(order: Order, cluster: GkeCluster, *pods: str) -> Command:
+    """Return the command that prints the last lines of a process."""
+    words = ("logs", "--container=diloco", f"--tail={LOG_LINES}", *pods)
+    return _kubectl(order, cluster, *words)
 
 
 def _results(order: Order, folder: str) -> tuple[Command, ...]:
@@ -345,14 +342,13 @@ def _results(order: Order, folder: str) -> tuple[Command, ...]:
 # ---- kubectl ------------------------------------------------------------------------
 
 
-def _kubectl(
-    order: Order, cluster: GkeCluster, *arguments: str, deadline_s: float = 120.0
-) -> Command:
-    """Return a command in the cluster, and in the launch's namespace."""
+def _kubectl(order: Order, cluster: GkeCluster, *arguments: str, **how: Any) -> Command:
+    """Return a command in the cluster, and in the launch's namespace. how: fields of
+    the command."""
     where = (f"--context={cluster.context}", f"--namespace={order.settings.namespace}")
     # After "--" comes a command in the pod.
     own = arguments.index("--") if "--" in arguments else len(arguments)
-    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), deadline_s)
+    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), **how)
 
 
 def _apply(order: Order, cluster: GkeCluster, file: str) -> Command:
@@ -363,4 +359,4 @@ def _apply(order: Order, cluster: GkeCluster, file: str) -> Command:
 def _delete(order: Order, cluster: GkeCluster, kinds: str, name: str) -> Command:
     """Return the command that deletes the objects of that name, and waits for it."""
     words = ("delete", kinds, name, "--ignore-not-found")
-    return _kubectl(order, cluster, *words, deadline_s=300)
+    return _kubectl(order, cluster, *words, deadline_s=300, deletes=True)

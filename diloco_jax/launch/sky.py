@@ -21,7 +21,7 @@ from diloco_jax.launch.order import (
     PlacedIsland,
     region_of,
 )
-from diloco_jax.launch.submit import Command, Deployment, Owned, Resource
+from diloco_jax.launch.submit import Command, Deployment, Resource
 from diloco_jax.launch.tpu_vm import PART_LABEL, RUN_LABEL, kept, part_of
 
 Task = dict[str, Any]
@@ -52,11 +52,9 @@ def deployment(
     status = ("diloco", "status", address, "--json", "--certificates", certificates)
     files = {f"{names[owner]}.yaml": yaml_text(tasks[owner]) for owner in tasks}
     jobs = (_job(order, o, n, f"{folder}/{n}.yaml") for o, n in names.items())
-    logs = ("sky", "jobs", "logs", "--no-follow", "--name")
     return Deployment(
         files={**files, PERMIT: "The run may begin.\n"},
         resources=(*kept(order, certificates, f"{folder}/{PERMIT}"), *jobs),
-        logs=tuple(Owned(owner, Command((*logs, n))) for owner, n in names.items()),
         status=Command(status),
     )
 
@@ -143,7 +141,10 @@ def _job(order: Order, owner: str, name: str, file: str) -> Resource:
         owner=owner,
         find=Command(("sky", "jobs", "queue", "--all", "--output", "json")),
         create=(Command((*words, file), 1800),),
-        delete=Command(("sky", "jobs", "cancel", "--yes", "--name", name), 600),
+        delete=Command(
+            ("sky", "jobs", "cancel", "--yes", "--name", name), 600, deletes=True
+        ),
+        logs=Command(("sky", "jobs", "logs", "--no-follow", "--name", name)),
         job=name,
         dead=DEAD,
         runs=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import coordinator_script, island_script
@@ -98,97 +99,90 @@ def part_of(owner: str) -> str:
     return re.sub(r"[^-_a-z0-9]", "-", owner.lower()) or "shared"
 
 
-# ---- machines -----------------------------------------------------------------------
+# ---- what there is ------------------------------------------------------------------
 
 
 def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resource:
     """Return the request for the island's slice."""
     found, settings = island.slice, order.settings
-    zone = f"--zone={island.zones[0]}"
     kind = [f"--accelerator-type={found.accelerator_type}"]
     if not found.accelerator_type:
         kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
     # A request that waits longer than the run may would buy what nobody uses.
     valid = f"--valid-until-duration={max(1, round(settings.max_hours * 3600))}s"
     bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
-    tpus = ("compute", "tpus", "queued-resources")
-    create = _gcloud(
+    return _made(
         order,
-        *(*tpus, "create", island.resource, zone, f"--node-id={island.resource}"),
-        *(*kind, f"--runtime-version={found.generation.runtime_version}", "--async"),
-        f"--labels={_labels(order, island.name)}",
-        *bought[island.purchase],
-        *_network(order, "--subnetwork", settings.service_account),
-        f"--tags={order.name},{island.resource}",
-        *(["--internal-ips"] if settings.internal_ips else []),
-        *([valid] if settings.max_hours else []),
-        f"--metadata-from-file=startup-script={script}",
+        *("compute", "tpus", "queued-resources"),
+        name=island.resource,
+        where=(f"--zone={island.zones[0]}",),
+        options=(
+            *(f"--node-id={island.resource}", *kind),
+            *(f"--runtime-version={found.generation.runtime_version}", "--async"),
+            f"--labels={_labels(order, island.name)}",
+            *bought[island.purchase],
+            *_network(order, "--subnetwork", settings.service_account),
+            f"--tags={order.name},{island.resource}",
+            *(["--internal-ips"] if settings.internal_ips else []),
+            *([valid] if settings.max_hours else []),
+            f"--metadata-from-file=startup-script={script}",
+        ),
         remedy=(
             f"{found.generation.name} is known to be offered in "
             f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} to "
             f"one of them, or ask for quota in {island.zones[0]} "
             f"(launch.purchase.{island.name} = {island.purchase!r})"
         ),
-    )
-    shown = "--format=value(state.state,state.failedData.error.message)"
-    delete = (*tpus, "delete", island.resource, zone)
-    return Resource(
+        shown="state.state,state.failedData.error.message",
+        # It also deletes the machines of a slice that still exists.
+        forced=("--force",),
+        deadlines_s=(120, 900),
         what=f"slice {island.resource} ({found.topology}) in {island.zones[0]}",
         owner=island.name,
-        find=_gcloud(order, *tpus, "describe", island.resource, zone, shown),
-        create=(create,),
-        # --force also deletes the machines of a slice that still exists.
-        delete=_gcloud(order, *delete, "--force", deadline_s=900),
         dead=DEAD,
     )
 
 
 def _coordinator(order: Order, script: str) -> Resource:
+    """Return the coordinator's machine. The disk with the run is not deleted with it."""
     settings, name = order.settings, order.coordinator
-    zone = f"--zone={settings.coordinator_zone}"
-    instances = ("compute", "instances")
-    create = _gcloud(
+    return _made(
         order,
-        *(*instances, "create", name, zone),
-        f"--machine-type={settings.coordinator_machine}",
-        *("--image-family=cos-stable", "--image-project=cos-cloud"),
-        "--boot-disk-size=50GB",
-        f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
-        f"--labels={_labels(order, COORDINATOR)}",
-        *_network(order, "--subnet", order.coordinators_account),
-        *(["--no-address"] if settings.internal_ips else []),
-        f"--tags={name}",
-        f"--metadata-from-file=startup-script={script}",
-        deadline_s=300,
-    )
-    shown = "--format=value(status)"
-    return Resource(
+        *("compute", "instances"),
+        name=name,
+        where=(f"--zone={settings.coordinator_zone}",),
+        options=(
+            f"--machine-type={settings.coordinator_machine}",
+            *("--image-family=cos-stable", "--image-project=cos-cloud"),
+            "--boot-disk-size=50GB",
+            f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
+            f"--labels={_labels(order, COORDINATOR)}",
+            *_network(order, "--subnet", order.coordinators_account),
+            *(["--no-address"] if settings.internal_ips else []),
+            f"--tags={name}",
+            f"--metadata-from-file=startup-script={script}",
+        ),
+        deadlines_s=(300, 600),
         what=f"machine {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=_gcloud(order, *instances, "describe", name, zone, shown),
-        create=(create,),
-        # The disk with the run is not deleted with it.
-        delete=_gcloud(order, *instances, "delete", name, zone, deadline_s=600),
         dead=STOPPED,
     )
 
 
 def _disk(order: Order) -> Resource:
     settings, name = order.settings, order.coordinator
-    zone, disks = f"--zone={settings.coordinator_zone}", ("compute", "disks")
-    size = f"--size={settings.coordinator_disk_gb}GB"
-    made = f"--labels={_labels(order, COORDINATOR)}"
-    shown = "--format=value(status)"
-    return Resource(
+    return _made(
+        order,
+        *("compute", "disks"),
+        name=name,
+        where=(f"--zone={settings.coordinator_zone}",),
+        options=(
+            f"--size={settings.coordinator_disk_gb}GB",
+            "--type=pd-balanced",
+            f"--labels={_labels(order, COORDINATOR)}",
+        ),
         what=f"disk {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
-        find=_gcloud(order, *disks, "describe", name, zone, shown),
-        create=(
-            _gcloud(
-                order, *disks, "create", name, zone, size, "--type=pd-balanced", made
-            ),
-        ),
-        delete=_gcloud(order, *disks, "delete", name, zone),
         keeps=True,
     )
 
@@ -202,9 +196,6 @@ def _network(order: Order, subnetwork: str, account: str) -> list[str]:
     if account:
         options.append(f"--service-account={account}")
     return options
-
-
-# ---- firewall rules -----------------------------------------------------------------
 
 
 def _open(
@@ -221,10 +212,8 @@ def _closed(order: Order) -> Resource:
     whatever the network lets in."""
     ports = f"--rules={_tcp((*SLICE_PORTS, METRICS_PORT))}"
     denied = "--action=DENY", ports, "--source-ranges=0.0.0.0/0"
-    priority = f"--priority={CLOSED}"
-    return _firewall(
-        order, SHARED, f"{order.name}-closed", order.name, *denied, priority
-    )
+    denied = *denied, f"--priority={CLOSED}"
+    return _firewall(order, SHARED, f"{order.name}-closed", order.name, *denied)
 
 
 def _tcp(ports: tuple[int, ...]) -> str:
@@ -232,24 +221,20 @@ def _tcp(ports: tuple[int, ...]) -> str:
 
 
 def _firewall(order: Order, owner: str, name: str, tag: str, *options: str) -> Resource:
-    rules = ("compute", "firewall-rules")
-    create = _gcloud(
+    return _made(
         order,
-        *(*rules, "create", name, f"--network={order.settings.network}"),
-        *("--direction=INGRESS", *options, f"--target-tags={tag}"),
-        # Rules have no labels.
-        f"--description={_labels(order, owner)}",
-    )
-    return Resource(
+        *("compute", "firewall-rules"),
+        name=name,
+        options=(
+            f"--network={order.settings.network}",
+            *("--direction=INGRESS", *options, f"--target-tags={tag}"),
+            # Rules have no labels.
+            f"--description={_labels(order, owner)}",
+        ),
+        shown="name",
         what=f"firewall rule {name}",
         owner=owner,
-        find=_gcloud(order, *rules, "describe", name, "--format=value(name)"),
-        create=(create,),
-        delete=_gcloud(order, *rules, "delete", name),
     )
-
-
-# ---- secrets ------------------------------------------------------------------------
 
 
 def _certificates(order: Order, stem: str, certificates: str) -> Resource:
@@ -290,29 +275,25 @@ def _secret(
 ) -> Resource:
     """Return a secret of Secret Manager. It gets its label last: broken off before
     that, it has no content that is known. keeps: its content never changes."""
-    create = ("secrets", "create", name, "--replication-policy=automatic", data)
     member = f"--member=serviceAccount:{account}", f"--role=roles/secretmanager.{role}"
-    label = ("secrets", "update", name, f"--update-labels={CONTENT}={content}")
-    last = [_gcloud(order, *label)]
+    label = f"--update-labels={CONTENT}={content}"
+    last = [_gcloud(order, "secrets", "update", name, label)]
     if account:
-        last.insert(
-            0, _gcloud(order, "secrets", "add-iam-policy-binding", name, *member)
-        )
-    changed = (
-        [] if keeps else [_gcloud(order, "secrets", "versions", "add", name, data)]
-    )
-    shown = f"--format=value(name,labels.{CONTENT})"
-    return Resource(
+        bind = _gcloud(order, "secrets", "add-iam-policy-binding", name, *member)
+        last.insert(0, bind)
+    add = [] if keeps else [_gcloud(order, "secrets", "versions", "add", name, data)]
+    labels = f"--labels={_labels(order, owner)}"
+    return _made(
+        order,
+        "secrets",
+        name=name,
+        options=("--replication-policy=automatic", data, labels),
+        then=tuple(last),
+        shown=f"name,labels.{CONTENT}",
         what=f"secret {name}",
         owner=owner,
-        find=_gcloud(order, "secrets", "describe", name, shown),
-        create=(
-            _gcloud(order, *create, f"--labels={_labels(order, owner)}"),
-            *last,
-        ),
-        delete=_gcloud(order, "secrets", "delete", name),
         content=content,
-        update=(*changed, *last),
+        update=(*add, *last),
         keeps=keeps,
     )
 
@@ -322,9 +303,38 @@ def _labels(order: Order, owner: str) -> str:
     return f"{RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}"
 
 
-def _gcloud(
-    order: Order, *arguments: str, deadline_s: float = 120.0, remedy: str = ""
-) -> Command:
-    """Return a command in the launch's project."""
+def _made(
+    order: Order,
+    *nouns: str,
+    name: str,
+    where: tuple[str, ...] = (),
+    options: tuple[str, ...],
+    then: tuple[Command, ...] = (),
+    shown: str = "status",
+    forced: tuple[str, ...] = (),
+    deadlines_s: tuple[float, float] = (120.0, 120.0),
+    remedy: str = "",
+    **fields: Any,
+) -> Resource:
+    """Return what `gcloud NOUNS create NAME WHERE OPTIONS` makes.
+
+    then: commands after it. shown: fields of its state. forced: options of `delete`.
+    deadlines_s: of making and deleting it. fields: those of the resource.
+    """
+
+    def line(verb: str, *words: str, **how: Any) -> Command:
+        return _gcloud(order, *nouns, verb, name, *where, *words, **how)
+
+    made_s, deleted_s = deadlines_s
+    return Resource(
+        find=line("describe", f"--format=value({shown})"),
+        create=(line("create", *options, deadline_s=made_s, remedy=remedy), *then),
+        delete=line("delete", *forced, deadline_s=deleted_s, deletes=True),
+        **fields,
+    )
+
+
+def _gcloud(order: Order, *arguments: str, **how: Any) -> Command:
+    """Return a command in the launch's project. how: fields of the command."""
     line = ("gcloud", *arguments, f"--project={order.settings.project}", "--quiet")
-    return Command(line, deadline_s, remedy)
+    return Command(line, **how)

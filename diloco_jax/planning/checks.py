@@ -210,19 +210,19 @@ class Check(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shortfall:
-    """A check that does not hold."""
+class Finding:
+    """A check that does not hold, or advice."""
 
     check: str
     text: str
     """Sentence with the need, what there is, and the change."""
     change: Change
-    """Values by field, with which all of the plan's checks of this kind hold; empty if
-    no single field does it.
+    """Values by field with which the check holds, or the plan is better; empty if none
+    is known.
     """
 
 
-def refusals(terms: Terms) -> list[Shortfall]:
+def refusals(terms: Terms) -> list[Finding]:
     """Return what would not run, each with the smallest change that would.
 
     Raises ConfigError.
@@ -236,7 +236,7 @@ def refusals(terms: Terms) -> list[Shortfall]:
                 change, said = one, f": set {shown(one)}"
                 break
         text = f"{check.text}{said}"
-        found.append(Shortfall(check=name, text=text, change=change))
+        found.append(Finding(check=name, text=text, change=change))
     return found
 
 
@@ -386,7 +386,7 @@ def _merging(terms: Terms, needs: Needs) -> Check:
     """Count what one process can do in a cycle: more cores than its merges keep busy
     are of no use to it."""
     merges, workers = needs.coordinator.merges, terms.config.placement.workers
-    cost, took, summed = merges.cost, merges.seconds, merges.seconds_of_weighted_sum
+    took, summed = merges.seconds, merges.seconds_of_weighted_sum
     less = f"; a weighted sum such as rda takes {summed:.3g} s" * (summed < took)
     each = f" in the largest of {workers} workers" * (workers > 1)
 
@@ -410,8 +410,8 @@ def _merging(terms: Terms, needs: Needs) -> Check:
         took,
         needs.cycle_seconds,
         f"merges of a cycle take {took:.3g} s on {merges.cores:g} cores{each} and a "
-        f"cycle {needs.cycle_seconds:.3g} s, with {cost.deltas} deltas, sync.merge = "
-        f"{cost.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
+        f"cycle {needs.cycle_seconds:.3g} s, with {merges.deltas} deltas, sync.merge = "
+        f"{merges.rule!r}, sync.steps_per_cycle = {_steps(terms)} and the merge route "
         f"{terms.rates.merge_route!r}{less}",
         changes(),
     )

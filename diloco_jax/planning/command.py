@@ -106,13 +106,8 @@ def _plan(
     versions = {name: metadata.version(name) for name in packages}
 
     def plan_of(
-        then: Config,
-        cut: FragmentPlan | None,
-        compiled: Mapping[str, IslandPlan] | None,
+        then: Config, cut: FragmentPlan, compiled: Mapping[str, IslandPlan] | None
     ) -> Plan:
-        if cut is None:
-            same = then.run == config.run
-            cut = fragments if same else planning.fragments_of(then)
         return planning.plan_run(
             path, then, cut, options.assumptions, compiled, versions, prices
         )

@@ -33,8 +33,8 @@ from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.checks import (
     Change,
+    Finding,
     IslandNetwork,
-    Shortfall,
     Terms,
     mending,
     needs_of,
@@ -129,22 +129,13 @@ class RunPlan:
     coordinator: CoordinatorPlan
     restart_seconds: float
     """Seconds from the death of the coordinator's process to its service."""
-    refusals: list[Shortfall]
+    refusals: list[Finding]
     mending: Change
     """One set of changes after which no check refuses; empty: none is known, or
     needed."""
     rates: MachineRates
     price_per_hour: dict[str, float] | None
     """Its parts, by the prices of `--price`; None without them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Advice:
-    """A finding, and changes each of which helps by itself."""
-
-    text: str
-    changes: tuple[Change, ...]
-    """With each one the plan was made again, and became better."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +149,8 @@ class Plan:
     """Versions of the packages that compiled; empty if nothing was compiled."""
     islands: dict[str, PlannedIsland]
     run: RunPlan
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[Finding, ...] = ()
+    """Changes that were tried, each by itself."""
 
     @property
     def compiled(self) -> dict[str, IslandPlan]:

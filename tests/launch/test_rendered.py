@@ -80,7 +80,7 @@ def shown(config, on, settings):
         parts += [f"update  {command.line}" for command in resource.update]
         parts += [f"delete  {c.line}" for c in [resource.delete] if c]
     parts += ["# ==== looks", *(c.line for c in made.prepare)]
-    parts += [f"{owner}: {command.line}" for owner, command in made.logs]
+    parts += [f"{r.owner}: {r.logs.line}" for r in made.resources if r.logs]
     parts += [c.line for c in [made.status] if c]
     parts += [command.line for command in made.results]
     return "\n".join(parts) + "\n"
