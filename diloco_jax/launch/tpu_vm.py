@@ -144,7 +144,7 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
 
 
 def _coordinator(order: Order, script: str) -> Resource:
-    """Return the coordinator's machine. The disk with the run is not deleted with it."""
+    """Return the coordinator's machine. The run's disk is not deleted with it."""
     settings, name = order.settings, order.coordinator
     return _made(
         order,
