@@ -31,7 +31,7 @@ from diloco_jax.core.learning_rate import learning_rate
 from diloco_jax.core.outer import OuterSettings, make_outer
 from diloco_jax.core.payload import PayloadLayout
 from diloco_jax.faults import Faults, parse_faults
-from diloco_jax.hardware.tpus import chip_of, find_slice
+from diloco_jax.hardware.tpus import find_slice
 from diloco_jax.models.flops import least_sequence_flops
 from diloco_jax.protocol.coordinator.islands import SHORTEST_STEP_S
 from diloco_jax.protocol.coordinator.state import PolicyConfig
@@ -292,7 +292,7 @@ def _flops_per_s(name: str, island: IslandConfig) -> float:
     if not island.topology:
         return island.devices * ANY_DEVICE_FLOPS_PER_S
     found = find_slice(island.topology, f"islands.{name}.topology")
-    return max(found.chips, island.devices) * chip_of(found).flops_per_s
+    return max(found.chips, island.devices) * found.generation.flops_per_s
 
 
 class StateSizes(NamedTuple):

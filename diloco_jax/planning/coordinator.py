@@ -29,7 +29,7 @@ from diloco_jax.core import fragment_merge, merging
 from diloco_jax.core.families import MERGE_RULES
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.files import is_bucket
-from diloco_jax.hardware.machines import CONSTANTS, MachineRates
+from diloco_jax.hardware.machines import CONSTANTS, MachineRates, rate_of
 from diloco_jax.protocol.coordinator.workers import deal
 
 SNAPSHOT_COPIES = 1
@@ -115,7 +115,8 @@ def plan_merges(
     them, those of this process. by_rule: share of the parameters that are merged by the
     rule; the others are merged by the weighted mean.
     """
-    summed = rates.merging(sync.codec_down) + deltas * rates.per_delta(sync.codec_up)
+    summed = rate_of(rates.merge_core_seconds, sync.codec_down)
+    summed += deltas * rate_of(rates.delta_core_seconds, sync.codec_up)
     beyond: float | None = 0.0
     if MERGE_RULES.find(sync.merge).needs != "sum":
         found = rates.rules.get(sync.merge)
@@ -482,7 +483,7 @@ def plan_coordinator(
         disk=disk,
         replayed=replayed * plan.total,
         replayed_bytes=replayed * sizes.publish,
-        replay_core_seconds=rates.replaying(run.sync.codec_down),
+        replay_core_seconds=rate_of(rates.replay_core_seconds, run.sync.codec_down),
     )
 
 

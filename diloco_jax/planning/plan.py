@@ -26,7 +26,7 @@ from diloco_jax.config import Config, ConfigError, SyncConfig
 from diloco_jax.config.resolving import resolve_outer
 from diloco_jax.core.fragments import FragmentPlan
 from diloco_jax.hardware.machines import MachineRates
-from diloco_jax.hardware.tpus import chip_of, slice_of
+from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.models.build import build, build_plan
 from diloco_jax.models.flops import analytic_flops
 from diloco_jax.observability import measures
@@ -252,7 +252,7 @@ def _by_arithmetic(config: Config, name: str) -> SimulatedIsland:
     found = slice_of(name, island)
     flops = island.batch_size * analytic_flops(run.model, run.sequence_length)
     again = RECOMPUTED if island.remat == "full" else 1.0
-    seconds = flops * again / (found.chips * chip_of(found).flops_per_s)
+    seconds = flops * again / (found.chips * found.generation.flops_per_s)
     return SimulatedIsland(
         chips=found.chips,
         tokens_per_step=island.batch_size * run.sequence_length,

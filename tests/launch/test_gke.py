@@ -10,8 +10,6 @@ import re
 import signal
 import time
 
-import jobset_schema
-import jsonschema
 import kubernetes_validate
 import pytest
 from gke_support import NOW, container_script, job_and_pod, rendered
@@ -94,20 +92,6 @@ def test_every_jobset_has_only_fields_of_a_jobset(config, settings):
             JobsetV1alpha2JobSet.from_dict(value)
 
 
-@pytest.mark.skipif(
-    not jobset_schema.path().is_file(),
-    reason=f"no JobSet schema at {jobset_schema.path()}; {jobset_schema.VARIABLE} "
-    f"names one",
-)
-def test_every_jobset_is_valid_against_the_clusters_schema(config):
-    validator = jsonschema.Draft202012Validator(jobset_schema.load())
-    for settings in SETTINGS:
-        for value in jobsets(config, **settings):
-            validator.validate(value)
-    value["spec"]["failurePolicy"]["restartStrategy"] = "Sometimes"
-    assert not validator.is_valid(value)
-
-
 @settings
 def test_jobsets_keep_the_rules_that_no_schema_holds(config, settings):
     for value in jobsets(config, **settings):
@@ -155,31 +139,6 @@ def test_preemptions_are_no_crashes_and_refusals_are_final(config):
     assert not re.fullmatch(pattern, "Pod x has condition DisruptionTarget matching")
     assert preempted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert set(preempted["onJobFailureReasons"]) == {"PodFailurePolicy"}
-
-
-@settings
-def test_a_policy_lets_in_the_pods_that_it_names(config, settings):
-    """Labels of pods, of selectors and of policies are the same everywhere."""
-    made = rendered(config, **settings)
-    parts = {}
-    for (kind, name), value in made.items():
-        if kind in ("Job", "JobSet") and not name.endswith("-begin"):
-            job, pod = job_and_pod(value)
-            parts[name] = job["template"]["metadata"]["labels"]
-            assert pod["serviceAccountName"] == name
-            assert pod["automountServiceAccountToken"] is False
-            secrets = [v["secret"] for v in pod["volumes"] if "secret" in v]
-            assert [s["secretName"] for s in secrets] == [f"{name}-certificates"]
-    for name, labels in parts.items():
-        policy = made["NetworkPolicy", name]["spec"]
-        assert policy["podSelector"]["matchLabels"] == labels
-        if ("Service", name) in made:
-            assert made["Service", name]["spec"]["selector"] == labels
-        else:
-            own = policy["ingress"][0]["from"]
-            assert own == [{"podSelector": {"matchLabels": labels}}]
-    (own,) = made["NetworkPolicy", "two-coordinator"]["spec"]["ingress"]
-    assert own["from"][0] == {"podSelector": {"matchLabels": {"diloco-run": "two"}}}
 
 
 def test_no_key_is_in_any_file(config):

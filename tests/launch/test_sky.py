@@ -31,15 +31,6 @@ def test_the_account_that_skypilot_has_reads_the_secrets(cloud, launch, capsys):
     assert f"SkyPilot's machines act as {account}" in capsys.readouterr().err
 
 
-def test_the_coordinators_disk_outlives_its_job(config):
-    resources = tasks(config)["two-coordinator.yaml"]["resources"]
-    assert resources["instance_type"] == "n2-highmem-16"
-    assert resources["use_spot"] is False
-    (volume,) = resources["volumes"]
-    assert (volume["name"], volume["auto_delete"]) == ("two-coordinator", False)
-    assert volume["path"] == "/mnt/disks/diloco"
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

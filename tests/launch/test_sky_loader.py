@@ -50,7 +50,7 @@ def test_sky_reads_every_command_line(config, tmp_path, inside):
     jobs = [resource for resource in made.resources if resource.job]
     launches = [job.create[0].arguments for job in jobs]
     others = [job.delete.arguments for job in jobs]
-    others += [log.command.arguments for log in made.logs]
+    others += [job.logs.arguments for job in jobs]
     lines = [*launches, *others, jobs[0].find.arguments]
     read = ask(tmp_path, "parse", *map(json.dumps, lines))
     names = ["two-coordinator", "two-v5p", "two-v6e-b"]

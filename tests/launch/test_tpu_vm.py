@@ -177,22 +177,6 @@ def test_a_secret_whose_reader_could_not_be_bound_is_bound_later(cloud, launch):
         assert made["readers"] == ["serviceAccount:i@p.iam"]
 
 
-def test_each_account_reads_its_own_secrets(cloud, launch):
-    accounts = {"service_account": "i@p.iam", "coordinator_account": "c@p.iam"}
-    assert launch("tpu_vm", **accounts) == 0
-    readers = {name: made["readers"] for name, made in cloud.things["secret"].items()}
-    assert readers == {
-        "two-coordinator-begin": ["serviceAccount:c@p.iam"],
-        "two-coordinator-certificates": ["serviceAccount:c@p.iam"],
-        "two-v5p-certificates": ["serviceAccount:i@p.iam"],
-        "two-v6e-b-certificates": ["serviceAccount:i@p.iam"],
-    }
-    machine = cloud.things["instance"]["two-coordinator"]
-    assert machine["--service-account"] == "c@p.iam"
-    slice_ = cloud.things["queued resource"]["two-v5p"]
-    assert slice_["--service-account"] == "i@p.iam"
-
-
 # ---- ports ---------------------------------------------------------------------------
 
 

@@ -5,13 +5,11 @@ import re
 from importlib import resources
 
 import pytest
-import yaml
 
 from diloco_jax import before_jax
 from diloco_jax.config import ConfigError
 from diloco_jax.config.launch import variables_of
 from diloco_jax.launch.command import LaunchOptions, run
-from diloco_jax.launch.gke import deployment as on_gke
 from diloco_jax.launch.order import make_order
 from diloco_jax.launch.tpu_vm import deployment as on_tpu_vm
 from diloco_jax.launch.variables import OF_THE_LAUNCH, flag_notes
@@ -48,28 +46,6 @@ def test_a_part_has_everybodys_variables_and_its_own(given):
     assert plain["LIBTPU_INIT_ARGS"] == "--xla_one=1"
     assert secret == {"HF_TOKEN": "hub-token", "WANDB_API_KEY": "wandb"}
     assert variables_of(given.launch, "coordinator").plain["NPROC"] == "8"
-
-
-def test_pods_get_them(given):
-    order = make_order(given, "two.py", "gke")
-    files = on_gke(order, "certificates", "folder", 1).files
-    *_, jobset = yaml.safe_load_all(files["two-v5p.yaml"])
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
-    assert env["HF_HOME"]["value"] == GIVEN["HF_HOME"]
-    assert env["JAX_PLATFORMS"]["value"] == "tpu,cpu"
-    key = env["WANDB_API_KEY"]["valueFrom"]["secretKeyRef"]
-    assert key == {"name": "wandb", "key": "WANDB_API_KEY"}
-    made = {
-        made["kind"]: made for made in yaml.safe_load_all(files["coordinator.yaml"])
-    }
-    (container,) = made["Job"]["spec"]["template"]["spec"]["containers"]
-    assert {entry["name"]: entry.get("value") for entry in container["env"]} == {
-        "HF_HOME": GIVEN["HF_HOME"],
-        "LIBTPU_INIT_ARGS": "--xla_one=1",
-        "NPROC": "8",
-        "HF_TOKEN": None,
-    }
 
 
 @pytest.mark.parametrize(

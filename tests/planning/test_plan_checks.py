@@ -200,25 +200,6 @@ def test_a_change_that_breaks_another_check_is_not_proposed(mixed):
     assert "restart" in {r.check for r in refusals(longer)}
 
 
-def test_following_every_change_ends_in_a_run():
-    """From the settings that a first config has."""
-    terms = terms_of("mixed_12b", link=1.0).changed(
-        {
-            "placement.snapshot_every_s": 30.0,
-            "placement.outage_budget_s": 60.0,
-            "placement.time_budget_s": 10.0,
-            "launch.coordinator_machine": "n2-highmem-16",
-            "launch.coordinator_disk_gb": 500,
-        }
-    )
-    for _ in range(12):
-        found = refusals(terms)
-        if not found:
-            return
-        terms = terms.changed(next(r.change for r in found if r.change))
-    pytest.fail(f"still refused: {[r.text for r in found]}")
-
-
 def test_what_is_short_by_little_is_not_told_as_equal(mixed):
     slow = mixed.changed({"placement.snapshot_every_s": 1200.0})
     needed = needs_of(slow).restart_seconds
@@ -316,14 +297,6 @@ def test_arithmetic_needs_no_libtpu_and_says_what_it_is(monkeypatch, capsys):
     assert "constant: `python benchmarks/merging.py`" in shown
 
 
-def test_what_arithmetic_refuses_ends_with_2(capsys):
-    path = str(CONFIGS / "four_regions.py")
-    assert cli.main(["plan", path, "--arithmetic", "--link-gbit-per-s", "0.5"]) == 2
-    shown = capsys.readouterr().err
-    assert "REFUSED: islands." in shown
-    assert "all of them" not in shown
-
-
 def test_several_refusals_are_mended_together(capsys):
     path = str(CONFIGS / "four_regions.py")
     small = ("--launch.coordinator-disk-gb", "100")
@@ -353,12 +326,6 @@ def test_one_set_of_changes_mends_what_others_make_worse():
         fewer = {name: value for name, value in found.items() if name != field}
         assert refusals(terms.changed(fewer)) != []
     assert mending(terms.changed(found)) == {}
-
-
-def test_a_missing_price_is_named(capsys):
-    path = str(CONFIGS / "four_regions.py")
-    assert cli.main(["plan", path, "--arithmetic", "--price", "v5p=4"]) == 2
-    assert "lacks coordinator, v6e" in capsys.readouterr().err
 
 
 def test_a_trillion_parameters_are_too_many_for_one_coordinator():
