@@ -4,7 +4,6 @@ and what their pods run, with a `diloco` that tells what it is told.
 Shapes are in `tests/golden/launch`.
 """
 
-import base64
 import dataclasses
 import re
 import signal
@@ -17,8 +16,6 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from test_rendered import LAUNCHES
 
 from diloco_jax.config import ConfigError
-from diloco_jax.launch.gke import deployment
-from diloco_jax.launch.order import make_order
 
 WAIT_S = 120.0
 UNTIL_TERM = (
@@ -141,11 +138,29 @@ def test_preemptions_are_no_crashes_and_refusals_are_final(config):
     assert set(preempted["onJobFailureReasons"]) == {"PodFailurePolicy"}
 
 
-def test_no_key_is_in_any_file(config):
-    order = make_order(config, "two.py", "gke")
-    for text in deployment(order, "certificates", "folder", NOW).files.values():
-        assert "PRIVATE KEY" not in text
-        assert base64.b64encode(b"PRIVATE KEY").decode()[:12] not in text
+@settings
+def test_a_policy_lets_in_the_pods_that_it_names(config, settings):
+    """Labels of pods, of selectors and of policies are the same everywhere."""
+    made = rendered(config, **settings)
+    parts = {}
+    for (kind, name), value in made.items():
+        if kind in ("Job", "JobSet") and not name.endswith("-begin"):
+            job, pod = job_and_pod(value)
+            parts[name] = job["template"]["metadata"]["labels"]
+            assert pod["serviceAccountName"] == name
+            assert pod["automountServiceAccountToken"] is False
+            secrets = [v["secret"] for v in pod["volumes"] if "secret" in v]
+            assert [s["secretName"] for s in secrets] == [f"{name}-certificates"]
+    for name, labels in parts.items():
+        policy = made["NetworkPolicy", name]["spec"]
+        assert policy["podSelector"]["matchLabels"] == labels
+        if ("Service", name) in made:
+            assert made["Service", name]["spec"]["selector"] == labels
+        else:
+            own = policy["ingress"][0]["from"]
+            assert own == [{"podSelector": {"matchLabels": labels}}]
+    (own,) = made["NetworkPolicy", "two-coordinator"]["spec"]["ingress"]
+    assert own["from"][0] == {"podSelector": {"matchLabels": {"diloco-run": "two"}}}
 
 
 @pytest.mark.parametrize(
