@@ -302,7 +302,7 @@ def test_pods_get_the_config_as_it_is_now(cloud, launch, config):
 def test_changed_certificates_reach_the_machines_they_are_of(
     cloud, launch, tmp_path, on, settings, broken
 ):
-    """Also after a launch that broke off. Only who serves gets lists of revoked ones."""
+    """Also after one that broke off. Only who serves gets a list of revoked ones."""
     launch(on, **settings)
     folder = tmp_path / "run/certificates"
 
