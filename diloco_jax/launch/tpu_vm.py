@@ -211,8 +211,8 @@ def _closed(order: Order) -> Resource:
     """Return the rule by which nobody else reaches the ports that ask for no key,
     whatever the network lets in."""
     ports = f"--rules={_tcp((*SLICE_PORTS, METRICS_PORT))}"
-    denied = "--action=DENY", ports, "--source-ranges=0.0.0.0/0"
-    denied = *denied, f"--priority={CLOSED}"
+    everybody, priority = "--source-ranges=0.0.0.0/0", f"--priority={CLOSED}"
+    denied = "--action=DENY", ports, everybody, priority
     return _firewall(order, SHARED, f"{order.name}-closed", order.name, *denied)
 
 
