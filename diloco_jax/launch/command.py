@@ -19,7 +19,7 @@ from diloco_jax.files import absolute, is_bucket, write_json
 from diloco_jax.hardware.tpus import slice_of
 from diloco_jax.launch import gke, sky, tpu_vm
 from diloco_jax.launch.certificates import prepare_certificates
-from diloco_jax.launch.order import COORDINATOR, Backend, Order, make_order
+from diloco_jax.launch.spec import COORDINATOR, Backend, LaunchSpec, make_spec
 from diloco_jax.launch.submit import CommandError, Submitter
 from diloco_jax.launch.variables import flag_notes
 from diloco_jax.planning.options import (
@@ -97,24 +97,22 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
     """
     prices = parse_prices(options.price)
     on, action = _backend_of(options), options.action
-    order = make_order(config, path, on, options.init)
+    spec = make_spec(config, path, on, options.init)
     planned: list[str] = []
     if action == "create" and not options.unplanned:
         planned = require_planned(config)
-    _check_owners(order, options.only)
-    workdir = Path(absolute(config.placement.workdir or f"runs/{order.name}"))
+    _check_owners(spec, options.only)
+    workdir = Path(absolute(config.placement.workdir or f"runs/{spec.name}"))
     folder, own = workdir / "launch", config.placement.certificates
     certificates = Path(absolute(own)) if own else workdir / "certificates"
     note = workdir / "launch.json"
     _check_backend(note, on)
     if action in ("create", "run") and not options.dry_run:
-        prepare_certificates(certificates, BACKENDS[on].hosts(order), order)
+        prepare_certificates(certificates, BACKENDS[on].hosts(spec), spec)
         workdir.mkdir(parents=True, exist_ok=True)
         write_json({"on": on}, note)
     now_unix = int(time.time())
-    deployment = BACKENDS[on].deployment(
-        order, str(certificates), str(folder), now_unix
-    )
+    deployment = BACKENDS[on].deployment(spec, str(certificates), str(folder), now_unix)
     submitter = Submitter(
         deployment,
         only=options.only,
@@ -122,9 +120,9 @@ def run(config: Config, path: str, options: LaunchOptions) -> int:
         confirm=_asker(options.yes),
         dry_run=options.dry_run,
     )
-    notes = [*_zone_notes(order), *planned]
+    notes = [*_zone_notes(spec), *planned]
     if action in ("create", "run"):
-        notes += [*flag_notes(config), *_notes(order, on), *_costs(config, prices)]
+        notes += [*flag_notes(config), *_notes(spec, on), *_costs(config, prices)]
     for line in notes:
         _show(line)
     if action in ("create", "run", "results"):
@@ -258,8 +256,8 @@ def _costs(config: Config, prices: dict[str, float]) -> list[str]:
     return [price_sentence(price_per_hour(config, prices)), end]
 
 
-def _check_owners(order: Order, only: tuple[str, ...]) -> None:
-    known = [COORDINATOR, *(island.name for island in order.islands)]
+def _check_owners(spec: LaunchSpec, only: tuple[str, ...]) -> None:
+    known = [COORDINATOR, *(island.name for island in spec.islands)]
     for name in only:
         if name not in known:
             raise ConfigError(
@@ -268,8 +266,8 @@ def _check_owners(order: Order, only: tuple[str, ...]) -> None:
             )
 
 
-def _zone_notes(order: Order) -> Iterator[str]:
-    for island in order.islands:
+def _zone_notes(spec: LaunchSpec) -> Iterator[str]:
+    for island in spec.islands:
         known = island.slice.generation
         for zone in island.zones:
             if zone not in known.zones:
@@ -279,9 +277,9 @@ def _zone_notes(order: Order) -> Iterator[str]:
                 )
 
 
-def _notes(order: Order, on: Backend) -> Iterator[str]:
+def _notes(spec: LaunchSpec, on: Backend) -> Iterator[str]:
     """Yield what to know before machines are made."""
-    settings = order.settings
+    settings = spec.settings
     for field, shows in (("image", "push"), ("cloud_image", "pull")):
         image = getattr(settings, field)
         if "@sha256:" not in image:
@@ -296,16 +294,16 @@ def _notes(order: Order, on: Backend) -> Iterator[str]:
             f"have no manifests beside them; make those once: `diloco manifest "
             f"FOLDER`, then `gcloud storage rsync --recursive FOLDER {settings.data}`"
         )
-    if is_bucket(order.source.partition(":")[2]):
+    if is_bucket(spec.source.partition(":")[2]):
         yield (
-            f"note: the weights of --init {order.source} are not read here, so what "
+            f"note: the weights of --init {spec.source} are not read here, so what "
             f"they need of the coordinator's machine was judged by run.model of the "
             f"config"
         )
     islands, coordinator = settings.service_account, settings.coordinator_account
     if on == "sky":
         yield (
-            f"note: SkyPilot's machines act as {sky.account(order)}, islands and the "
+            f"note: SkyPilot's machines act as {sky.account(spec)}, islands and the "
             f"coordinator alike, whatever launch.service_account says: whoever takes "
             f"over one of them may change or delete machines, slices and buckets of "
             f"the project; --on tpu_vm and --on gke have accounts of your own"

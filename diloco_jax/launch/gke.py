@@ -16,13 +16,13 @@ from typing import Any
 from diloco_jax.launch import manifests
 from diloco_jax.launch.certificates import digest, files_of
 from diloco_jax.launch.manifests import ISLAND, PART, yaml_text
-from diloco_jax.launch.order import (
+from diloco_jax.launch.spec import (
     CERTIFICATES,
     COORDINATOR,
     PORT,
     WORKDIR,
     GkeCluster,
-    Order,
+    LaunchSpec,
     PlacedIsland,
     in_cluster,
 )
@@ -50,72 +50,72 @@ LOG_LINES = 100
 
 
 def deployment(
-    order: Order, certificates: str, folder: str, now_unix: int
+    spec: LaunchSpec, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
     """Return all that `diloco launch --on gke` makes and runs; see
     `tpu_vm.deployment`."""
-    home, islands, name = order.cluster, order.islands, order.coordinator
+    home, islands, name = spec.cluster, spec.islands, spec.coordinator
     clusters = dict.fromkeys([home, *(island.cluster for island in islands)])
     where = {principal.island(i.name).stem: i.cluster for i in islands}
-    shared = order.settings.namespace != "default"
+    shared = spec.settings.namespace != "default"
     files = {
-        "config.yaml": yaml_text(manifests.config_map(order)),
-        "begin.yaml": yaml_text(manifests.permit(order)),
-        "disk.yaml": yaml_text(manifests.disk(order, name, COORDINATOR)),
-        "coordinator.yaml": yaml_text(*manifests.coordinator(order, now_unix)),
-        "reader.yaml": yaml_text(manifests.reader(order)),
+        "config.yaml": yaml_text(manifests.config_map(spec)),
+        "begin.yaml": yaml_text(manifests.permit(spec)),
+        "disk.yaml": yaml_text(manifests.disk(spec, name, COORDINATOR)),
+        "coordinator.yaml": yaml_text(*manifests.coordinator(spec, now_unix)),
+        "reader.yaml": yaml_text(manifests.reader(spec)),
     }
-    for number, worker in enumerate(order.workers):
+    for number, worker in enumerate(spec.workers):
         part = manifests.part_of_worker(number)
-        made = manifests.worker(order, number, now_unix)
-        files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(order, worker, part))
+        made = manifests.worker(spec, number, now_unix)
+        files[f"{worker}-disk.yaml"] = yaml_text(manifests.disk(spec, worker, part))
         files[f"{worker}.yaml"] = yaml_text(*made)
     for island in islands:
-        made = manifests.island(order, island, now_unix)
+        made = manifests.island(spec, island, now_unix)
         files[f"{island.resource}.yaml"] = yaml_text(*made)
     login = ("gcloud", "container", "clusters", "get-credentials")
     return Deployment(
         files=files,
         prepare=tuple(Command((*login, c.name, *_cluster(c))) for c in clusters),
         resources=(
-            _coordinators_pool(order),
-            *(pool for island in islands for pool in _island_pools(order, island)),
-            *(_namespace(order, cluster) for cluster in clusters if shared),
+            _coordinators_pool(spec),
+            *(pool for island in islands for pool in _island_pools(spec, island)),
+            *(_namespace(spec, cluster) for cluster in clusters if shared),
             *(
-                _secret(order, where.get(stem, home), stem, certificates)
-                for stem in order.secrets
+                _secret(spec, where.get(stem, home), stem, certificates)
+                for stem in spec.secrets
             ),
-            *(_config_map(order, c, f"{folder}/config.yaml") for c in clusters),
-            _disk(order, name, f"{folder}/disk.yaml"),
-            _permit(order, f"{folder}/begin.yaml"),
-            _job(order, name, f"{folder}/coordinator.yaml"),
+            *(_config_map(spec, c, f"{folder}/config.yaml") for c in clusters),
+            _disk(spec, name, f"{folder}/disk.yaml"),
+            _permit(spec, f"{folder}/begin.yaml"),
+            _job(spec, name, f"{folder}/coordinator.yaml"),
             *(
                 made
-                for worker in order.workers
+                for worker in spec.workers
                 for made in (
-                    _disk(order, worker, f"{folder}/{worker}-disk.yaml"),
-                    _job(order, worker, f"{folder}/{worker}.yaml"),
+                    _disk(spec, worker, f"{folder}/{worker}-disk.yaml"),
+                    _job(spec, worker, f"{folder}/{worker}.yaml"),
                 )
             ),
-            *(_jobset(order, i, f"{folder}/{i.resource}.yaml") for i in islands),
+            *(_jobset(spec, i, f"{folder}/{i.resource}.yaml") for i in islands),
         ),
-        status=_status(order),
-        results=_results(order, folder),
+        status=_status(spec),
+        results=_results(spec, folder),
     )
 
 
-def hosts(order: Order) -> tuple[str, ...]:
+def hosts(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the names by which islands reach the coordinator and its workers, for
     their certificates."""
-    names = (order.inside, order.coordinator, order.settings.coordinator_address)
-    workers = (in_cluster(worker, order.settings) for worker in order.workers)
+    names = (spec.inside, spec.coordinator, spec.settings.coordinator_address)
+    workers = (in_cluster(worker, spec.settings) for worker in spec.workers)
     return (*filter(None, names), *workers)
 
 
 # ---- machines -----------------------------------------------------------------------
 
 
-def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
+def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
     """Return a node pool in each zone of the island; at most one has a slice."""
     found = island.slice
     bought = {
@@ -128,7 +128,7 @@ def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
     shape = [f"--tpu-topology={found.shape}"] if found.hosts > 1 else []
     return [
         _pool(
-            order,
+            spec,
             island.cluster,
             pool,
             island.name,
@@ -136,7 +136,7 @@ def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
             *(f"--machine-type={found.machine_type}", *shape, *bought[island.purchase]),
             f"--max-nodes={found.hosts}",
             f"--node-labels={ISLAND}={island.resource}",
-            account=order.settings.service_account,
+            account=spec.settings.service_account,
             remedy=(
                 f"{found.generation.name} is known to be offered in "
                 f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} "
@@ -148,23 +148,23 @@ def _island_pools(order: Order, island: PlacedIsland) -> list[Resource]:
     ]
 
 
-def _coordinators_pool(order: Order) -> Resource:
-    settings = order.settings
+def _coordinators_pool(spec: LaunchSpec) -> Resource:
+    settings = spec.settings
     return _pool(
-        order,
-        order.cluster,
-        order.coordinator,
+        spec,
+        spec.cluster,
+        spec.coordinator,
         COORDINATOR,
         settings.coordinator_zone,
         f"--machine-type={settings.coordinator_machine}",
-        f"--max-nodes={1 + len(order.workers)}",
+        f"--max-nodes={1 + len(spec.workers)}",
         f"--node-taints={PART}={COORDINATOR}:NoSchedule",
-        account=order.coordinators_account,
+        account=spec.coordinators_account,
     )
 
 
 def _pool(
-    order: Order,
+    spec: LaunchSpec,
     cluster: GkeCluster,
     name: str,
     owner: str,
@@ -180,7 +180,7 @@ def _pool(
             *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
             # Machines are bought when pods ask for them, and given back after them.
             *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
-            f"--labels={RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}",
+            f"--labels={RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)}",
             *([f"--service-account={account}"] if account else []),
             *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
         ),
@@ -205,44 +205,44 @@ def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
 # ---- objects in the clusters --------------------------------------------------------
 
 
-def _jobset(order: Order, island: PlacedIsland, file: str) -> Resource:
+def _jobset(spec: LaunchSpec, island: PlacedIsland, file: str) -> Resource:
     name, cluster = island.resource, island.cluster
     pods = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
     most = f"--max-log-requests={island.slice.hosts}"
     return _made(
-        *(order, cluster, ISLAND_OBJECTS, name, NAME + " {.status.terminalState}"),
-        _apply(order, cluster, file),
+        *(spec, cluster, ISLAND_OBJECTS, name, NAME + " {.status.terminalState}"),
+        _apply(spec, cluster, file),
         owner=island.name,
         dead=("Failed",),
         runs=True,
-        logs=_logs(order, cluster, "--prefix", pods, most),
+        logs=_logs(spec, cluster, "--prefix", pods, most),
     )
 
 
-def _job(order: Order, name: str, file: str) -> Resource:
+def _job(spec: LaunchSpec, name: str, file: str) -> Resource:
     """Return the coordinator, or a worker."""
-    cluster = order.cluster
+    cluster = spec.cluster
     return _made(
-        *(order, cluster, OBJECTS, name, STATE, _apply(order, cluster, file)),
+        *(spec, cluster, OBJECTS, name, STATE, _apply(spec, cluster, file)),
         dead=("Failed",),
         runs=True,
-        logs=_logs(order, cluster, f"job/{name}"),
+        logs=_logs(spec, cluster, f"job/{name}"),
     )
 
 
-def _disk(order: Order, name: str, file: str) -> Resource:
-    where = order.cluster, "persistentvolumeclaim", name, NAME
-    return _made(order, *where, _apply(order, order.cluster, file), keeps=True)
+def _disk(spec: LaunchSpec, name: str, file: str) -> Resource:
+    where = spec.cluster, "persistentvolumeclaim", name, NAME
+    return _made(spec, *where, _apply(spec, spec.cluster, file), keeps=True)
 
 
-def _permit(order: Order, file: str) -> Resource:
+def _permit(spec: LaunchSpec, file: str) -> Resource:
     """Return the Job that lets the run begin on its disk, before its coordinator comes.
     It outlives that disk."""
-    name, cluster = order.permit, order.cluster
+    name, cluster = spec.permit, spec.cluster
     until = ("--for=condition=Complete", "--timeout=1800s")
     # Its machine has to come, and the image.
-    wait = _kubectl(order, cluster, "wait", f"job/{name}", *until, deadline_s=1900)
-    where, made = (order, cluster, "job", name, STATE), _apply(order, cluster, file)
+    wait = _kubectl(spec, cluster, "wait", f"job/{name}", *until, deadline_s=1900)
+    where, made = (spec, cluster, "job", name, STATE), _apply(spec, cluster, file)
     return _made(
         *where,
         *(made, wait),
@@ -253,39 +253,39 @@ def _permit(order: Order, file: str) -> Resource:
     )
 
 
-def _config_map(order: Order, cluster: GkeCluster, file: str) -> Resource:
-    made, content = _apply(order, cluster, file), manifests.config_digest(order)
-    where = cluster, "configmap", manifests.config_name(order), LABELLED
-    return _made(order, *where, made, owner=SHARED, content=content, update=(made,))
+def _config_map(spec: LaunchSpec, cluster: GkeCluster, file: str) -> Resource:
+    made, content = _apply(spec, cluster, file), manifests.config_digest(spec)
+    where = cluster, "configmap", manifests.config_name(spec), LABELLED
+    return _made(spec, *where, made, owner=SHARED, content=content, update=(made,))
 
 
 def _secret(
-    order: Order, cluster: GkeCluster, stem: str, certificates: str
+    spec: LaunchSpec, cluster: GkeCluster, stem: str, certificates: str
 ) -> Resource:
     """Return the secret with the certificates of this stem. It gets its label last:
     broken off before that, it has no content that is known."""
-    name, content = order.secrets[stem], digest(Path(certificates), stem)
+    name, content = spec.secrets[stem], digest(Path(certificates), stem)
     files = files_of(Path(certificates), stem)
     create = _kubectl(
-        *(order, cluster, "create", "secret", "generic", name),
+        *(spec, cluster, "create", "secret", "generic", name),
         *(f"--from-file={certificates}/{file}" for file in files),
     )
-    label = _kubectl(order, cluster, "label", "secret", name, f"{CONTENT}={content}")
-    where, owner = (cluster, "secret", name, LABELLED), order.owner_of(stem)
+    label = _kubectl(spec, cluster, "label", "secret", name, f"{CONTENT}={content}")
+    where, owner = (cluster, "secret", name, LABELLED), spec.owner_of(stem)
     made = create, label
-    update = _delete(order, cluster, "secret", name), *made
-    return _made(order, *where, *made, owner=owner, content=content, update=update)
+    update = _delete(spec, cluster, "secret", name), *made
+    return _made(spec, *where, *made, owner=owner, content=content, update=update)
 
 
-def _namespace(order: Order, cluster: GkeCluster) -> Resource:
-    name = order.settings.namespace
-    create = _kubectl(order, cluster, "create", "namespace", name)
-    made = _made(order, cluster, "namespace", name, NAME, create, owner=SHARED)
+def _namespace(spec: LaunchSpec, cluster: GkeCluster) -> Resource:
+    name = spec.settings.namespace
+    create = _kubectl(spec, cluster, "create", "namespace", name)
+    made = _made(spec, cluster, "namespace", name, NAME, create, owner=SHARED)
     return dataclasses.replace(made, delete=None)
 
 
 def _made(
-    order: Order,
+    spec: LaunchSpec,
     cluster: GkeCluster,
     kinds: str,
     name: str,
@@ -296,13 +296,13 @@ def _made(
 ) -> Resource:
     """Return objects of one name. kinds: the first is looked at. shown: JSONPath."""
     get = ("get", kinds.partition(",")[0], name, "--ignore-not-found")
-    elsewhere = "" if cluster == order.cluster else f" in {cluster.context}"
+    elsewhere = "" if cluster == spec.cluster else f" in {cluster.context}"
     return Resource(
         what=f"{kinds} {name}{elsewhere}",
         owner=owner,
-        find=_kubectl(order, cluster, *get, "-o", f"jsonpath={shown}"),
+        find=_kubectl(spec, cluster, *get, "-o", f"jsonpath={shown}"),
         create=create,
-        delete=_delete(order, cluster, kinds, name),
+        delete=_delete(spec, cluster, kinds, name),
         **fields,
     )
 
@@ -310,53 +310,55 @@ def _made(
 # ---- looks at a run -----------------------------------------------------------------
 
 
-def _status(order: Order) -> Command:
+def _status(spec: LaunchSpec) -> Command:
     """Return the command that asks the coordinator, in its own pod."""
-    inside = ("exec", f"job/{order.coordinator}", "--container=diloco", "--")
-    host = order.settings.coordinator_address or order.inside
+    inside = ("exec", f"job/{spec.coordinator}", "--container=diloco", "--")
+    host = spec.settings.coordinator_address or spec.inside
     ask = ("diloco", "status", f"{host}:{PORT}", "--json")
     line = (*inside, *ask, "--certificates", CERTIFICATES)
-    return _kubectl(order, order.cluster, *line)
+    return _kubectl(spec, spec.cluster, *line)
 
 
-def _logs(order: Order, cluster: GkeCluster, *pods: str) -> Command:
+def _logs(spec: LaunchSpec, cluster: GkeCluster, *pods: str) -> Command:
     """Return the command that prints the last lines of a process."""
     words = ("logs", "--container=diloco", f"--tail={LOG_LINES}", *pods)
-    return _kubectl(order, cluster, *words)
+    return _kubectl(spec, cluster, *words)
 
 
-def _results(order: Order, folder: str) -> tuple[Command, ...]:
+def _results(spec: LaunchSpec, folder: str) -> tuple[Command, ...]:
     """Return the commands that copy the coordinator's workdir, from a pod beside its
     disk."""
-    name, cluster = manifests.reader_name(order), order.cluster
+    name, cluster = manifests.reader_name(spec), spec.cluster
     ready = ("--for=condition=Ready", "--timeout=900s")
     copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / RESULTS))
     return (
-        _apply(order, cluster, f"{folder}/reader.yaml"),
-        _kubectl(order, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
-        _kubectl(order, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
-        _delete(order, cluster, "pod", name),
+        _apply(spec, cluster, f"{folder}/reader.yaml"),
+        _kubectl(spec, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
+        _kubectl(spec, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
+        _delete(spec, cluster, "pod", name),
     )
 
 
 # ---- kubectl ------------------------------------------------------------------------
 
 
-def _kubectl(order: Order, cluster: GkeCluster, *arguments: str, **how: Any) -> Command:
+def _kubectl(
+    spec: LaunchSpec, cluster: GkeCluster, *arguments: str, **how: Any
+) -> Command:
     """Return a command in the cluster, and in the launch's namespace. how: fields of
     the command."""
-    where = (f"--context={cluster.context}", f"--namespace={order.settings.namespace}")
+    where = (f"--context={cluster.context}", f"--namespace={spec.settings.namespace}")
     # After "--" comes a command in the pod.
     own = arguments.index("--") if "--" in arguments else len(arguments)
     return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), **how)
 
 
-def _apply(order: Order, cluster: GkeCluster, file: str) -> Command:
+def _apply(spec: LaunchSpec, cluster: GkeCluster, file: str) -> Command:
     """Return the command that makes the objects of a file."""
-    return _kubectl(order, cluster, "apply", "-f", file)
+    return _kubectl(spec, cluster, "apply", "-f", file)
 
 
-def _delete(order: Order, cluster: GkeCluster, kinds: str, name: str) -> Command:
+def _delete(spec: LaunchSpec, cluster: GkeCluster, kinds: str, name: str) -> Command:
     """Return the command that deletes the objects of that name, and waits for it."""
     words = ("delete", kinds, name, "--ignore-not-found")
-    return _kubectl(order, cluster, *words, deadline_s=300, deletes=True)
+    return _kubectl(spec, cluster, *words, deadline_s=300, deletes=True)

@@ -18,7 +18,7 @@ import yaml
 from diloco_jax.config.launch import variables_of
 from diloco_jax.hardware.machines import GIB, machine_of
 from diloco_jax.hardware.tpus import HOST_MACHINES
-from diloco_jax.launch.order import (
+from diloco_jax.launch.spec import (
     CERTIFICATES,
     CONFIG_FOLDER,
     COORDINATOR,
@@ -27,7 +27,7 @@ from diloco_jax.launch.order import (
     PLATFORMS,
     PORT,
     WORKDIR,
-    Order,
+    LaunchSpec,
     PlacedIsland,
 )
 from diloco_jax.wire import principal
@@ -57,21 +57,21 @@ NOT_OUTSIDE = dict.fromkeys(
 # ---- objects ------------------------------------------------------------------------
 
 
-def coordinator(order: Order, now_unix: int) -> list[Manifest]:
+def coordinator(spec: LaunchSpec, now_unix: int) -> list[Manifest]:
     """Return account, service, policy, disruption budget and Job of the coordinator.
 
     now_unix: the last hour counts from then.
     """
-    host = order.settings.coordinator_address or order.inside
-    command = shlex.join(["diloco", *order.coordinator_arguments(f"{host}:{PORT}")])
+    host = spec.settings.coordinator_address or spec.inside
+    command = shlex.join(["diloco", *spec.coordinator_arguments(f"{host}:{PORT}")])
     script = f"""\
 if [ -d {WORKDIR}/log ]; then rm -f {PERMIT_FILE}; fi
-if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(order.init_arguments())}; fi
-{_asked_to_end(f'{command} "$@"', order.end_unix(now_unix))}"""
-    names = {port: f"worker-{n - 2}" for n, port in enumerate(order.ports)}
+if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(spec.init_arguments())}; fi
+{_asked_to_end(f'{command} "$@"', spec.end_unix(now_unix))}"""
+    names = {port: f"worker-{n - 2}" for n, port in enumerate(spec.ports)}
     names |= {PORT: "control", PORT + 1: "bulk"}
-    ingress = [_islands_may(order, order.ports)]
-    name, address = order.coordinator, order.settings.coordinator_address
+    ingress = [_islands_may(spec, spec.ports)]
+    name, address = spec.coordinator, spec.settings.coordinator_address
     reached: Manifest = {}
     if address:  # From elsewhere, behind an internal load balancer.
         reached = {
@@ -81,24 +81,24 @@ if [ -e {PERMIT_FILE} ]; then set -- {shlex.join(order.init_arguments())}; fi
             "balancer_address": address if _is_number(address) else None,
         }
     return _serving(
-        order, name, COORDINATOR, COORDINATOR, script, names, ingress, reached
+        spec, name, COORDINATOR, COORDINATOR, script, names, ingress, reached
     )
 
 
-def worker(order: Order, number: int, now_unix: int) -> list[Manifest]:
+def worker(spec: LaunchSpec, number: int, now_unix: int) -> list[Manifest]:
     """Return account, service, policy, disruption budget and Job of a worker on a
     machine of its own."""
-    command = shlex.join(["diloco", *order.worker_arguments(number)])
-    script = _asked_to_end(command, order.end_unix(now_unix))
-    lead = {"podSelector": {"matchLabels": _labels(order, COORDINATOR)}}
+    command = shlex.join(["diloco", *spec.worker_arguments(number)])
+    script = _asked_to_end(command, spec.end_unix(now_unix))
+    lead = {"podSelector": {"matchLabels": _labels(spec, COORDINATOR)}}
     ingress = [
         {"from": [lead], "ports": _tcp((PORT,))},
-        _islands_may(order, (PORT + 1,)),
+        _islands_may(spec, (PORT + 1,)),
     ]
-    name, stem = order.workers[number], principal.worker(number).stem
+    name, stem = spec.workers[number], principal.worker(number).stem
     names = {PORT: "lead", PORT + 1: "bulk"}
     return _serving(
-        order, name, part_of_worker(number), stem, script, names, ingress, {}
+        spec, name, part_of_worker(number), stem, script, names, ingress, {}
     )
 
 
@@ -107,65 +107,65 @@ def part_of_worker(number: int) -> str:
     return f"worker-{number}"
 
 
-def disk(order: Order, name: str, part: str) -> Manifest:
+def disk(spec: LaunchSpec, name: str, part: str) -> Manifest:
     """Return the disk on which a coordinator, or a worker, keeps its part of the run.
     It is an object of its own, which outlives the Job."""
-    size = f"{order.settings.coordinator_disk_gb}Gi"
-    return _made(order, "disk", name, part, size=size)
+    size = f"{spec.settings.coordinator_disk_gb}Gi"
+    return _made(spec, "disk", name, part, size=size)
 
 
-def permit(order: Order) -> Manifest:
+def permit(spec: LaunchSpec) -> Manifest:
     """Return the Job that lets the run begin on its disk. It is done once; the object
     stays, so that it is not done again on a disk that replaces a lost one."""
     put = f"[ -d {WORKDIR}/log ] || touch {PERMIT_FILE}; sync"
     command = ["/bin/bash", "-c", put]
-    return _made(order, "permit", order.permit, PERMIT, command=command)
+    return _made(spec, "permit", spec.permit, PERMIT, command=command)
 
 
-def reader(order: Order) -> Manifest:
+def reader(spec: LaunchSpec) -> Manifest:
     """Return the pod from which results are copied off the coordinator's disk, beside
     the coordinator or after it."""
     command = ["/bin/sleep", "infinity"]
-    return _made(order, "reader", reader_name(order), "reader", command=command)
+    return _made(spec, "reader", reader_name(spec), "reader", command=command)
 
 
-def reader_name(order: Order) -> str:
+def reader_name(spec: LaunchSpec) -> str:
     """Return the name of that pod."""
-    return f"{order.name}-reader"
+    return f"{spec.name}-reader"
 
 
-def config_map(order: Order) -> Manifest:
+def config_map(spec: LaunchSpec) -> Manifest:
     """Return the ConfigMap from which every pod reads the config. A label says which
     one it is."""
-    own = {"digest": config_digest(order), "config_json": order.config_json}
-    return _made(order, "config_map", config_name(order), "all", **own)
+    own = {"digest": config_digest(spec), "config_json": spec.config_json}
+    return _made(spec, "config_map", config_name(spec), "all", **own)
 
 
-def config_name(order: Order) -> str:
+def config_name(spec: LaunchSpec) -> str:
     """Return the name of the ConfigMap."""
-    return f"{order.name}-config"
+    return f"{spec.name}-config"
 
 
-def config_digest(order: Order) -> str:
+def config_digest(spec: LaunchSpec) -> str:
     """Return a digest of the config that fits into a label."""
-    return hashlib.sha256(order.config_json.encode()).hexdigest()[:32]
+    return hashlib.sha256(spec.config_json.encode()).hexdigest()[:32]
 
 
-def island(order: Order, island: PlacedIsland, now_unix: int) -> list[Manifest]:
+def island(spec: LaunchSpec, island: PlacedIsland, now_unix: int) -> list[Manifest]:
     """Return the island's account, the policy that closes its ports to all others, and
     its JobSet.
 
     now_unix: first incarnation of this JobSet, above those of any JobSet before it.
     """
-    name, settings, found = island.resource, order.settings, island.slice
-    own = {"podSelector": {"matchLabels": _labels(order, island.name)}}
+    name, settings, found = island.resource, spec.settings, island.slice
+    own = {"podSelector": {"matchLabels": _labels(spec, island.name)}}
     ingress: list[Manifest] = [{"from": [own]}]
     if island.offer_ports:
-        ingress.append(_islands_may(order, island.offer_ports))
+        ingress.append(_islands_may(spec, island.offer_ports))
     notice_s = NOTICE_S[island.purchase]
-    address = f"{order.host_for(island.cluster)}:{PORT}"
-    arguments = order.island_arguments(island, address, float(notice_s - GOODBYE_S))
-    before, limit = _until(order.end_unix(now_unix), notice_s)
+    address = f"{spec.host_for(island.cluster)}:{PORT}"
+    arguments = spec.island_arguments(island, address, float(notice_s - GOODBYE_S))
+    before, limit = _until(spec.end_unix(now_unix), notice_s)
     number = f"--incarnation $(({now_unix} + RESTART_ATTEMPT))"
     command = shlex.join(["diloco", *arguments])
     several, spot = len(island.zones) > 1, island.purchase == "spot"
@@ -174,19 +174,19 @@ def island(order: Order, island: PlacedIsland, now_unix: int) -> list[Manifest]:
     requests = _requests(*HOST_MACHINES[found.machine_type])
     return [
         _made(
-            order,
+            spec,
             "account",
             name,
             island.name,
             cloud_account=settings.service_account or None,
         ),
-        _made(order, "policy", name, island.name, ingress=ingress),
+        _made(spec, "policy", name, island.name, ingress=ingress),
         _made(
-            order,
+            spec,
             "jobset",
             name,
             island.name,
-            **_pod(order, principal.island(island.name).stem, island.name),
+            **_pod(spec, principal.island(island.name).stem, island.name),
             queue=settings.queue or None,
             exclusive=POOL if several else None,
             hosts=found.hosts,
@@ -206,7 +206,7 @@ def island(order: Order, island: PlacedIsland, now_unix: int) -> list[Manifest]:
 
 
 def _serving(
-    order: Order,
+    spec: LaunchSpec,
     name: str,
     part: str,
     stem: str,
@@ -222,20 +222,20 @@ def _serving(
     what its pod runs. ports: their names. ingress: who reaches them. reached: values of
     a service that is reached from elsewhere.
     """
-    machine = machine_of(order.settings.coordinator_machine)
+    machine = machine_of(spec.settings.coordinator_machine)
     named = [{"name": name, "port": port} for port, name in ports.items()]
-    account = order.coordinators_account or None
+    account = spec.coordinators_account or None
     return [
-        _made(order, "account", name, part, cloud_account=account),
-        _made(order, "service", name, part, ports=named, **(NOT_OUTSIDE | reached)),
-        _made(order, "policy", name, part, ingress=ingress),
-        _made(order, "budget", name, part),
+        _made(spec, "account", name, part, cloud_account=account),
+        _made(spec, "service", name, part, ports=named, **(NOT_OUTSIDE | reached)),
+        _made(spec, "policy", name, part, ingress=ingress),
+        _made(spec, "budget", name, part),
         _made(
-            order,
+            spec,
             "job",
             name,
             part,
-            **_pod(order, stem, COORDINATOR),
+            **_pod(spec, stem, COORDINATOR),
             notice_s=STOP_S,
             script=script,
             container_ports=[{"containerPort": port} for port in ports],
@@ -245,22 +245,22 @@ def _serving(
     ]
 
 
-def _pod(order: Order, stem: str, owner: str) -> Manifest:
+def _pod(spec: LaunchSpec, stem: str, owner: str) -> Manifest:
     """Return the values that all pods of processes have. stem: of its certificates.
     owner: whose variables it gets."""
-    text = order.settings.data
+    text = spec.settings.data
     values: Manifest = {
-        "secret": order.secrets[stem],
-        "config": config_name(order),
+        "secret": spec.secrets[stem],
+        "config": config_name(spec),
         "config_folder": CONFIG_FOLDER,
         "certificates": CERTIFICATES,
-        "variables": _variables(order, owner),
+        "variables": _variables(spec, owner),
         **dict.fromkeys(("data_volume", "data_mount", "copies_data")),
     }
     if text and not stem.startswith("worker"):
         reads = f"diloco manifest --missing {DATA} || true"
-        images = {"image": order.settings.image}
-        images["cloud_image"] = order.settings.cloud_image
+        images = {"image": spec.settings.image}
+        images["cloud_image"] = spec.settings.cloud_image
         copies = {"text": text, "data": DATA, "reads": reads, **images}
         values |= {
             "data_volume": {"name": "data", "emptyDir": {}},
@@ -270,10 +270,10 @@ def _pod(order: Order, stem: str, owner: str) -> Manifest:
     return values
 
 
-def _variables(order: Order, owner: str) -> list[Manifest]:
+def _variables(spec: LaunchSpec, owner: str) -> list[Manifest]:
     """Return the launch's variables for a part of the run. A secret's key is the name
     of the variable."""
-    plain, secret = variables_of(order.settings, owner)
+    plain, secret = variables_of(spec.settings, owner)
     kept = {
         name: {"secretKeyRef": {"name": where, "key": name}}
         for name, where in secret.items()
@@ -289,13 +289,13 @@ def _requests(cores: int, gib: float) -> dict[str, str]:
     return {"cpu": str(round(REQUESTED * cores)), "memory": f"{memory}Gi"}
 
 
-def _islands_may(order: Order, to: tuple[int, ...]) -> Manifest:
+def _islands_may(spec: LaunchSpec, to: tuple[int, ...]) -> Manifest:
     """Return the rule that lets the run's islands, wherever they are, come to these
     ports."""
     peers: list[Manifest] = [
-        {"podSelector": {"matchLabels": {"diloco-run": order.name}}}
+        {"podSelector": {"matchLabels": {"diloco-run": spec.name}}}
     ]
-    if order.settings.coordinator_address:
+    if spec.settings.coordinator_address:
         peers += [{"ipBlock": {"cidr": block}} for block in PRIVATE]
     return {"from": peers, "ports": _tcp(to)}
 
@@ -304,8 +304,8 @@ def _tcp(ports: tuple[int, ...]) -> list[Manifest]:
     return [{"protocol": "TCP", "port": port} for port in ports]
 
 
-def _labels(order: Order, part: str) -> dict[str, str]:
-    return {"app": "diloco", "diloco-run": order.name, "diloco-part": part}
+def _labels(spec: LaunchSpec, part: str) -> dict[str, str]:
+    return {"app": "diloco", "diloco-run": spec.name, "diloco-part": part}
 
 
 def _is_number(address: str) -> bool:
@@ -366,19 +366,21 @@ def _templates() -> dict[str, Any]:
     return templates
 
 
-def _made(order: Order, template: str, name: str, part: str, **values: Any) -> Manifest:
+def _made(
+    spec: LaunchSpec, template: str, name: str, part: str, **values: Any
+) -> Manifest:
     """Return the object of a template. values: by name, beside those of the launch."""
     made: Manifest = _filled(
         _templates()[template],
         {
             "name": name,
-            "namespace": order.settings.namespace,
-            "run": order.name,
+            "namespace": spec.settings.namespace,
+            "run": spec.name,
             "part": part,
-            "coordinator": order.coordinator,
-            "image": order.settings.image,
+            "coordinator": spec.coordinator,
+            "image": spec.settings.image,
             "workdir": WORKDIR,
-            "retries": order.fruitless_starts - 1,
+            "retries": spec.fruitless_starts - 1,
             **values,
         },
     )

@@ -109,7 +109,7 @@ class Resource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Everything that one backend renders from an order."""
+    """Everything that one backend renders of a launch."""
 
     files: dict[str, str]
     """Texts by name, for the launch's folder, without secrets."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_jax.launch.certificates import digest
 from diloco_jax.launch.host import coordinator_script, island_script
-from diloco_jax.launch.order import COORDINATOR, PERMIT, PORT, Order, PlacedIsland
+from diloco_jax.launch.spec import COORDINATOR, PERMIT, PORT, LaunchSpec, PlacedIsland
 from diloco_jax.launch.submit import CONTENT, SHARED, Command, Deployment, Resource
 
 SLICE_PORTS = (8471, 8482)
@@ -33,7 +33,7 @@ RUN_LABEL, PART_LABEL = "diloco-run", "diloco-part"
 
 
 def deployment(
-    order: Order, certificates: str, folder: str, now_unix: int
+    spec: LaunchSpec, certificates: str, folder: str, now_unix: int
 ) -> Deployment:
     """Return all that `diloco launch --on tpu_vm` makes.
 
@@ -42,55 +42,55 @@ def deployment(
       folder: folder for the deployment's files.
       now_unix: the last hour counts from then.
     """
-    (host,) = hosts(order)
-    address, project = f"{host}:{PORT}", f"--project={order.settings.project}"
-    zone = f"--zone={order.settings.coordinator_zone}"
-    release = ("compute", "instances", "delete", order.coordinator, zone, project)
+    (host,) = hosts(spec)
+    address, project = f"{host}:{PORT}", f"--project={spec.settings.project}"
+    zone = f"--zone={spec.settings.coordinator_zone}"
+    release = ("compute", "instances", "delete", spec.coordinator, zone, project)
     files = {
-        "coordinator.sh": coordinator_script(order, address, now_unix, release),
+        "coordinator.sh": coordinator_script(spec, address, now_unix, release),
         PERMIT: "The run may begin.\n",
     }
     islands = []
-    for island in order.islands:
+    for island in spec.islands:
         script = f"{island.resource}.sh"
         tpu = ("compute", "tpus", "queued-resources", "delete", island.resource)
         gone = (*tpu, f"--zone={island.zones[0]}", "--force", "--async", project)
-        files[script] = island_script(order, island, address, now_unix, gone)
-        islands.append(_queued_resource(order, island, f"{folder}/{script}"))
-    several = [i for i in order.islands if i.slice.hosts > 1]
+        files[script] = island_script(spec, island, address, now_unix, gone)
+        islands.append(_queued_resource(spec, island, f"{folder}/{script}"))
+    several = [i for i in spec.islands if i.slice.hosts > 1]
     return Deployment(
         files=files,
         resources=(
-            _closed(order),
-            _open(order, COORDINATOR, order.coordinator, order.name, order.ports),
+            _closed(spec),
+            _open(spec, COORDINATOR, spec.coordinator, spec.name, spec.ports),
             *(
-                _open(order, i.name, i.resource, i.resource, SLICE_PORTS)
+                _open(spec, i.name, i.resource, i.resource, SLICE_PORTS)
                 for i in several
             ),
-            *kept(order, certificates, f"{folder}/{PERMIT}"),
-            _coordinator(order, f"{folder}/coordinator.sh"),
+            *kept(spec, certificates, f"{folder}/{PERMIT}"),
+            _coordinator(spec, f"{folder}/coordinator.sh"),
             *islands,
         ),
     )
 
 
-def hosts(order: Order) -> tuple[str, ...]:
+def hosts(spec: LaunchSpec) -> tuple[str, ...]:
     """Return the names by which islands reach the coordinator, for its certificate."""
-    settings = order.settings
+    settings = spec.settings
     zone = f"{settings.coordinator_zone}.c.{settings.project}.internal"
-    return (f"{order.coordinator}.{zone}",)
+    return (f"{spec.coordinator}.{zone}",)
 
 
-def kept(order: Order, certificates: str, permit: str) -> tuple[Resource, ...]:
+def kept(spec: LaunchSpec, certificates: str, permit: str) -> tuple[Resource, ...]:
     """Return what machines without Kubernetes need beside themselves: the secrets with
     certificates, the permit to begin the run, and the disk that holds it.
 
     permit: file with what the permit says.
     """
     return (
-        *(_certificates(order, stem, certificates) for stem in order.secrets),
-        _permit(order, permit),
-        _disk(order),
+        *(_certificates(spec, stem, certificates) for stem in spec.secrets),
+        _permit(spec, permit),
+        _disk(spec),
     )
 
 
@@ -102,9 +102,9 @@ def part_of(owner: str) -> str:
 # ---- what there is ------------------------------------------------------------------
 
 
-def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resource:
+def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Resource:
     """Return the request for the island's slice."""
-    found, settings = island.slice, order.settings
+    found, settings = island.slice, spec.settings
     kind = [f"--accelerator-type={found.accelerator_type}"]
     if not found.accelerator_type:
         kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
@@ -112,17 +112,17 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
     valid = f"--valid-until-duration={max(1, round(settings.max_hours * 3600))}s"
     bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
     return _made(
-        order,
+        spec,
         *("compute", "tpus", "queued-resources"),
         name=island.resource,
         where=(f"--zone={island.zones[0]}",),
         options=(
             *(f"--node-id={island.resource}", *kind),
             *(f"--runtime-version={found.generation.runtime_version}", "--async"),
-            f"--labels={_labels(order, island.name)}",
+            f"--labels={_labels(spec, island.name)}",
             *bought[island.purchase],
-            *_network(order, "--subnetwork", settings.service_account),
-            f"--tags={order.name},{island.resource}",
+            *_network(spec, "--subnetwork", settings.service_account),
+            f"--tags={spec.name},{island.resource}",
             *(["--internal-ips"] if settings.internal_ips else []),
             *([valid] if settings.max_hours else []),
             f"--metadata-from-file=startup-script={script}",
@@ -143,11 +143,11 @@ def _queued_resource(order: Order, island: PlacedIsland, script: str) -> Resourc
     )
 
 
-def _coordinator(order: Order, script: str) -> Resource:
+def _coordinator(spec: LaunchSpec, script: str) -> Resource:
     """Return the coordinator's machine. The run's disk is not deleted with it."""
-    settings, name = order.settings, order.coordinator
+    settings, name = spec.settings, spec.coordinator
     return _made(
-        order,
+        spec,
         *("compute", "instances"),
         name=name,
         where=(f"--zone={settings.coordinator_zone}",),
@@ -156,8 +156,8 @@ def _coordinator(order: Order, script: str) -> Resource:
             *("--image-family=cos-stable", "--image-project=cos-cloud"),
             "--boot-disk-size=50GB",
             f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
-            f"--labels={_labels(order, COORDINATOR)}",
-            *_network(order, "--subnet", order.coordinators_account),
+            f"--labels={_labels(spec, COORDINATOR)}",
+            *_network(spec, "--subnet", spec.coordinators_account),
             *(["--no-address"] if settings.internal_ips else []),
             f"--tags={name}",
             f"--metadata-from-file=startup-script={script}",
@@ -169,17 +169,17 @@ def _coordinator(order: Order, script: str) -> Resource:
     )
 
 
-def _disk(order: Order) -> Resource:
-    settings, name = order.settings, order.coordinator
+def _disk(spec: LaunchSpec) -> Resource:
+    settings, name = spec.settings, spec.coordinator
     return _made(
-        order,
+        spec,
         *("compute", "disks"),
         name=name,
         where=(f"--zone={settings.coordinator_zone}",),
         options=(
             f"--size={settings.coordinator_disk_gb}GB",
             "--type=pd-balanced",
-            f"--labels={_labels(order, COORDINATOR)}",
+            f"--labels={_labels(spec, COORDINATOR)}",
         ),
         what=f"disk {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
@@ -187,9 +187,9 @@ def _disk(order: Order) -> Resource:
     )
 
 
-def _network(order: Order, subnetwork: str, account: str) -> list[str]:
+def _network(spec: LaunchSpec, subnetwork: str, account: str) -> list[str]:
     """Return the options for a machine's network and service account."""
-    settings = order.settings
+    settings = spec.settings
     options = [f"--network={settings.network}", "--scopes=cloud-platform"]
     if settings.subnetwork:
         options.append(f"{subnetwork}={settings.subnetwork}")
@@ -199,37 +199,39 @@ def _network(order: Order, subnetwork: str, account: str) -> list[str]:
 
 
 def _open(
-    order: Order, owner: str, tag: str, source: str, ports: tuple[int, ...]
+    spec: LaunchSpec, owner: str, tag: str, source: str, ports: tuple[int, ...]
 ) -> Resource:
     """Return the rule by which machines with the tag `source` reach these ports of
     machines with `tag`."""
     allowed = f"--allow={_tcp(ports)}", f"--source-tags={source}"
-    return _firewall(order, owner, f"{tag}-open", tag, *allowed)
+    return _firewall(spec, owner, f"{tag}-open", tag, *allowed)
 
 
-def _closed(order: Order) -> Resource:
+def _closed(spec: LaunchSpec) -> Resource:
     """Return the rule by which nobody else reaches the ports that ask for no key,
     whatever the network lets in."""
     ports = f"--rules={_tcp((*SLICE_PORTS, METRICS_PORT))}"
     everybody, priority = "--source-ranges=0.0.0.0/0", f"--priority={CLOSED}"
     denied = "--action=DENY", ports, everybody, priority
-    return _firewall(order, SHARED, f"{order.name}-closed", order.name, *denied)
+    return _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, *denied)
 
 
 def _tcp(ports: tuple[int, ...]) -> str:
     return ",".join(f"tcp:{port}" for port in ports)
 
 
-def _firewall(order: Order, owner: str, name: str, tag: str, *options: str) -> Resource:
+def _firewall(
+    spec: LaunchSpec, owner: str, name: str, tag: str, *options: str
+) -> Resource:
     return _made(
-        order,
+        spec,
         *("compute", "firewall-rules"),
         name=name,
         options=(
-            f"--network={order.settings.network}",
+            f"--network={spec.settings.network}",
             *("--direction=INGRESS", *options, f"--target-tags={tag}"),
             # Rules have no labels.
-            f"--description={_labels(order, owner)}",
+            f"--description={_labels(spec, owner)}",
         ),
         shown="name",
         what=f"firewall rule {name}",
@@ -237,33 +239,33 @@ def _firewall(order: Order, owner: str, name: str, tag: str, *options: str) -> R
     )
 
 
-def _certificates(order: Order, stem: str, certificates: str) -> Resource:
+def _certificates(spec: LaunchSpec, stem: str, certificates: str) -> Resource:
     """Return the secret with the certificates of this stem, which its machine reads."""
-    owner = order.owner_of(stem)
-    account = order.settings.service_account
+    owner = spec.owner_of(stem)
+    account = spec.settings.service_account
     return _secret(
-        order,
-        order.secrets[stem],
+        spec,
+        spec.secrets[stem],
         owner,
         f"--data-file={certificates}/{stem}.tar",
         digest(Path(certificates), stem),
-        order.coordinators_account if owner == COORDINATOR else account,
+        spec.coordinators_account if owner == COORDINATOR else account,
         "secretAccessor",
     )
 
 
-def _permit(order: Order, file: str) -> Resource:
+def _permit(spec: LaunchSpec, file: str) -> Resource:
     """Return the secret whose first version the coordinator destroys as it begins the
     run, so that it begins none on another disk."""
-    data, account = f"--data-file={file}", order.coordinators_account
+    data, account = f"--data-file={file}", spec.coordinators_account
     role = "secretVersionManager"
     return _secret(
-        order, order.permit, COORDINATOR, data, PERMIT, account, role, keeps=True
+        spec, spec.permit, COORDINATOR, data, PERMIT, account, role, keeps=True
     )
 
 
 def _secret(
-    order: Order,
+    spec: LaunchSpec,
     name: str,
     owner: str,
     data: str,
@@ -277,14 +279,14 @@ def _secret(
     that, it has no content that is known. keeps: its content never changes."""
     member = f"--member=serviceAccount:{account}", f"--role=roles/secretmanager.{role}"
     label = f"--update-labels={CONTENT}={content}"
-    last = [_gcloud(order, "secrets", "update", name, label)]
+    last = [_gcloud(spec, "secrets", "update", name, label)]
     if account:
-        bind = _gcloud(order, "secrets", "add-iam-policy-binding", name, *member)
+        bind = _gcloud(spec, "secrets", "add-iam-policy-binding", name, *member)
         last.insert(0, bind)
-    add = [] if keeps else [_gcloud(order, "secrets", "versions", "add", name, data)]
-    labels = f"--labels={_labels(order, owner)}"
+    add = [] if keeps else [_gcloud(spec, "secrets", "versions", "add", name, data)]
+    labels = f"--labels={_labels(spec, owner)}"
     return _made(
-        order,
+        spec,
         "secrets",
         name=name,
         options=("--replication-policy=automatic", data, labels),
@@ -298,13 +300,13 @@ def _secret(
     )
 
 
-def _labels(order: Order, owner: str) -> str:
+def _labels(spec: LaunchSpec, owner: str) -> str:
     """Return the labels of what costs money, as `gcloud` takes them."""
-    return f"{RUN_LABEL}={order.name},{PART_LABEL}={part_of(owner)}"
+    return f"{RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)}"
 
 
 def _made(
-    order: Order,
+    spec: LaunchSpec,
     *nouns: str,
     name: str,
     where: tuple[str, ...] = (),
@@ -323,7 +325,7 @@ def _made(
     """
 
     def line(verb: str, *words: str, **how: Any) -> Command:
-        return _gcloud(order, *nouns, verb, name, *where, *words, **how)
+        return _gcloud(spec, *nouns, verb, name, *where, *words, **how)
 
     made_s, deleted_s = deadlines_s
     return Resource(
@@ -334,7 +336,7 @@ def _made(
     )
 
 
-def _gcloud(order: Order, *arguments: str, **how: Any) -> Command:
+def _gcloud(spec: LaunchSpec, *arguments: str, **how: Any) -> Command:
     """Return a command in the launch's project. how: fields of the command."""
-    line = ("gcloud", *arguments, f"--project={order.settings.project}", "--quiet")
+    line = ("gcloud", *arguments, f"--project={spec.settings.project}", "--quiet")
     return Command(line, **how)

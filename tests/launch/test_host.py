@@ -13,7 +13,7 @@ import pytest
 from gke_support import changed
 
 from diloco_jax.config.loading import read_config_json
-from diloco_jax.launch.order import make_order
+from diloco_jax.launch.spec import make_spec
 from diloco_jax.launch.tpu_vm import deployment
 
 HUB, GOOGLE = "docker.io/me/diloco", "us-docker.pkg.dev/my-project/diloco/diloco"
@@ -74,8 +74,8 @@ class Machine:
     def render(self, config, name, now=NOW, source="", **settings):
         """Puts the rendered script there, with this folder as `/`."""
         config = changed(config, **settings)
-        order = make_order(config, "two.py", "tpu_vm", source)
-        self.put(deployment(order, "certificates", "folder", now).files[name])
+        spec = make_spec(config, "two.py", "tpu_vm", source)
+        self.put(deployment(spec, "certificates", "folder", now).files[name])
 
     def pack(self, archive, name, text):
         """Make what the machine gets from Secret Manager, of one file."""

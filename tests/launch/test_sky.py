@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from diloco_jax.config import ConfigError
-from diloco_jax.launch.order import make_order
 from diloco_jax.launch.sky import deployment
+from diloco_jax.launch.spec import make_spec
 
 NOW = 1_800_000_000
 PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
@@ -15,8 +15,8 @@ PLACE = {"coordinator_address": "two.diloco.internal", "dns_zone": "diloco"}
 
 def tasks(config, **settings):
     launch = dataclasses.replace(config.launch, **{**PLACE, **settings})
-    order = make_order(dataclasses.replace(config, launch=launch), "two.py", "sky")
-    files = deployment(order, "certificates", "folder", NOW).files
+    spec = make_spec(dataclasses.replace(config, launch=launch), "two.py", "sky")
+    files = deployment(spec, "certificates", "folder", NOW).files
     return {name: yaml.safe_load(text) for name, text in files.items()}
 
 
