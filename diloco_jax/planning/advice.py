@@ -18,7 +18,7 @@ from diloco_jax.core.families import CODECS
 from diloco_jax.core.fragments import EVEN, FragmentPlan
 from diloco_jax.core.tiles import MOST_ELEMENTS
 from diloco_jax.models.build import build, build_plan
-from diloco_jax.planning.checks import GB, Change, Finding, changed, shown
+from diloco_jax.planning.checks import GB, Change, Remedy, changed, shown
 from diloco_jax.planning.compiler import PlanError
 from diloco_jax.planning.compiling import Hbm, IslandPlan
 from diloco_jax.planning.plan import LATENCY_S, Plan
@@ -69,7 +69,7 @@ def advise(
     fragments: FragmentPlan,
     replan: Replan,
     compile_one: Compile,
-) -> list[Finding]:
+) -> list[Remedy]:
     """Return advice, the most urgent first. fragments: those of the plan.
 
     Of a plan by arithmetic only the fragments are judged. Where an island does not fit,
@@ -92,7 +92,7 @@ def advise(
         if least > symptom.enough and symptom.otherwise:
             text += f"; {symptom.otherwise}"
         if change or symptom.otherwise:
-            found.append(Finding(check=symptom.name, text=text, change=change))
+            found.append(Remedy(check=symptom.name, text=text, change=change))
     return found
 
 

@@ -210,8 +210,8 @@ class Check(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A check that does not hold, or advice."""
+class Remedy:
+    """The change that mends a check which does not hold, or makes a plan better."""
 
     check: str
     text: str
@@ -222,7 +222,7 @@ class Finding:
     """
 
 
-def refusals(terms: Terms) -> list[Finding]:
+def refusals(terms: Terms) -> list[Remedy]:
     """Return what would not run, each with the smallest change that would.
 
     Raises ConfigError.
@@ -236,7 +236,7 @@ def refusals(terms: Terms) -> list[Finding]:
                 change, said = one, f": set {shown(one)}"
                 break
         text = f"{check.text}{said}"
-        found.append(Finding(check=name, text=text, change=change))
+        found.append(Remedy(check=name, text=text, change=change))
     return found
 
 

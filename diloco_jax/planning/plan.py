@@ -33,8 +33,8 @@ from diloco_jax.observability import measures
 from diloco_jax.observability.measures import IslandMeasure
 from diloco_jax.planning.checks import (
     Change,
-    Finding,
     IslandNetwork,
+    Remedy,
     Terms,
     mending,
     needs_of,
@@ -117,7 +117,7 @@ class RunPlan:
     coordinator: CoordinatorPlan
     restart_seconds: float
     """Seconds from the death of the coordinator's process to its service."""
-    refusals: list[Finding]
+    refusals: list[Remedy]
     mending: Change
     """One set of changes after which no check refuses; empty: none is known, or
     needed."""
@@ -137,7 +137,7 @@ class Plan:
     """Versions of the packages that compiled; empty if nothing was compiled."""
     islands: dict[str, PlannedIsland]
     run: RunPlan
-    advice: tuple[Finding, ...] = ()
+    advice: tuple[Remedy, ...] = ()
     """Changes that were tried, each by itself."""
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from diloco_jax.planning.checks import Change, Finding, shown
+from diloco_jax.planning.checks import Change, Remedy, shown
 from diloco_jax.planning.compiling import IslandPlan
 from diloco_jax.planning.coordinator import CoordinatorPlan, DiskPlan
 from diloco_jax.planning.options import price_sentence
@@ -47,7 +47,7 @@ def render(plan: Plan, console: Console) -> None:
         console.print(f"({versions})", highlight=False, style="dim")
 
 
-def _refused(refusals: Sequence[Finding], mending: Change) -> Iterator[str]:
+def _refused(refusals: Sequence[Remedy], mending: Change) -> Iterator[str]:
     yield from (f"REFUSED: {refusal.text}" for refusal in refusals)
     if len(refusals) > 1:
         yield (

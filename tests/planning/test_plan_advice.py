@@ -12,7 +12,7 @@ from diloco_jax.config.loading import write_config_json
 from diloco_jax.core.fragments import EVEN
 from diloco_jax.models.presets import preset
 from diloco_jax.planning.advice import UNBALANCED, advise, unevenness
-from diloco_jax.planning.checks import Finding, changed
+from diloco_jax.planning.checks import Remedy, changed
 from diloco_jax.planning.options import Assumptions
 from diloco_jax.planning.plan import fragments_of, plan_run
 from diloco_jax.planning.program import CollectiveSum
@@ -291,7 +291,7 @@ def uneven(config, accepts=lambda *_: True):
     """Advice on a plan by arithmetic, whose changes are accepted by that."""
     cut = fragments_of(config)
     plan = plan_run("x.py", config, cut, WORLD)
-    more = [*plan.run.refusals, Finding(check="another", text="", change={})]
+    more = [*plan.run.refusals, Remedy(check="another", text="", change={})]
     worse = dataclasses.replace(plan, run=dataclasses.replace(plan.run, refusals=more))
 
     def replan(then, cut, compiled):
