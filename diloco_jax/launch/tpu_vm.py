@@ -9,7 +9,9 @@ slices that come back there are GKE and SkyPilot.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from diloco_jax.launch.certificates import digest
@@ -104,40 +106,36 @@ def part_of(owner: str) -> str:
 
 def _queued_resource(spec: LaunchSpec, island: PlacedIsland, script: str) -> Resource:
     """Return the request for the island's slice."""
-    found, settings = island.slice, spec.settings
-    kind = [f"--accelerator-type={found.accelerator_type}"]
+    found, settings, zone = island.slice, spec.settings, island.zones[0]
+    kind = f"--accelerator-type={found.accelerator_type}"
     if not found.accelerator_type:
-        kind = [f"--type={found.generation.name}", f"--topology={found.shape}"]
+        kind = f"--type={found.generation.name} --topology={found.shape}"
+    bought = {"on_demand": "", "spot": "--spot", "reserved": "--reserved"}
     # A request that waits longer than the run may would buy what nobody uses.
     valid = f"--valid-until-duration={max(1, round(settings.max_hours * 3600))}s"
-    bought = {"on_demand": [], "spot": ["--spot"], "reserved": ["--reserved"]}
     return _made(
         spec,
-        *("compute", "tpus", "queued-resources"),
-        name=island.resource,
-        where=(f"--zone={island.zones[0]}",),
-        options=(
-            *(f"--node-id={island.resource}", *kind),
-            *(f"--runtime-version={found.generation.runtime_version}", "--async"),
-            f"--labels={_labels(spec, island.name)}",
-            *bought[island.purchase],
-            *_network(spec, "--subnetwork", settings.service_account),
-            f"--tags={spec.name},{island.resource}",
-            *(["--internal-ips"] if settings.internal_ips else []),
-            *([valid] if settings.max_hours else []),
-            f"--metadata-from-file=startup-script={script}",
-        ),
+        "compute tpus queued-resources",
+        f"{island.resource} --zone={zone}",
+        f"--node-id={island.resource} {kind} "
+        f"--runtime-version={found.generation.runtime_version} --async "
+        f"--labels={_labels(spec, island.name)} {bought[island.purchase]} "
+        f"{_network(spec, '--subnetwork', settings.service_account)} "
+        f"--tags={spec.name},{island.resource} "
+        f"{'--internal-ips' if settings.internal_ips else ''} "
+        f"{valid if settings.max_hours else ''} "
+        f"--metadata-from-file=startup-script={quote(script)}",
+        shown="state.state,state.failedData.error.message",
+        # It also deletes the machines of a slice that still exists.
+        forced="--force",
+        deadlines_s=(120, 900),
         remedy=(
             f"{found.generation.name} is known to be offered in "
             f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} to "
-            f"one of them, or ask for quota in {island.zones[0]} "
+            f"one of them, or ask for quota in {zone} "
             f"(launch.purchase.{island.name} = {island.purchase!r})"
         ),
-        shown="state.state,state.failedData.error.message",
-        # It also deletes the machines of a slice that still exists.
-        forced=("--force",),
-        deadlines_s=(120, 900),
-        what=f"slice {island.resource} ({found.topology}) in {island.zones[0]}",
+        what=f"slice {island.resource} ({found.topology}) in {zone}",
         owner=island.name,
         dead=DEAD,
     )
@@ -148,20 +146,15 @@ def _coordinator(spec: LaunchSpec, script: str) -> Resource:
     settings, name = spec.settings, spec.coordinator
     return _made(
         spec,
-        *("compute", "instances"),
-        name=name,
-        where=(f"--zone={settings.coordinator_zone}",),
-        options=(
-            f"--machine-type={settings.coordinator_machine}",
-            *("--image-family=cos-stable", "--image-project=cos-cloud"),
-            "--boot-disk-size=50GB",
-            f"--disk=name={name},device-name={name},mode=rw,auto-delete=no",
-            f"--labels={_labels(spec, COORDINATOR)}",
-            *_network(spec, "--subnet", spec.coordinators_account),
-            *(["--no-address"] if settings.internal_ips else []),
-            f"--tags={name}",
-            f"--metadata-from-file=startup-script={script}",
-        ),
+        "compute instances",
+        f"{name} --zone={settings.coordinator_zone}",
+        f"--machine-type={settings.coordinator_machine} "
+        f"--image-family=cos-stable --image-project=cos-cloud --boot-disk-size=50GB "
+        f"--disk=name={name},device-name={name},mode=rw,auto-delete=no "
+        f"--labels={_labels(spec, COORDINATOR)} "
+        f"{_network(spec, '--subnet', spec.coordinators_account)} "
+        f"{'--no-address' if settings.internal_ips else ''} --tags={name} "
+        f"--metadata-from-file=startup-script={quote(script)}",
         deadlines_s=(300, 600),
         what=f"machine {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
@@ -173,29 +166,23 @@ def _disk(spec: LaunchSpec) -> Resource:
     settings, name = spec.settings, spec.coordinator
     return _made(
         spec,
-        *("compute", "disks"),
-        name=name,
-        where=(f"--zone={settings.coordinator_zone}",),
-        options=(
-            f"--size={settings.coordinator_disk_gb}GB",
-            "--type=pd-balanced",
-            f"--labels={_labels(spec, COORDINATOR)}",
-        ),
+        "compute disks",
+        f"{name} --zone={settings.coordinator_zone}",
+        f"--size={settings.coordinator_disk_gb}GB --type=pd-balanced "
+        f"--labels={_labels(spec, COORDINATOR)}",
         what=f"disk {name} in {settings.coordinator_zone}",
         owner=COORDINATOR,
         keeps=True,
     )
 
 
-def _network(spec: LaunchSpec, subnetwork: str, account: str) -> list[str]:
+def _network(spec: LaunchSpec, subnetwork: str, account: str) -> str:
     """Return the options for a machine's network and service account."""
     settings = spec.settings
-    options = [f"--network={settings.network}", "--scopes=cloud-platform"]
+    options = f"--network={quote(settings.network)} --scopes=cloud-platform"
     if settings.subnetwork:
-        options.append(f"{subnetwork}={settings.subnetwork}")
-    if account:
-        options.append(f"--service-account={account}")
-    return options
+        options += f" {subnetwork}={quote(settings.subnetwork)}"
+    return options + (f" --service-account={quote(account)}" if account else "")
 
 
 def _open(
@@ -203,17 +190,18 @@ def _open(
 ) -> Resource:
     """Return the rule by which machines with the tag `source` reach these ports of
     machines with `tag`."""
-    allowed = f"--allow={_tcp(ports)}", f"--source-tags={source}"
-    return _firewall(spec, owner, f"{tag}-open", tag, *allowed)
+    allowed = f"--allow={_tcp(ports)} --source-tags={source}"
+    return _firewall(spec, owner, f"{tag}-open", tag, allowed)
 
 
 def _closed(spec: LaunchSpec) -> Resource:
     """Return the rule by which nobody else reaches the ports that ask for no key,
     whatever the network lets in."""
-    ports = f"--rules={_tcp((*SLICE_PORTS, METRICS_PORT))}"
-    everybody, priority = "--source-ranges=0.0.0.0/0", f"--priority={CLOSED}"
-    denied = "--action=DENY", ports, everybody, priority
-    return _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, *denied)
+    denied = (
+        f"--action=DENY --rules={_tcp((*SLICE_PORTS, METRICS_PORT))} "
+        f"--source-ranges=0.0.0.0/0 --priority={CLOSED}"
+    )
+    return _firewall(spec, SHARED, f"{spec.name}-closed", spec.name, denied)
 
 
 def _tcp(ports: tuple[int, ...]) -> str:
@@ -221,18 +209,15 @@ def _tcp(ports: tuple[int, ...]) -> str:
 
 
 def _firewall(
-    spec: LaunchSpec, owner: str, name: str, tag: str, *options: str
+    spec: LaunchSpec, owner: str, name: str, tag: str, options: str
 ) -> Resource:
+    """Return a rule. Its description has what other things have as labels."""
     return _made(
         spec,
-        *("compute", "firewall-rules"),
-        name=name,
-        options=(
-            f"--network={spec.settings.network}",
-            *("--direction=INGRESS", *options, f"--target-tags={tag}"),
-            # Rules have no labels.
-            f"--description={_labels(spec, owner)}",
-        ),
+        "compute firewall-rules",
+        name,
+        f"--network={quote(spec.settings.network)} --direction=INGRESS {options} "
+        f"--target-tags={tag} --description={_labels(spec, owner)}",
         shown="name",
         what=f"firewall rule {name}",
         owner=owner,
@@ -241,34 +226,27 @@ def _firewall(
 
 def _certificates(spec: LaunchSpec, stem: str, certificates: str) -> Resource:
     """Return the secret with the certificates of this stem, which its machine reads."""
-    owner = spec.owner_of(stem)
+    owner, file = spec.owner_of(stem), quote(f"{certificates}/{stem}.tar")
     account = spec.settings.service_account
-    return _secret(
-        spec,
-        spec.secrets[stem],
-        owner,
-        f"--data-file={certificates}/{stem}.tar",
-        digest(Path(certificates), stem),
-        spec.coordinators_account if owner == COORDINATOR else account,
-        "secretAccessor",
-    )
+    if owner == COORDINATOR:
+        account = spec.coordinators_account
+    name, content = spec.secrets[stem], digest(Path(certificates), stem)
+    return _secret(spec, name, owner, file, content, account, "secretAccessor")
 
 
 def _permit(spec: LaunchSpec, file: str) -> Resource:
     """Return the secret whose first version the coordinator destroys as it begins the
     run, so that it begins none on another disk."""
-    data, account = f"--data-file={file}", spec.coordinators_account
-    role = "secretVersionManager"
-    return _secret(
-        spec, spec.permit, COORDINATOR, data, PERMIT, account, role, keeps=True
-    )
+    account, role = spec.coordinators_account, "secretVersionManager"
+    of_permit = COORDINATOR, quote(file), PERMIT, account, role
+    return _secret(spec, spec.permit, *of_permit, keeps=True)
 
 
 def _secret(
     spec: LaunchSpec,
     name: str,
     owner: str,
-    data: str,
+    file: str,
     content: str,
     account: str,
     role: str,
@@ -277,25 +255,27 @@ def _secret(
 ) -> Resource:
     """Return a secret of Secret Manager. It gets its label last: broken off before
     that, it has no content that is known. keeps: its content never changes."""
-    member = f"--member=serviceAccount:{account}", f"--role=roles/secretmanager.{role}"
-    label = f"--update-labels={CONTENT}={content}"
-    last = [_gcloud(spec, "secrets", "update", name, label)]
+    last = [_gcloud(spec, f"secrets update {name} --update-labels={CONTENT}={content}")]
     if account:
-        bind = _gcloud(spec, "secrets", "add-iam-policy-binding", name, *member)
-        last.insert(0, bind)
-    add = [] if keeps else [_gcloud(spec, "secrets", "versions", "add", name, data)]
-    labels = f"--labels={_labels(spec, owner)}"
+        bind = (
+            f"secrets add-iam-policy-binding {name} "
+            f"--member=serviceAccount:{quote(account)} "
+            f"--role=roles/secretmanager.{role}"
+        )
+        last.insert(0, _gcloud(spec, bind))
+    add = _gcloud(spec, f"secrets versions add {name} --data-file={file}")
     return _made(
         spec,
         "secrets",
-        name=name,
-        options=("--replication-policy=automatic", data, labels),
+        name,
+        f"--replication-policy=automatic --data-file={file} "
+        f"--labels={_labels(spec, owner)}",
         then=tuple(last),
         shown=f"name,labels.{CONTENT}",
         what=f"secret {name}",
         owner=owner,
         content=content,
-        update=(*add, *last),
+        update=(*([] if keeps else [add]), *last),
         keeps=keeps,
     )
 
@@ -307,36 +287,36 @@ def _labels(spec: LaunchSpec, owner: str) -> str:
 
 def _made(
     spec: LaunchSpec,
-    *nouns: str,
+    nouns: str,
     name: str,
-    where: tuple[str, ...] = (),
-    options: tuple[str, ...],
+    options: str,
+    *,
     then: tuple[Command, ...] = (),
     shown: str = "status",
-    forced: tuple[str, ...] = (),
+    forced: str = "",
     deadlines_s: tuple[float, float] = (120.0, 120.0),
     remedy: str = "",
     **fields: Any,
 ) -> Resource:
-    """Return what `gcloud NOUNS create NAME WHERE OPTIONS` makes.
+    """Return what `gcloud NOUNS create NAME OPTIONS` makes.
 
-    then: commands after it. shown: fields of its state. forced: options of `delete`.
-    deadlines_s: of making and deleting it. fields: those of the resource.
+    name: with its zone. then: commands after it. shown: fields of its state. forced:
+    options of `delete`. deadlines_s: of making and deleting it. fields: those of the
+    resource.
     """
-
-    def line(verb: str, *words: str, **how: Any) -> Command:
-        return _gcloud(spec, *nouns, verb, name, *where, *words, **how)
-
     made_s, deleted_s = deadlines_s
+    create = f"{nouns} create {name} {options}"
+    delete = f"{nouns} delete {name} {forced}"
     return Resource(
-        find=line("describe", f"--format=value({shown})"),
-        create=(line("create", *options, deadline_s=made_s, remedy=remedy), *then),
-        delete=line("delete", *forced, deadline_s=deleted_s, deletes=True),
+        find=_gcloud(spec, f"{nouns} describe {name} '--format=value({shown})'"),
+        create=(_gcloud(spec, create, deadline_s=made_s, remedy=remedy), *then),
+        delete=_gcloud(spec, delete, deadline_s=deleted_s, deletes=True),
         **fields,
     )
 
 
-def _gcloud(spec: LaunchSpec, *arguments: str, **how: Any) -> Command:
-    """Return a command in the launch's project. how: fields of the command."""
-    line = ("gcloud", *arguments, f"--project={spec.settings.project}", "--quiet")
-    return Command(line, **how)
+def _gcloud(spec: LaunchSpec, line: str, **how: Any) -> Command:
+    """Return a command in the launch's project. line: as people type it. how: fields of
+    the command."""
+    project = f"--project={spec.settings.project}"
+    return Command(("gcloud", *shlex.split(line), project, "--quiet"), **how)
