@@ -10,7 +10,9 @@ So does the pool of the coordinator.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from diloco_jax.launch import manifests
@@ -73,10 +75,9 @@ def deployment(
     for island in islands:
         made = manifests.island(spec, island, now_unix)
         files[f"{island.resource}.yaml"] = yaml_text(*made)
-    login = ("gcloud", "container", "clusters", "get-credentials")
     return Deployment(
         files=files,
-        prepare=tuple(Command((*login, c.name, *_cluster(c))) for c in clusters),
+        prepare=tuple(map(_login, clusters)),
         resources=(
             _coordinators_pool(spec),
             *(pool for island in islands for pool in _island_pools(spec, island)),
@@ -112,55 +113,51 @@ def hosts(spec: LaunchSpec) -> tuple[str, ...]:
     return (*filter(None, names), *workers)
 
 
+def _login(cluster: GkeCluster) -> Command:
+    line = f"gcloud container clusters get-credentials {cluster.name} {_place(cluster)}"
+    return Command(tuple(shlex.split(line)))
+
+
 # ---- machines -----------------------------------------------------------------------
 
 
 def _island_pools(spec: LaunchSpec, island: PlacedIsland) -> list[Resource]:
     """Return a node pool in each zone of the island; at most one has a slice."""
-    found = island.slice
+    found, generation = island.slice, island.slice.generation
     bought = {
-        "on_demand": [],
-        "spot": ["--spot"],
-        "reserved": [
-            *("--reservation-affinity=specific", f"--reservation={island.reservation}"),
-        ],
+        "on_demand": "",
+        "spot": "--spot",
+        "reserved": f"--reservation-affinity=specific "
+        f"--reservation={quote(island.reservation)}",
     }
-    shape = [f"--tpu-topology={found.shape}"] if found.hosts > 1 else []
+    options = (
+        f"--machine-type={found.machine_type} "
+        f"{f'--tpu-topology={found.shape}' if found.hosts > 1 else ''} "
+        f"{bought[island.purchase]} --max-nodes={found.hosts} "
+        f"--node-labels={ISLAND}={island.resource}"
+    )
+    remedy = (
+        f"{generation.name} is known to be offered in {', '.join(generation.zones)}: "
+        f"set launch.zones.{island.name} to one of them in launch.location = "
+        f"{island.cluster.location!r}, or ask for quota "
+        f"(launch.purchase.{island.name} = {island.purchase!r})"
+    )
+    account, owner = spec.settings.service_account, island.name
     return [
-        _pool(
-            spec,
-            island.cluster,
-            pool,
-            island.name,
-            zone,
-            *(f"--machine-type={found.machine_type}", *shape, *bought[island.purchase]),
-            f"--max-nodes={found.hosts}",
-            f"--node-labels={ISLAND}={island.resource}",
-            account=spec.settings.service_account,
-            remedy=(
-                f"{found.generation.name} is known to be offered in "
-                f"{', '.join(found.generation.zones)}: set launch.zones.{island.name} "
-                f"to one of them in launch.location = {island.cluster.location!r}, or "
-                f"ask for quota (launch.purchase.{island.name} = {island.purchase!r})"
-            ),
-        )
+        _pool(spec, island.cluster, pool, owner, zone, options, account, remedy)
         for pool, zone in zip(island.pools, island.zones, strict=True)
     ]
 
 
 def _coordinators_pool(spec: LaunchSpec) -> Resource:
-    settings = spec.settings
-    return _pool(
-        spec,
-        spec.cluster,
-        spec.coordinator,
-        COORDINATOR,
-        settings.coordinator_zone,
-        f"--machine-type={settings.coordinator_machine}",
-        f"--max-nodes={1 + len(spec.workers)}",
-        f"--node-taints={PART}={COORDINATOR}:NoSchedule",
-        account=spec.coordinators_account,
+    name, zone = spec.coordinator, spec.settings.coordinator_zone
+    options = (
+        f"--machine-type={spec.settings.coordinator_machine} "
+        f"--max-nodes={1 + len(spec.workers)} "
+        f"--node-taints={PART}={COORDINATOR}:NoSchedule"
     )
+    account = spec.coordinators_account
+    return _pool(spec, spec.cluster, name, COORDINATOR, zone, options, account)
 
 
 def _pool(
@@ -169,37 +166,37 @@ def _pool(
     name: str,
     owner: str,
     zone: str,
-    *options: str,
+    options: str,
     account: str,
     remedy: str = "",
 ) -> Resource:
-    pools = ("gcloud", "container", "node-pools")
-    where = (f"--cluster={cluster.name}", *_cluster(cluster))
-    create = Command(
-        (
-            *(*pools, "create", name, *where, f"--node-locations={zone}", *options),
-            # Machines are bought when pods ask for them, and given back after them.
-            *("--num-nodes=0", "--enable-autoscaling", "--min-nodes=0"),
-            f"--labels={RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)}",
-            *([f"--service-account={account}"] if account else []),
-            *("--scopes=cloud-platform", "--workload-metadata=GKE_METADATA"),
-        ),
-        1800,
-        remedy,
+    """Return a node pool, whose machines are bought when pods ask for them, and given
+    back after them."""
+
+    def line(verb: str, words: str, **how: Any) -> Command:
+        where = f"--cluster={cluster.name} {_place(cluster)}"
+        line = f"gcloud container node-pools {verb} {name} {where} {words}"
+        return Command(tuple(shlex.split(line)), **how)
+
+    created = (
+        f"--node-locations={zone} {options} --num-nodes=0 --enable-autoscaling "
+        f"--min-nodes=0 --labels={RUN_LABEL}={spec.name},{PART_LABEL}={part_of(owner)} "
+        f"{f'--service-account={quote(account)}' if account else ''} "
+        f"--scopes=cloud-platform --workload-metadata=GKE_METADATA"
     )
     return Resource(
         what=f"node pool {name} in {zone}",
         owner=owner,
-        find=Command((*pools, "describe", name, *where, "--format=value(status)")),
-        create=(create,),
-        delete=Command((*pools, "delete", name, *where), 1800, deletes=True),
+        find=line("describe", "'--format=value(status)'"),
+        create=(line("create", created, deadline_s=1800, remedy=remedy),),
+        delete=line("delete", "", deadline_s=1800, deletes=True),
         dead=("ERROR",),
     )
 
 
-def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
-    where = (f"--location={cluster.location}", f"--project={cluster.project}")
-    return (*where, "--quiet")
+def _place(cluster: GkeCluster) -> str:
+    where = f"--location={quote(cluster.location)} --project={quote(cluster.project)}"
+    return f"{where} --quiet"
 
 
 # ---- objects in the clusters --------------------------------------------------------
@@ -207,15 +204,17 @@ def _cluster(cluster: GkeCluster) -> tuple[str, ...]:
 
 def _jobset(spec: LaunchSpec, island: PlacedIsland, file: str) -> Resource:
     name, cluster = island.resource, island.cluster
-    pods = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
-    most = f"--max-log-requests={island.slice.hosts}"
+    pods = (
+        f"--prefix --selector=jobset.sigs.k8s.io/jobset-name={name} "
+        f"--max-log-requests={island.slice.hosts}"
+    )
     return _made(
         *(spec, cluster, ISLAND_OBJECTS, name, NAME + " {.status.terminalState}"),
         _apply(spec, cluster, file),
         owner=island.name,
         dead=("Failed",),
         runs=True,
-        logs=_logs(spec, cluster, "--prefix", pods, most),
+        logs=_logs(spec, cluster, pods),
     )
 
 
@@ -238,14 +237,13 @@ def _disk(spec: LaunchSpec, name: str, file: str) -> Resource:
 def _permit(spec: LaunchSpec, file: str) -> Resource:
     """Return the Job that lets the run begin on its disk, before its coordinator comes.
     It outlives that disk."""
-    name, cluster = spec.permit, spec.cluster
-    until = ("--for=condition=Complete", "--timeout=1800s")
+    cluster, until = spec.cluster, "--for=condition=Complete --timeout=1800s"
     # Its machine has to come, and the image.
-    wait = _kubectl(spec, cluster, "wait", f"job/{name}", *until, deadline_s=1900)
-    where, made = (spec, cluster, "job", name, STATE), _apply(spec, cluster, file)
+    line = f"wait job/{spec.permit} {until}"
+    wait = _kubectl(spec, cluster, line, deadline_s=1900)
     return _made(
-        *where,
-        *(made, wait),
+        *(spec, cluster, "job", spec.permit, STATE),
+        *(_apply(spec, cluster, file), wait),
         dead=("Failed",),
         content="Complete",
         update=(wait,),
@@ -265,21 +263,23 @@ def _secret(
     """Return the secret with the certificates of this stem. It gets its label last:
     broken off before that, it has no content that is known."""
     name, content = spec.secrets[stem], digest(Path(certificates), stem)
-    files = files_of(Path(certificates), stem)
-    create = _kubectl(
-        *(spec, cluster, "create", "secret", "generic", name),
-        *(f"--from-file={certificates}/{file}" for file in files),
+    files = " ".join(
+        quote(f"--from-file={certificates}/{file}")
+        for file in files_of(Path(certificates), stem)
     )
-    label = _kubectl(spec, cluster, "label", "secret", name, f"{CONTENT}={content}")
+    label = f"label secret {name} {CONTENT}={content}"
+    made = (
+        _kubectl(spec, cluster, f"create secret generic {name} {files}"),
+        _kubectl(spec, cluster, label),
+    )
     where, owner = (cluster, "secret", name, LABELLED), spec.owner_of(stem)
-    made = create, label
     update = _delete(spec, cluster, "secret", name), *made
     return _made(spec, *where, *made, owner=owner, content=content, update=update)
 
 
 def _namespace(spec: LaunchSpec, cluster: GkeCluster) -> Resource:
     name = spec.settings.namespace
-    create = _kubectl(spec, cluster, "create", "namespace", name)
+    create = _kubectl(spec, cluster, f"create namespace {name}")
     made = _made(spec, cluster, "namespace", name, NAME, create, owner=SHARED)
     return dataclasses.replace(made, delete=None)
 
@@ -295,12 +295,13 @@ def _made(
     **fields: Any,
 ) -> Resource:
     """Return objects of one name. kinds: the first is looked at. shown: JSONPath."""
-    get = ("get", kinds.partition(",")[0], name, "--ignore-not-found")
     elsewhere = "" if cluster == spec.cluster else f" in {cluster.context}"
+    get = f"get {kinds.partition(',')[0]} {name} --ignore-not-found"
+    output = quote(f"jsonpath={shown}")
     return Resource(
         what=f"{kinds} {name}{elsewhere}",
         owner=owner,
-        find=_kubectl(spec, cluster, *get, "-o", f"jsonpath={shown}"),
+        find=_kubectl(spec, cluster, f"{get} -o {output}"),
         create=create,
         delete=_delete(spec, cluster, kinds, name),
         **fields,
@@ -312,29 +313,28 @@ def _made(
 
 def _status(spec: LaunchSpec) -> Command:
     """Return the command that asks the coordinator, in its own pod."""
-    inside = ("exec", f"job/{spec.coordinator}", "--container=diloco", "--")
     host = spec.settings.coordinator_address or spec.inside
-    ask = ("diloco", "status", f"{host}:{PORT}", "--json")
-    line = (*inside, *ask, "--certificates", CERTIFICATES)
-    return _kubectl(spec, spec.cluster, *line)
+    line = f"exec job/{spec.coordinator} --container=diloco"
+    ask = f"diloco status {host}:{PORT} --json --certificates {CERTIFICATES}"
+    return _kubectl(spec, spec.cluster, line, inside=("--", *ask.split()))
 
 
-def _logs(spec: LaunchSpec, cluster: GkeCluster, *pods: str) -> Command:
+def _logs(spec: LaunchSpec, cluster: GkeCluster, pods: str) -> Command:
     """Return the command that prints the last lines of a process."""
-    words = ("logs", "--container=diloco", f"--tail={LOG_LINES}", *pods)
-    return _kubectl(spec, cluster, *words)
+    return _kubectl(spec, cluster, f"logs --container=diloco --tail={LOG_LINES} {pods}")
 
 
 def _results(spec: LaunchSpec, folder: str) -> tuple[Command, ...]:
     """Return the commands that copy the coordinator's workdir, from a pod beside its
     disk."""
     name, cluster = manifests.reader_name(spec), spec.cluster
-    ready = ("--for=condition=Ready", "--timeout=900s")
-    copy = ("cp", f"{name}:{WORKDIR}", str(Path(folder).parent / RESULTS))
+    wait = f"wait pod/{name} --for=condition=Ready --timeout=900s"
+    there = quote(str(Path(folder).parent / RESULTS))
+    copy = f"cp {name}:{WORKDIR} {there} --container=diloco"
     return (
         _apply(spec, cluster, f"{folder}/reader.yaml"),
-        _kubectl(spec, cluster, "wait", f"pod/{name}", *ready, deadline_s=1000),
-        _kubectl(spec, cluster, *copy, "--container=diloco", deadline_s=24 * 3600),
+        _kubectl(spec, cluster, wait, deadline_s=1000),
+        _kubectl(spec, cluster, copy, deadline_s=24 * 3600),
         _delete(spec, cluster, "pod", name),
     )
 
@@ -343,22 +343,25 @@ def _results(spec: LaunchSpec, folder: str) -> tuple[Command, ...]:
 
 
 def _kubectl(
-    spec: LaunchSpec, cluster: GkeCluster, *arguments: str, **how: Any
+    spec: LaunchSpec,
+    cluster: GkeCluster,
+    line: str,
+    *,
+    inside: tuple[str, ...] = (),
+    **how: Any,
 ) -> Command:
-    """Return a command in the cluster, and in the launch's namespace. how: fields of
-    the command."""
+    """Return a command in the cluster, and in the launch's namespace. line: as people
+    type it. inside: a command in the pod. how: fields of the command."""
     where = (f"--context={cluster.context}", f"--namespace={spec.settings.namespace}")
-    # After "--" comes a command in the pod.
-    own = arguments.index("--") if "--" in arguments else len(arguments)
-    return Command(("kubectl", *arguments[:own], *where, *arguments[own:]), **how)
+    return Command(("kubectl", *shlex.split(line), *where, *inside), **how)
 
 
 def _apply(spec: LaunchSpec, cluster: GkeCluster, file: str) -> Command:
     """Return the command that makes the objects of a file."""
-    return _kubectl(spec, cluster, "apply", "-f", file)
+    return _kubectl(spec, cluster, f"apply -f {quote(file)}")
 
 
 def _delete(spec: LaunchSpec, cluster: GkeCluster, kinds: str, name: str) -> Command:
     """Return the command that deletes the objects of that name, and waits for it."""
-    words = ("delete", kinds, name, "--ignore-not-found")
-    return _kubectl(spec, cluster, *words, deadline_s=300, deletes=True)
+    line = f"delete {kinds} {name} --ignore-not-found"
+    return _kubectl(spec, cluster, line, deadline_s=300, deletes=True)
