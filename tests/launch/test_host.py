@@ -218,19 +218,6 @@ def test_changed_certificates_reach_a_process_that_runs(tmp_path, config, name, 
     assert there.stat().st_mtime > 1e9, "or nobody would notice that it changed"
 
 
-@pytest.mark.parametrize("broken", ["login", "pull", "secrets", "rsync"])
-def test_what_fails_before_is_tried_again(tmp_path, config, broken):
-    text = {"data": "gs://bucket/text"}
-    machine = prepared(tmp_path / "host", config, "two-v5p.sh", **text)
-    (machine.tools / "broken").write_text(broken)
-    # The tool exits 2, which from `diloco` would mean that no attempt will help.
-    assert machine.start("run") == 1
-    assert not any("--name diloco" in call for call in machine.calls)
-    (machine.tools / "broken").unlink()
-    assert machine.start("run") == 0
-    assert any("rsync --recursive gs://bucket/text" in c for c in machine.calls)
-
-
 def test_a_coordinator_begins_a_run_on_its_new_disk(coordinator):
     assert coordinator.start("run") == 0, coordinator.errors
     calls = coordinator.calls
