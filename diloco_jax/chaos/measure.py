@@ -6,9 +6,7 @@ The tape may still be being written.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 from diloco_jax import run_files
 from diloco_jax.chaos.schedule import OF_NETWORK
 from diloco_jax.faults import COORDINATOR, worker_number
-from diloco_jax.observability.tape import read_lines, read_tape, segments
+from diloco_jax.observability.tape import read_lines, read_tape
 
 Line = Mapping[str, Any]
 LOST = ("absent", "left")
@@ -283,30 +281,3 @@ def _middle(values: Sequence[float | None]) -> str:
         return "-"
     missing = f", {len(values) - len(known)} not" if len(known) < len(values) else ""
     return f"{statistics.median(known):.1f} (worst {max(known):.1f}{missing})"
-
-
-class Tail:
-    """Reads each line of a tape once, and a line that is not whole later. Hashes are
-    not checked."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read: dict[int, int] = {}
-        """Bytes that were read of each file, by its number in the file system."""
-
-    def new(self) -> list[dict[str, Any]]:
-        """Return the lines that were written since the last call; none if there is no
-        tape yet."""
-        lines: list[dict[str, Any]] = []
-        try:
-            for file in segments(self._path):
-                number = os.fstat(file.fileno()).st_ino
-                # What a writer cuts off after a crash is behind the last whole line.
-                file.seek(begin := self._read.get(number, 0))
-                octets = file.read()
-                whole = octets[: octets.rfind(b"\n") + 1]
-                self._read[number] = begin + len(whole)
-                lines += map(json.loads, whole.splitlines())
-        except FileNotFoundError:
-            pass  # It has not begun.
-        return lines

@@ -34,7 +34,7 @@ from diloco_jax.cluster.processes import (
     start_child,
     with_keys,
 )
-from diloco_jax.cluster.status import status_client
+from diloco_jax.cluster.status import asking
 from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, write_config_json
 from diloco_jax.config.resolving import resolve, with_absolute_paths, with_model_of
@@ -472,8 +472,7 @@ def _check_security(config: Config, resume: str) -> None:
 def _supervise(cluster: Cluster, console: Console, interrupt: Interrupt) -> int:
     """Watch and stop the processes; return the exit code of the run so far."""
     if cluster.islands and not interrupt.count:
-        client = status_client(cluster.address, cluster.config.placement)
-        with contextlib.closing(client):
+        with asking(cluster.address, cluster.config.placement) as client:
             _watch(cluster, client, console, interrupt)
     if interrupt.count:
         console.print("ending: islands say goodbye, the coordinator sums up")

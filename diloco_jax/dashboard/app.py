@@ -23,10 +23,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diloco_jax.dashboard.run_readers import Telling, status_or_why
+from diloco_jax.dashboard.run_readers import Telling
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.dashboard.view import Window, find_events, view
+from diloco_jax.errors import ConfigError
 from diloco_jax.observability.measures import health_of
+from diloco_jax.wire.errors import WireError
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +72,13 @@ class Onlooker:
         self._over.set()
         for thread in self._threads:
             thread.join(STOP_S)
-        self.close()
-
-    def close(self) -> None:
-        """Close the source's files."""
-        self._source.close()
 
     def ask(self) -> None:
         """Read the status once."""
-        self._status = status_or_why(self._source)
+        try:
+            self._status = self._source.status()
+        except (WireError, ConfigError, OSError) as error:
+            self._status = {"unreachable": str(error)}
 
     def read(self) -> None:
         """Take all lines that are new."""
