@@ -33,7 +33,7 @@ from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
-from diloco_jax.workdir import read_config
+from diloco_jax.workdir import read_config, read_summary
 
 
 def run(
@@ -83,15 +83,13 @@ def run(
     if workdir is None or not (workdir / run_files.TAPE).exists():
         return code, {}
     findings = report(workdir, config, planned, summary)
-    write_json(findings, workdir / run_files.CHAOS_REPORT)
     if options.twin and code == EXIT_DONE:
         console.print("\nthe same without strikes", highlight=False)
         code, summary, _ = run_under(twin_of(config, workdir), ())
         findings["twin_goodput"] = summary.get("goodput")
         write_json(findings, workdir / run_files.CHAOS_REPORT)
-    findings["workdir"] = str(workdir)
-    show(findings, console)
-    return code, findings
+    show(findings, workdir, console)
+    return code, {**findings, "workdir": str(workdir)}
 
 
 def scheduled(
@@ -116,26 +114,24 @@ def scheduled(
 
 def with_faults(config: Config, faults: tuple[str, ...]) -> Config:
     """Return the config with these faults too."""
-    placement = config.placement
-    placement = dataclasses.replace(placement, faults=placement.faults + faults)
-    return dataclasses.replace(config, placement=placement).validate()
+    return _placed(config, faults=config.placement.faults + faults).validate()
 
 
 def with_restarts(config: Config, strikes: tuple[Strike, ...]) -> Config:
     """Return the config with a restart for each kill: they are in a row."""
-    islands = tuple(config.islands)
-    faults = parse_faults(config.placement.faults, islands).faults
-    kills = sum(s.kind == "kill" for s in strikes)
-    kills += sum(fault.kills for fault in faults)
-    placement = config.placement
-    placement = dataclasses.replace(placement, restarts=placement.restarts + kills)
-    return dataclasses.replace(config, placement=placement)
+    faults = parse_faults(config.placement.faults, config.islands).faults
+    kills = sum(s.kind == "kill" for s in strikes) + sum(f.kills for f in faults)
+    return _placed(config, restarts=config.placement.restarts + kills)
 
 
 def twin_of(config: Config, workdir: Path) -> Config:
     """Return the config of a run in a folder beside the workdir, without faults."""
-    beside = str(workdir.with_name(f"{workdir.name}-twin"))
-    placement = dataclasses.replace(config.placement, faults=(), workdir=beside)
+    beside = workdir.with_name(f"{workdir.name}-twin")
+    return _placed(config, faults=(), workdir=str(beside))
+
+
+def _placed(config: Config, **changes: Any) -> Config:
+    placement = dataclasses.replace(config.placement, **changes)
     return dataclasses.replace(config, placement=placement)
 
 
@@ -145,8 +141,8 @@ def report(
     planned: list[str],
     summary: dict[str, Any],
 ) -> dict[str, Any]:
-    """Measure, draw the plot in the workdir, and return the report. planned: the
-    schedule."""
+    """Measure, write report and plot into the workdir, and return the report. planned:
+    the schedule."""
     found = measure.outcomes(workdir, config.islands)
     findings = {
         "planned": planned,
@@ -160,10 +156,11 @@ def report(
     }
     tape = list(read_tape(workdir / run_files.TAPE))
     measure.write_plot(found, tape, workdir / run_files.CHAOS_PLOT)
+    write_json(findings, workdir / run_files.CHAOS_REPORT)
     return findings
 
 
-def show(findings: dict[str, Any], console: Console) -> None:
+def show(findings: dict[str, Any], workdir: Path, console: Console) -> None:
     """Print a report for people."""
     found = [measure.StrikeOutcome(**outcome) for outcome in findings["outcomes"]]
     head, *rows = measure.rows(found)
@@ -180,8 +177,8 @@ def show(findings: dict[str, Any], console: Console) -> None:
         twin = findings.get("twin_goodput")
         beside = f", without strikes {twin:.1%}" if twin is not None else ""
         console.print(f"goodput {findings['goodput']:.1%}{beside}", highlight=False)
-    path = Path(findings["workdir"]) / run_files.CHAOS_PLOT
-    console.print(f"plot: {path}", highlight=False, soft_wrap=True)
+    plot = workdir / run_files.CHAOS_PLOT
+    console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
 
 
 SETTLE_S = 60.0
@@ -232,13 +229,9 @@ def strike_running(
         say("ended by hand; what was stopped goes on")
     finally:
         striker.close()
-    summary = workdir / run_files.SUMMARY
-    facts = json.loads(summary.read_bytes()) if summary.exists() else {}
-    findings = report(workdir, config, planned, facts)
-    write_json(findings, workdir / run_files.CHAOS_REPORT)
-    findings["workdir"] = str(workdir)
-    show(findings, console)
-    return EXIT_DONE, findings
+    findings = report(workdir, config, planned, read_summary(workdir))
+    show(findings, workdir, console)
+    return EXIT_DONE, {**findings, "workdir": str(workdir)}
 
 
 def _is_running(workdir: Path) -> bool:

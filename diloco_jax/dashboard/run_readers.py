@@ -72,7 +72,9 @@ class OfWorkdir:
             timeline.event(line["time"], "strike", ",".join(line.get("who", ())), text)
 
         def of(lines: NewLines, take: Callable[[Mapping[str, Any]], None]) -> Lines:
-            return ((line["time"], take, line) for line in lines)
+            for line in lines:
+                if isinstance(line.get("time"), (int, float)):
+                    yield line["time"], take, line
 
         yield from heapq.merge(
             of(self._tape, timeline.tape),

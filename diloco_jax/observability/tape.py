@@ -264,13 +264,12 @@ class NewLines:
     """The lines of a file, and of those put aside before it, that were not yielded
     before, while their writer is at work. Use from one thread.
 
-    `bad_lines` counts complete lines that were no JSON objects with a time, and were
-    left out. Hashes are not checked.
+    Hashes are not checked, and lines that are no JSON objects are left out.
     """
 
     def __init__(self, path: Path) -> None:
         """path: the newest file, which need not exist yet."""
-        self.path, self.bad_lines, self.read_bytes = path, 0, 0
+        self.path, self.read_bytes = path, 0
         self._file, self._offset = 0, 0
         """Number in the file system of the file that is read, and the bytes read of
         it."""
@@ -293,18 +292,9 @@ class NewLines:
                         break
                     self._offset += len(line)
                     self.read_bytes += len(line)
-                    if (found := self._decode(line)) is not None:
-                        yield found
-
-    def _decode(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            found = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            found = None
-        if isinstance(found, dict) and isinstance(found.get("time"), (int, float)):
-            return found
-        self.bad_lines += 1
-        return None
+                    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                        if isinstance(found := msgspec.json.decode(line), dict):
+                            yield found
 
 
 def remove_tape(path: Path) -> None:

@@ -145,18 +145,9 @@ def test_a_window_of_the_run_comes_as_json(ask):
     assert len(json.loads(body)["events"]) == 3
 
 
-@pytest.fixture
-def onlook():
+def onlook(target):
     """Open a workdir or an address, without threads."""
-    opened = []
-
-    def onlook(target):
-        opened.append(Onlooker(run_readers.opened(target, Placement())))
-        return opened[-1]
-
-    yield onlook
-    for onlooker in opened:
-        onlooker.close()
+    return Onlooker(run_readers.opened(target, Placement()))
 
 
 @pytest.mark.dist
@@ -186,7 +177,7 @@ def answered(port: int) -> int:
             connection.close()
 
 
-def test_a_run_that_is_written_is_followed(tmp_path, onlook):
+def test_a_run_that_is_written_is_followed(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=40), tmp_path / "run", over=False)
     tape = workdir / run_files.TAPE
     whole = tape.read_bytes()
@@ -204,7 +195,7 @@ def test_a_run_that_is_written_is_followed(tmp_path, onlook):
     assert after["read"] == 1.0
 
 
-def test_a_run_that_has_not_begun_is_waited_for(tmp_path, onlook):
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     workdir = write_run(MadeRun(islands=2, seconds=3), tmp_path / "run", over=False)
     for name in (run_files.TAPE, run_files.METRICS, run_files.FACTS):
         (workdir / name).unlink()
@@ -216,7 +207,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path, onlook):
     assert "not up yet" in found["status"]["unreachable"]
 
 
-def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
+def test_a_coordinator_alone_tells_its_status(monkeypatch):
     status = {
         "run_id": "r",
         "phase": "running",
@@ -264,7 +255,7 @@ def test_a_coordinator_alone_tells_its_status(monkeypatch, onlook):
     assert [text for *_, text in events] == ["a #2 is away: absent"]
 
 
-def test_a_coordinator_that_does_not_answer_is_said(monkeypatch, onlook):
+def test_a_coordinator_that_does_not_answer_is_said(monkeypatch):
     def lost(*_):
         raise ConnectionLost("host:7000 is not there")
 
