@@ -7,6 +7,7 @@ of this machine that somebody started.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from diloco_jax.errors import EXIT_DONE, ConfigError
 from diloco_jax.faults import parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.observability.tape import read_tape
+from diloco_jax.observability.terminal import say
 from diloco_jax.workdir import read_config, read_summary
 
 
@@ -54,7 +56,7 @@ def run(
     if options.save_schedule:
         write_schedule(planned, Path(options.save_schedule))
     for text in planned:
-        console.print(f"strike: {text}", highlight=False)
+        _tell(console, text)
 
     def run_under(
         config: Config, strikes: tuple[Strike, ...]
@@ -62,7 +64,7 @@ def run(
         striker = Striker(
             strikes,
             tuple(config.islands),
-            lambda text: console.print(f"strike: {text}", highlight=False),
+            functools.partial(_tell, console),
             moment=moment,
             look_s=look_s,
             link_bytes_per_s=options.link_bytes_per_s or math.inf,
@@ -84,7 +86,7 @@ def run(
         return code, {}
     findings = report(workdir, config, planned, summary)
     if options.twin and code == EXIT_DONE:
-        console.print("\nthe same without strikes", highlight=False)
+        say(console, "\nthe same without strikes")
         code, summary, _ = run_under(twin_of(config, workdir), ())
         findings["twin_goodput"] = summary.get("goodput")
         write_json(findings, workdir / run_files.CHAOS_REPORT)
@@ -172,13 +174,12 @@ def show(findings: dict[str, Any], workdir: Path, console: Console) -> None:
     for name, gap in findings["longest_gap_medians"].items():
         lost = findings["tokens_lost"][name]
         text = f"{name}: longest gap {gap:.1f} median steps, {lost:,} tokens lost"
-        console.print(text, highlight=False)
+        say(console, text)
     if findings["goodput"] is not None:
         twin = findings.get("twin_goodput")
         beside = f", without strikes {twin:.1%}" if twin is not None else ""
-        console.print(f"goodput {findings['goodput']:.1%}{beside}", highlight=False)
-    plot = workdir / run_files.CHAOS_PLOT
-    console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
+        say(console, f"goodput {findings['goodput']:.1%}{beside}")
+    say(console, f"plot: {workdir / run_files.CHAOS_PLOT}")
 
 
 SETTLE_S = 60.0
@@ -210,23 +211,20 @@ def strike_running(
         write_schedule(planned, Path(options.save_schedule))
     _warn(config, strikes, console)
 
-    def say(text: str) -> None:
-        console.print(f"strike: {text}", highlight=False)
-
-    striker = Striker(
-        strikes, tuple(config.islands), say, moment=lambda workdir: True, look_s=LOOK_S
-    )
+    tell = functools.partial(_tell, console)
+    islands = tuple(config.islands)
+    striker = Striker(strikes, islands, tell, moment=lambda workdir: True)
     striker.watch(workdir)
     try:
         while not striker.done.wait(LOOK_S):
             if not _is_running(workdir):
-                say("the run is over before its last strikes")
+                tell("the run is over before its last strikes")
                 break
         else:
-            say(f"none is left; what they cost is watched for {settle_s:g} s")
+            tell(f"none is left; what they cost is watched for {settle_s:g} s")
             striker.closed.wait(settle_s)
     except KeyboardInterrupt:
-        say("ended by hand; what was stopped goes on")
+        tell("ended by hand; what was stopped goes on")
     finally:
         striker.close()
     findings = report(workdir, config, planned, read_summary(workdir))
@@ -269,13 +267,17 @@ def _require_possible(
             )
 
 
+def _tell(console: Console, text: str) -> None:
+    say(console, f"strike: {text}")
+
+
 def _warn(config: Config, strikes: Sequence[Strike], console: Console) -> None:
     """Tell people if the launcher may give up before the last kill."""
     kills = sum(strike.kind == "kill" for strike in strikes)
     restarts = config.placement.restarts
     if kills > restarts:
-        console.print(
+        say(
+            console,
             f"{kills} kills are planned, and this run starts a process again "
             f"{restarts} times in a row (placement.restarts): it may end",
-            highlight=False,
         )

@@ -23,8 +23,8 @@ from diloco_jax.cluster.processes import (
     ManagedProcess,
     kill_group,
     last_error,
-    log_tail,
     next_attempt,
+    quoted,
     start_child,
     wait_all,
 )
@@ -144,10 +144,9 @@ class ClusterError(Exception):
     """A run cannot start or go on; tells the process, why, and the end of its log."""
 
     def __init__(self, process: ManagedProcess, what: str, exit_code: int = 1):
-        tail = "\n".join(f"  {line}" for line in log_tail(process.log, 15))
         super().__init__(
             f"{process.name} {what}{': ' if process.reason else ''}{process.reason}"
-            f"\n{process.log}:\n{tail or '  (empty)'}"
+            f"\n{quoted(process.log)}"
         )
         self.exit_code = exit_code
 

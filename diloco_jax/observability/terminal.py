@@ -131,7 +131,7 @@ class Dashboard:
             new = [f"! {text}" for text in alerts if text not in self._told]
             self._told = alerts
             for text in (line(status, left), *new):
-                self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+                say(self._console, text)
 
     def seconds_left(self, progress: float, now: float) -> float | None:
         """Return the seconds left at the mean speed since the first progress; None
@@ -144,6 +144,11 @@ class Dashboard:
         if progress <= at:
             return None
         return max(0.0, 1 - progress) * (now - began) / (progress - at)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a text as it is, however long its lines are."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def bytes_text(count: float) -> str:
@@ -251,8 +256,7 @@ def progress_lines(console: Console, doing: str) -> Callable[[float], None]:
             return
         told = now
         left = duration_text((now - began) * (1 - share) / share)
-        text = f"{doing}: {share:.0%}, {left} left"
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"{doing}: {share:.0%}, {left} left")
 
     return report
 
