@@ -122,16 +122,6 @@ def test_a_request_to_end_is_raised_and_all_is_as_before(hangup, number):
     assert not any("_watch" in thread.name for thread in threading.enumerate())
 
 
-def test_a_request_ends_a_wait_in_a_library():
-    ears, mouth = os.pipe()
-
-    def work():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.read(ears, 1)
-
-    assert interrupted(work)
-    os.close(ears)
-    os.close(mouth)
 
 
 def test_a_request_that_a_callback_discards_is_raised_again(capsys):

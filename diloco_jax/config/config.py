@@ -21,6 +21,7 @@ from diloco_jax.config.run import RunConfig
 from diloco_jax.errors import ConfigError, suggest
 from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
+from diloco_jax.files import is_bucket
 from diloco_jax.observability.sinks import check_names as check_sinks
 from diloco_jax.protocol.values import ISLAND_NAME
 from diloco_jax.wire.addresses import LAST_PORT, bulk_address, parse_address
@@ -93,8 +94,7 @@ class Config:
 
 
 URLS = ("https://", "http://")
-
-
+BUCKETS = ("gs://", "s3://")
 LANES = 128
 """Tokens of a block of the attention kernel for TPUs, which needs whole blocks."""
 
@@ -236,11 +236,17 @@ def _check_island(where: str, island: IslandConfig) -> None:
 
 
 def _check_placement(placement: Placement, islands: Mapping[str, IslandConfig]) -> None:
-    if "://" in placement.workdir:
+    if is_bucket(placement.workdir):
         raise ConfigError(
             f"placement.workdir = {placement.workdir!r} is no folder of this machine, "
             f"which the record log needs (it is synced to disk); give a local one, and "
             f"--checkpoints {placement.workdir} for snapshots and checkpoints"
+        )
+    where = placement.checkpoints
+    if is_bucket(where) and not where.startswith(BUCKETS):
+        raise ConfigError(
+            f"placement.checkpoints = {where!r} is no folder, and a bucket's begins "
+            f"with {' or '.join(BUCKETS)}; give one of them"
         )
     for name in placement.admit:
         check_name(name)

@@ -49,11 +49,6 @@ def test_another_form_is_refused_with_the_forms(text):
         parse_strikes([text], ISLANDS)
 
 
-def test_an_unknown_name_is_refused():
-    with pytest.raises(ConfigError, match=r"there is no 'c'; known are a, b, coord"):
-        parse_strikes(["a+c@5s:kill"], ISLANDS)
-
-
 def test_only_processes_are_struck_beside_islands():
     beside = beside_islands(2)
     assert beside == ("worker-0", "worker-1")

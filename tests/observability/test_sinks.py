@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from test_metrics import ISLAND, MERGE, MODEL
 
-from diloco_jax.config import Config, IslandConfig
 from diloco_jax.errors import ConfigError
 from diloco_jax.observability import metrics as metrics_module
 from diloco_jax.observability import sinks
@@ -122,12 +121,6 @@ def test_no_sink_is_no_sink(tmp_path):
     metrics.append(ISLAND)
     metrics.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_name_that_is_no_sink_is_found_with_the_config():
-    config = Config(islands={"a": IslandConfig()}).replace("sinks", ("wandbb",))
-    with pytest.raises(ConfigError, match=r"'wandbb'.*did you mean 'wandb'"):
-        config.validate()
 
 
 def test_a_sink_whose_package_is_missing_says_how_to_install_it(monkeypatch):
