@@ -60,35 +60,31 @@ def fake(monkeypatch):
     return fake
 
 
-def test_help_is_quick_to_import_and_names_all_commands():
-    code = (
-        "import sys; from diloco_jax.cli import main; code = main(sys.argv[1:]);"
-        "heavy = {'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules);"
-        "sys.exit(code or ' '.join(heavy) or None)"
-    )
+HEAVY = "{'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules)"
+QUICK = {
+    "help": "from diloco_jax.cli import main; code = main(['--help']); of = set()",
+    "package": "import diloco_jax; code = 0; of = {name for name in sys.modules "
+    "if name.startswith('diloco_jax.')}",
+}
+
+
+def said_by_python(code, *arguments):
+    """Standard output of code that ends well and says nothing else."""
     done = subprocess.run(
-        [sys.executable, "-c", code, "--help"],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    for name in cli.COMMANDS:
-        assert f"diloco {name} " in done.stdout
+    return done.stdout
 
 
-def test_the_package_is_quick_to_import():
-    code = (
-        "import sys, diloco_jax\n"
-        "of = {name for name in sys.modules if name.startswith('diloco_jax.')}\n"
-        "heavy = {'jax', 'grpc', 'tyro', 'numpy', 'rich'} & set(sys.modules)\n"
-        "sys.exit(' '.join(of | heavy) or None)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+@pytest.mark.parametrize("what", QUICK)
+def test_help_and_package_are_quick_to_import(what):
+    ends = f"sys.exit(code or ' '.join(of | {HEAVY}) or None)"
+    said = said_by_python(f"import sys\n{QUICK[what]}\n{ends}")
+    assert all((f"diloco {name} " in said) == (what == "help") for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
@@ -99,15 +95,7 @@ def test_every_command_has_help_without_jax(name):
         "except SystemExit as end:\n"
         "    sys.exit('jax' if 'jax' in sys.modules else end.code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"diloco {name}" in done.stdout
+    assert f"diloco {name}" in said_by_python(code, name, "--help")
 
 
 def test_run_with_json_prints_the_summary_and_nothing_else(path, fake, capsys):

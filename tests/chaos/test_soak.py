@@ -9,10 +9,7 @@ from types import SimpleNamespace
 import pytest
 import soak
 from coordinator_kills import GAP_S, random_kills
-from flatness import Disk, Growth, Use, UseOverTime, growths
-from reliability import told
-
-from diloco_jax.files import write_json
+from flatness import Disk, Use, UseOverTime, growths
 
 
 def use(time, memory, age_s=100.0, name="a"):
@@ -123,22 +120,3 @@ def test_kills_are_at_random_instants_that_a_seed_repeats():
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert min(gaps) >= GAP_S[0] - 0.01
     assert max(gaps) <= GAP_S[1] + 0.01
-
-
-def test_the_page_has_the_parts_that_were_measured(tmp_path):
-    facts = {"command": "c", "date": "d", "machine": "m", "load": "l", "versions": "v"}
-    check = {"what": "memory", "measured": "+0.10", "bound": "<= +0.05", "holds": False}
-    part = {
-        "title": "A soak",
-        "introduction": "Question.",
-        "checks": [check],
-        "tables": {"The run": [{"strikes": 3}]},
-        **facts,
-    }
-    write_json(part, tmp_path / "soak.json")
-    page = told(tmp_path)
-    assert "## A soak\n\nQuestion." in page
-    assert "| memory | +0.10 | <= +0.05 | **NO** |" in page
-    assert "| strikes |" in page
-    assert "fault_matrix" not in page
-    assert Growth("a", "memory", 0.0, 1.0).share == 0.0

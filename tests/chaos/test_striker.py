@@ -166,13 +166,3 @@ def test_only_links_that_are_struck_go_through_a_relay(tmp_path, children):
     assert striker.route(tmp_path, "b", address) == through
     until(lambda: said)
     striker.close()
-
-
-def test_nothing_is_struck_before_the_first_merge(tmp_path, children):
-    said = []
-    strikes = parse_strikes(["a@0s:kill"], ISLANDS)
-    striker = Striker(strikes, ISLANDS, said.append)
-    striker.route(tmp_path, "a", "127.0.0.1:9")
-    striker.close()
-    assert children["a"].poll() is None
-    assert not said
