@@ -184,11 +184,8 @@ class Cluster:
         self.outages = Outages()
         self._noted: dict[str, list[int]] = {}
         self._deadlines = config.placement.deadlines
-        environment = coordinator_environment()
         self.coordinator = self._managed(
-            "coordinator",
-            self._coordinator_command,
-            environment,
+            "coordinator", self._coordinator_command, coordinator_environment()
         )
         self.islands: dict[str, ManagedProcess] = {}
         self._step_seconds = max(i.step_seconds for i in config.islands.values())
@@ -253,20 +250,17 @@ class Cluster:
             if island.poll() == "restarting" or island.starts != starts:
                 self.outages.down(name, time.monotonic())
         state = self.coordinator.poll()
-        self._note_processes()
+        managed = {"coordinator": self.coordinator, **self.islands}
+        pids = {name: process.pids for name, process in managed.items()}
+        if pids != self._noted:
+            self._noted = pids
+            write_json(pids, self.workdir / run_files.PROCESSES)
         return state in ALIVE
 
     @property
     def done(self) -> bool:
         """Whether the coordinator has ended well."""
         return self.coordinator.state == "done"
-
-    def _note_processes(self) -> None:
-        managed = {"coordinator": self.coordinator, **self.islands}
-        pids = {name: process.pids for name, process in managed.items()}
-        if pids != self._noted:
-            self._noted = pids
-            write_json(pids, self.workdir / run_files.PROCESSES)
 
     def alone(self) -> bool:
         """Return True if no island runs or will run again."""

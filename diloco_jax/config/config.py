@@ -342,7 +342,11 @@ def replaced(config: Any, name: str, value: Any) -> Any:
         if head in _names(getattr(config, section)):
             head, rest = section, name
     if head not in _names(config):
-        raise _unknown(name, config)
+        known = list(_paths(config))
+        raise ConfigError(
+            f"no field {name!r} in this config{suggest(name, known)}; the help of any "
+            f"command that takes a config lists them all (diloco run --help)"
+        )
     if not rest:
         # Rules of a whole section are checked where the config is used.
         return dataclasses.replace(config, **{head: value})
@@ -376,14 +380,6 @@ def _with(section: Any, path: str, value: Any, name: str) -> Any:
     if not rest:
         check_fields(made, name.removesuffix(head))
     return made
-
-
-def _unknown(name: str, config: Any) -> ConfigError:
-    known = list(_paths(config))
-    return ConfigError(
-        f"no field {name!r} in this config{suggest(name, known)}; the help of any "
-        f"command that takes a config lists them all (diloco run --help)"
-    )
 
 
 def _paths(config: Any, prefix: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from diloco_jax.config.config import Config
 from diloco_jax.config.fields import own_code
-from diloco_jax.config.run import ModelConfig, OuterConfig, RunConfig
+from diloco_jax.config.run import OuterConfig, RunConfig
 from diloco_jax.files import absolute
 
 logger = logging.getLogger(__name__)
@@ -104,19 +104,16 @@ def with_absolute_paths(config: Config) -> Config:
         paths=tuple(map(absolute, run.data.paths)),
         tokenizer=absolute(run.data.tokenizer),
     )
+    kind, colon, folder = run.model.weights.partition(":")
+    weights = f"{kind}{colon}{absolute(folder)}"
     run = dataclasses.replace(
         run,
         data=_with_absolute_code(data),
-        model=_with_absolute_source(_with_absolute_code(run.model)),
+        model=dataclasses.replace(_with_absolute_code(run.model), weights=weights),
         sync=_with_absolute_code(run.sync),
         outer=_with_absolute_code(run.outer),
     )
     return dataclasses.replace(config, run=run, placement=placement)
-
-
-def _with_absolute_source(model: ModelConfig) -> ModelConfig:
-    kind, colon, folder = model.weights.partition(":")
-    return dataclasses.replace(model, weights=f"{kind}{colon}{absolute(folder)}")
 
 
 def _with_absolute_code(section: T) -> T:

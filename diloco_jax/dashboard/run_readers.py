@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_jax import run_files
 from diloco_jax.cluster.status import read_status, require_target
-from diloco_jax.config import Config, ConfigError, Placement, RunConfig
+from diloco_jax.config import Config, ConfigError, Placement
 from diloco_jax.config.loading import read_config_json
 from diloco_jax.dashboard.timeline import Timeline
 from diloco_jax.data.tokenizers import VOCAB_SIZE
@@ -93,14 +93,19 @@ class OfWorkdir:
         bits per byte, and its tokens FLOPs."""
         run = self._config.run
         begun = read_facts(self._workdir) if holds_run(self._workdir) else None
+        own = bool(run.data.tokenizer or run.data.factory)
+        of_bytes = not own and run.model.vocab_size == VOCAB_SIZE
+        # No formula is known of a model of the user's own, and of adapters.
+        known = not (run.model.factory or run.model.lora_rank)
+        flops = analytic_flops(run.model, run.sequence_length) if known else None
         return {
             "name": self._workdir.resolve().name,
             "run_id": begun.run_id if begun else "",
             "total_tokens": run.total_tokens,
             "expected": sorted(self._config.islands),
             "whole": True,
-            "bits_per_nat": BITS_PER_NAT if _of_bytes(run) else None,
-            "flops_per_token": _flops_per_token(run),
+            "bits_per_nat": BITS_PER_NAT if of_bytes else None,
+            "flops_per_token": flops / run.sequence_length if flops else None,
         }
 
     def read_share(self) -> float:
@@ -190,18 +195,3 @@ def opened(target: str, placement: Placement) -> Telling:
     if workdir is None:
         return OfAddress(target, placement)
     return OfWorkdir(workdir, placement)
-
-
-def _of_bytes(run: RunConfig) -> bool:
-    """Return True if each token is a byte of text."""
-    data = run.data
-    own = bool(data.tokenizer or data.factory)
-    return not own and run.model.vocab_size == VOCAB_SIZE
-
-
-def _flops_per_token(run: RunConfig) -> float | None:
-    """Return the FLOPs of a trained token; None where no formula is known: of a model
-    of the user's own, and of adapters."""
-    if run.model.factory or run.model.lora_rank:
-        return None
-    return analytic_flops(run.model, run.sequence_length) / run.sequence_length

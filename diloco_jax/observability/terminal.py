@@ -53,7 +53,9 @@ def render(status: Mapping[str, Any], seconds_left: float | None) -> RenderableT
         for text in status.get("alerts", [])[-ALERTS_SHOWN:]
     ]
     workers = [Text(_worker(w), style="dim") for w in status.get("workers", ())]
-    below = (_bandwidth(status), *workers, *alerts)
+    up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
+    wire = Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
+    below = (wire, *workers, *alerts)
     return Group(glance, island_table(status), bar, headline, *below)
 
 
@@ -189,11 +191,6 @@ def _worker(worker: Mapping[str, Any]) -> str:
         f"worker {worker['worker']}: {worker['address'] or 'away'}, "
         f"{worker['fragments']} fragments, {bytes_text(worker['memory_bytes'])}"
     )
-
-
-def _bandwidth(status: Mapping[str, Any]) -> Text:
-    up, down = (_number(status, f"bytes_{way}_per_second") for way in ("up", "down"))
-    return Text(f"{bytes_text(up)}/s up, {bytes_text(down)}/s down", style="dim")
 
 
 def _number(values: Mapping[str, Any], name: str) -> float:
