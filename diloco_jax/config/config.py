@@ -13,13 +13,13 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from diloco_jax.config.family_fields import check_members
 from diloco_jax.config.fields import check_fields, types_of
 from diloco_jax.config.island import IslandConfig
 from diloco_jax.config.launch import LaunchConfig
 from diloco_jax.config.placement import Placement
 from diloco_jax.config.run import RunConfig
 from diloco_jax.errors import ConfigError, suggest
-from diloco_jax.families import check_members
 from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import is_bucket
 from diloco_jax.observability.sinks import check_names as check_sinks
