@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from diloco_jax.config.family_fields import check_members
@@ -325,6 +325,22 @@ def _check_workers(placement: Placement, fragments: int) -> None:
 
 def _port(field: str, address: str) -> int:
     return parse_address(address, f"placement.{field}")[1]
+
+
+def with_paths(config: Config, changed: Callable[[str], str]) -> Config:
+    """Return the config with each of its folders and files changed; empty ones stay."""
+    placement, data = config.placement, config.run.data
+    folders: dict[str, Any] = {
+        name: changed(getattr(placement, name))
+        for name in ("workdir", "certificates", "checkpoints")
+    }
+    paths, tokenizer = tuple(map(changed, data.paths)), changed(data.tokenizer)
+    data = dataclasses.replace(data, paths=paths, tokenizer=tokenizer)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, data=data),
+        placement=dataclasses.replace(placement, **folders),
+    )
 
 
 SECTIONS = ("run", "placement")

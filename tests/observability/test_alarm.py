@@ -82,7 +82,7 @@ def test_a_storm_is_a_message_a_minute_with_what_fits(wire):
     assert len(sent) == 300 // EVERY_S
     assert all(len(some) <= TOGETHER for some, _ in sent)
     assert sum(len(some) + more for some, more in sent) >= 300 - EVERY_S
-    assert len(wire.alarm._seen) == 300
+    assert len(wire.alarm._known) == 300
 
 
 def test_what_it_remembers_is_bounded(wire, monkeypatch):
@@ -92,8 +92,7 @@ def test_what_it_remembers_is_bounded(wire, monkeypatch):
         for _ in range(2):
             wire.alarm.raised(wire.alerts[0])
             wire.look()
-    for known in (wire.alarm._seen, wire.alarm._sent, wire.alarm._again):
-        assert len(known) == 5
+    assert len(wire.alarm._known) == 5
     assert len(wire.alarm._waiting) <= TOGETHER
 
 
