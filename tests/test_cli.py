@@ -186,6 +186,8 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         (OSError(errno.ENOSPC, "No space left on device"), 1),
         (OSError(errno.EROFS, "Read-only file system", "ro/c"), 1),
         (FileExistsError(errno.EEXIST, "File exists", "a-file"), 1),
+        (OSError(errno.ENAMETOOLONG, "too long", "w/x"), 2),
+        (RuntimeError("can't start new thread"), 1),
     ):
         fake("diloco_jax.cluster.run", error)
         assert cli.main(["run", path]) == code
@@ -195,6 +197,8 @@ def test_exit_codes_follow_the_cause(path, fake, tmp_path, capsys):
         "No space left on device: make room there",
         "ro/c: Read-only file system; check that place",
         "a-file: File exists; check that place",
+        "'w/x'; give another path",
+        "error: can't start new thread; raise `ulimit -u`",
     ):
         assert text in shown
 
@@ -373,19 +377,6 @@ def test_a_machine_without_threads_is_refused_before_anything_starts(
     assert "21 of about" in (said := capsys.readouterr().err)
     assert "raise `ulimit -u`" in said
     assert not workdir.exists()
-
-
-def test_a_thread_that_cannot_be_started_later_is_no_traceback(path, fake, capsys):
-    fake("diloco_jax.cluster.run", RuntimeError("can't start new thread"))
-    assert cli.main(["run", path]) == 1
-    message = capsys.readouterr().err
-    assert message.startswith("error: can't start new thread; raise `ulimit -u`")
-
-
-def test_a_path_that_proves_too_long_is_the_user_s(path, fake, capsys):
-    fake("diloco_jax.cluster.run", OSError(errno.ENAMETOOLONG, "too long", "w/x"))
-    assert cli.main(["run", path]) == 2
-    assert "'w/x'; give another path" in capsys.readouterr().err
 
 
 OPTIONS = {"run": ["--json", "--sync.quorum"], "doctor": ["--folder", "--json"]}

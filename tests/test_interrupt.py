@@ -122,18 +122,6 @@ def test_a_request_to_end_is_raised_and_all_is_as_before(hangup, number):
     assert not any("_watch" in thread.name for thread in threading.enumerate())
 
 
-def test_what_else_is_discarded_is_told_as_before(monkeypatch):
-    class Falls:
-        def __del__(self):
-            raise ValueError("fell")
-
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: told.append(args.exc_value))
-    with Interruptible():
-        Falls()
-    assert [str(error) for error in told] == ["fell"]
-
-
 IMPORTED = """
 import os, signal, time
 from diloco_jax import cli, process

@@ -250,15 +250,6 @@ def test_a_start_that_fails_leaves_the_collector_on():
     assert gc.isenabled()
 
 
-def test_a_collector_that_is_off_stays_off():
-    frozen = gc.get_freeze_count()
-    gc.disable()
-    with uncollected():
-        pass
-    assert not gc.isenabled()
-    assert gc.get_freeze_count() == frozen
-
-
 BUSY = textwrap.dedent(
     """
     import atexit, sys, threading

@@ -7,11 +7,8 @@ from diloco_jax.chaos.schedule import (
     OF_PROCESSES,
     Strike,
     beside_islands,
-    divided,
     parse_strikes,
     random_strikes,
-    read_schedule,
-    write_schedule,
 )
 from diloco_jax.config import ConfigError
 
@@ -65,14 +62,6 @@ def test_a_full_disk_is_the_coordinators():
     assert not strike.of_network
     with pytest.raises(ConfigError, match="write coordinator@5s:full3"):
         parse_strikes(["a+coordinator@5s:full3"], ISLANDS)
-
-
-def test_a_file_gives_back_what_was_written(tmp_path):
-    path = tmp_path / "schedule"
-    texts = ("a@5s:slow3=0.25", "b@9:kill", "coordinator@6.5s:corrupt2")
-    write_schedule(texts, path)
-    assert read_schedule(path) == texts
-    assert divided(read_schedule(path)) == ((texts[0], texts[2]), (texts[1],))
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,3 @@ def test_a_shell_does_not_run_it(tmp_path):
     placement = Placement(alert_command=f"echo x ; touch {tmp_path / 'made'}")
     Alarm(placement, "r", lambda: ["a hangs"]).look()
     assert not (tmp_path / "made").exists()
-
-
-def test_without_a_way_there_is_no_thread():
-    alarm = Alarm(Placement(), "r", lambda: ["a"])
-    alarm.start()
-    assert alarm._thread.ident is None
-    alarm.close(1.0)

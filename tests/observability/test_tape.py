@@ -90,14 +90,6 @@ def test_an_unfinished_last_line_is_left_out_then_cut_off_and_told(path, caplog,
     assert len(list(read_tape(path))) == 6
 
 
-def test_lines_longer_than_a_block_chain_too(tmp_path):
-    for n in range(3):
-        tape = Tape(tmp_path / "tape.jsonl")
-        tape.append({"n": n, "text": "y" * 100_000})
-        tape.close()
-    assert [r["n"] for r in read_tape(tmp_path / "tape.jsonl")] == [0, 1, 2]
-
-
 def test_a_record_cannot_bring_its_own_link(path):
     tape = Tape(path)
     with pytest.raises(ValueError, match="prev"):
@@ -208,17 +200,6 @@ def test_no_file_is_larger_than_the_limit_and_a_line(segmented):
     sizes = [file.stat().st_size for file in closed_segments(segmented)]
     assert all(FULL <= size < FULL + line for size in sizes)
     assert 0 < segmented.stat().st_size < FULL + line
-
-
-def test_reads_as_the_tape_that_one_file_would_be(segmented, tmp_path):
-    whole = tmp_path / "one" / "tape.jsonl"
-    tape = Tape(whole)
-    for n in range(100):
-        tape.append(numbered(n))
-    tape.close()
-    files = [file.read_bytes() for file in (*closed_segments(segmented), segmented)]
-    assert b"".join(files) == whole.read_bytes()
-    assert list(read_tape(segmented)) == list(read_tape(whole))
 
 
 def test_is_found_from_the_end_back_through_all_files(segmented):
