@@ -42,11 +42,7 @@ def run_command(arguments: Sequence[str]) -> int:
     from diloco_jax.machine import fit_threads
 
     fit_threads()
-    from diloco_jax.cluster.options import (
-        RunOptions,
-        require_one_workdir,
-        with_config,
-    )
+    from diloco_jax.cluster.options import RunOptions, require_one_workdir, with_config
 
     arguments = with_config(arguments)
     path, config, options = _config_and_options("run", arguments, RunOptions())
@@ -104,11 +100,7 @@ def chaos_command(arguments: Sequence[str]) -> int:
 
 def coordinator_command(arguments: Sequence[str]) -> int:
     """Run `diloco coordinator CONFIG --workdir DIR --bind HOST:PORT`."""
-    from diloco_jax.coordinator.going_on import (
-        DRAWN,
-        CoordinatorOptions,
-        with_source,
-    )
+    from diloco_jax.coordinator.going_on import DRAWN, CoordinatorOptions, with_source
 
     _, config, options = _config_and_options(
         "coordinator", with_source(arguments), CoordinatorOptions()

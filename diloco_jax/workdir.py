@@ -17,13 +17,7 @@ from typing import Any
 import msgspec
 
 from diloco_jax import run_files
-from diloco_jax.config import (
-    Config,
-    ConfigError,
-    RunConfig,
-    differences,
-    shared_fields,
-)
+from diloco_jax.config import Config, ConfigError, RunConfig, differences, shared_fields
 from diloco_jax.config.loading import read_config_json, require_trust, write_config_json
 from diloco_jax.files import lock, require_writable, write_json
 

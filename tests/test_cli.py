@@ -351,8 +351,7 @@ def test_no_folder_for_temporary_files_is_a_matter_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("x" * 300, "File name too long"), ("a\0b", "embedded null")],
+    ("name", "said"), [("x" * 300, "File name too long"), ("a\0b", "embedded null")]
 )
 def test_a_name_that_no_file_can_have_is_refused(path, capsys, name, said):
     for words in (["run", path, "--workdir", name], ["status", name]):
@@ -415,11 +414,7 @@ def test_fish_has_a_line_for_each_word():
 
 
 def test_the_options_of_a_command_are_those_of_its_help():
-    assert cli.options_of(cli.COMMANDS["doctor"][0]) == [
-        "--folder",
-        "--help",
-        "--json",
-    ]
+    assert cli.options_of(cli.COMMANDS["doctor"][0]) == ["--folder", "--help", "--json"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

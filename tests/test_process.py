@@ -339,12 +339,7 @@ def test_the_first_process_of_a_container_ends_at_a_notice_that_comes_early(name
 
 @pytest.mark.parametrize(
     ("before", "ran_s", "now"),
-    [
-        (0, 0.0, 1),
-        (3, STEADY_S - 0.1, 4),
-        (3, STEADY_S, 1),
-        (0, 10 * STEADY_S, 1),
-    ],
+    [(0, 0.0, 1), (3, STEADY_S - 0.1, 4), (3, STEADY_S, 1), (0, 10 * STEADY_S, 1)],
 )
 def test_ten_minutes_end_a_row(before: int, ran_s: float, now: int) -> None:
     assert STEADY_S == 600

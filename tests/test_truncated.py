@@ -177,10 +177,7 @@ def prepared(folder: Path) -> Path:
     for number in range(12):
         (folder / "in" / f"{number}.txt").write_text(f"text {number} " * 20)
     recipe = Recipe(
-        tokenizer=Bytes(),
-        reader=Reader(),
-        sequence_length=32,
-        validation_fraction=0.3,
+        tokenizer=Bytes(), reader=Reader(), sequence_length=32, validation_fraction=0.3
     )
     prepare(folder / "out", (str(folder / "in"),), recipe, workers=1)
     return folder / "out"

@@ -71,11 +71,7 @@ def run(
         )
         try:
             ran = run_locally(
-                config,
-                config_path,
-                console,
-                baseline=False,
-                route=striker.route,
+                config, config_path, console, baseline=False, route=striker.route
             )
         finally:
             striker.close()
@@ -138,10 +134,7 @@ def _placed(config: Config, **changes: Any) -> Config:
 
 
 def report(
-    workdir: Path,
-    config: Config,
-    planned: list[str],
-    summary: dict[str, Any],
+    workdir: Path, config: Config, planned: list[str], summary: dict[str, Any]
 ) -> dict[str, Any]:
     """Measure, write report and plot into the workdir, and return the report. planned:
     the schedule."""

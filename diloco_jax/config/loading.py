@@ -280,11 +280,7 @@ def require_trust(
 
 
 def require_trust_flag(
-    run: RunConfig,
-    whose: str,
-    *,
-    trust_code: bool,
-    placement: Placement | None = None,
+    run: RunConfig, whose: str, *, trust_code: bool, placement: Placement | None = None
 ) -> None:
     """Raise ConfigError if a foreign config names code, unless `trust_code` is True.
 

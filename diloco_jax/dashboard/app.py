@@ -57,10 +57,7 @@ class Onlooker:
         self._status: dict[str, Any] = {}
         self._threads = [
             threading.Thread(target=self._every, args=pair, daemon=True)
-            for pair in (
-                (STATUS_EVERY_S, self.ask),
-                (LINES_EVERY_S, self.read),
-            )
+            for pair in ((STATUS_EVERY_S, self.ask), (LINES_EVERY_S, self.read))
         ]
 
     def __enter__(self) -> Onlooker:

@@ -4,22 +4,12 @@ import json
 
 import pytest
 from fault_cases import CASES, ISLANDS, PHASES
-from fault_matrix import (
-    BATCH,
-    SEQUENCE,
-    loss_problems,
-    phase_problems,
-    run_cell,
-)
+from fault_matrix import BATCH, SEQUENCE, loss_problems, phase_problems, run_cell
 from phases import Phase, Recovery
 from tiny import MODEL
 
 CELLS = [
-    pytest.param(
-        case,
-        phase,
-        id=f"{case.name}-{phase}".replace(" ", "_"),
-    )
+    pytest.param(case, phase, id=f"{case.name}-{phase}".replace(" ", "_"))
     for case in CASES
     for phase in case.phases
 ]

@@ -66,10 +66,7 @@ def test_a_full_disk_is_the_coordinators():
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("a@5s:stop5", "a+b@9s:stop1"),
-        ("a@5s:partition5", "coordinator@9s:delay1=1"),
-    ],
+    [("a@5s:stop5", "a+b@9s:stop1"), ("a@5s:partition5", "coordinator@9s:delay1=1")],
 )
 def test_strikes_that_overlap_are_refused(first, second):
     with pytest.raises(ConfigError, match="begin it after 10 s"):
