@@ -15,13 +15,12 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from diloco_jax import machine
+from diloco_jax import files, machine
 from diloco_jax.compilation import cache_home
 from diloco_jax.config.placement import MergeRoute
 from diloco_jax.core.kernels import FLAGS, SOURCES, Kernels, Passes
@@ -133,22 +132,21 @@ def _compile(path: Path) -> None:
             f"installed"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, scratch = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
-    os.close(number)
-    command = [found[0], *FLAGS, *OF_THIS_MACHINE, "-o", scratch, str(SOURCES[0])]
+    command = [found[0], *FLAGS, *OF_THIS_MACHINE, str(SOURCES[0]), "-o"]
     try:
-        subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=COMPILE_S
-        )
-        os.chmod(scratch, 0o755)
-        os.replace(scratch, path)
+        with files.whole(path) as scratch:
+            subprocess.run(
+                [*command, str(scratch)],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=COMPILE_S,
+            )
     except subprocess.TimeoutExpired as error:
         raise NativeError(f"{found[0]} took more than {COMPILE_S:g} s") from error
     except subprocess.CalledProcessError as error:
         said = " ".join(error.stderr.split())[:TOLD]
         raise NativeError(f"{found[0]} refused the source: {said}") from error
-    finally:
-        Path(scratch).unlink(missing_ok=True)
     logger.info("compiled the native route of merges into %s", path)
 
 

@@ -37,10 +37,7 @@ def to_pieces(plan: FragmentPlan, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_deltas(
-    deltas: Sequence[Any],
-    weights: Sequence[float],
-    rule: MergeRule,
-    share: float = 1.0,
+    deltas: Sequence[Any], weights: Sequence[float], rule: MergeRule, share: float = 1.0
 ) -> npt.NDArray[np.float32]:
     """Merge arrays, f32[shape] each, by a rule without state."""
     state = start(rule, tuple(deltas[0].shape)) if deltas else ()

@@ -121,6 +121,6 @@ def test_wrong_shapes_and_names_are_named() -> None:
     with pytest.raises(ValueError, match=r"\(2, 2, 1008\), got \(2, 2, 7\)"):
         codec.decode(np.zeros((2, 2, 7), np.uint8), SHAPE)
     with pytest.raises(
-        ValueError, match="'int3'; did you mean 'int8'\\?; choose from f32, bf16"
+        ValueError, match=r"'int3' \(did you mean 'int8'\?\); choose from f32, bf16"
     ):
         get_codec("int3")

@@ -216,7 +216,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, made: str, what: str) -> No
     [
         ("nowhere_xyz:make", "No module named 'nowhere_xyz'; install it"),
         ("nowhere.py:make", "there is no file .*nowhere.py; correct the path"),
-        ("json:dump_s", "json has no 'dump_s'; did you mean 'dumps'"),
+        ("json:dump_s", "json has no 'dump_s' .did you mean 'dumps'"),
         ("json", "it names nothing; write 'package.module:name' or"),
     ],
 )

@@ -80,7 +80,7 @@ def change(folder: Path, **settings) -> None:
         (integers, r"model\.norm\.weight is I32; weights are read as F32, BF16"),
         (truncated, r"model\.safetensors is no whole safetensors file \(.*\); copy it"),
         (gone, r"there is no .*model\.safetensors"),
-        (unknown, r"'quen3' is no known family; did you mean 'qwen3'"),
+        (unknown, r"'quen3' is no known family .did you mean 'qwen3'"),
         (capped, r"final_logit_softcapping = 30\.0; .* has None"),
     ],
 )

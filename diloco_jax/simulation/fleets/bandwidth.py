@@ -21,10 +21,10 @@ from __future__ import annotations
 import dataclasses
 
 from diloco_jax.config import SyncConfig
+from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import AT_LEAST_1, Bound, check_bounds, setting
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.families import check_member
 from diloco_jax.simulation.fleets.checks import (
     FRAGMENTS,
     GBIT_PER_S,

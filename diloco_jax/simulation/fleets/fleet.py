@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from diloco_jax.config import Placement, RunConfig, SyncConfig
+from diloco_jax.config.family_fields import check_member
 from diloco_jax.config.fields import (
     AT_LEAST_1,
     NOT_NEGATIVE,
@@ -28,7 +29,6 @@ from diloco_jax.config.fields import (
 from diloco_jax.coordinator.settings import policy_config
 from diloco_jax.core.codecs import Codec
 from diloco_jax.core.families import CODECS
-from diloco_jax.families import check_member
 from diloco_jax.observability.measures import IslandMeasure, participation
 from diloco_jax.protocol.coordinator import ledger
 from diloco_jax.protocol.coordinator.state import Fragment, State
