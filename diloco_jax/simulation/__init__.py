@@ -12,12 +12,12 @@ _HOMES = {
     "ExchangeTerms": "fleets.fleet",
     "FailureModel": "fleets.failures",
     "GoodputConfig": "fleets.goodput",
-    "MixConfig": "fleets.mix",
-    "ScavengeConfig": "fleets.scavenge",
+    "MixConfig": "fleets.unequal",
+    "ScavengeConfig": "fleets.unequal",
     "simulate_bandwidth": "fleets.bandwidth",
     "simulate_goodput": "fleets.goodput",
-    "simulate_mix": "fleets.mix",
-    "simulate_scavenge": "fleets.scavenge",
+    "simulate_mix": "fleets.unequal",
+    "simulate_scavenge": "fleets.unequal",
     "sweep_goodput": "fleets.goodput",
 }
 

@@ -14,7 +14,7 @@ from diloco_jax.simulation.fleets.bandwidth import (
     BandwidthConfig,
     simulate_bandwidth,
 )
-from diloco_jax.simulation.fleets.checks import GBIT_PER_S, PARAMS, STEP_SECONDS
+from diloco_jax.simulation.fleets.fleet import GBIT_PER_S, PARAMS, STEP_SECONDS
 
 
 def test_data_parallel_between_eight_sites_is_the_published_198():

@@ -5,8 +5,12 @@ import math
 import pytest
 
 from diloco_jax.config import ConfigError
-from diloco_jax.simulation.fleets.mix import MixConfig, simulate_mix
-from diloco_jax.simulation.fleets.scavenge import ScavengeConfig, simulate_scavenge
+from diloco_jax.simulation.fleets.unequal import (
+    MixConfig,
+    ScavengeConfig,
+    simulate_mix,
+    simulate_scavenge,
+)
 
 
 @pytest.fixture(scope="module")

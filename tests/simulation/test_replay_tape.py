@@ -21,7 +21,7 @@ from diloco_jax.config import ConfigError, RunConfig
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.protocol.values import Version
-from diloco_jax.simulation.replay.recording import Digests, Who, read_recording
+from diloco_jax.simulation.replay.recording import Recovery, Who, read_recording
 
 DIGESTED = {"kind": "digested", "fragment": 0, "version": [1, 1], "digest": "theta"}
 
@@ -35,14 +35,16 @@ def workdir(tmp_path):
 def test_all_that_replay_needs_is_read(workdir):
     write(workdir)
     recording = read_recording(workdir)
-    assert [(m.number, m.fragment, m.version, m.digests) for m in recording.merges] == [
-        (1, 0, Version(1, 1), Digests(publish="0.1")),
-        (2, 1, Version(1, 1), Digests(publish="1.1")),
-        (3, 0, Version(1, 2), Digests(publish="0.2")),
+    assert [
+        (m.number, m.made.fragment, m.made.version, m.made.digest)
+        for m in recording.merges
+    ] == [
+        (1, 0, Version(1, 1), "0.1"),
+        (2, 1, Version(1, 1), "1.1"),
+        (3, 0, Version(1, 2), "0.2"),
     ]
-    (recovery,) = recording.recoveries
-    assert recovery.merges == 2
-    assert recovery.snapshot_versions == (Version(1, 1), Version(1, 0))
+    starts = {0: Version(1, 1), 1: Version(1, 0)}
+    assert recording.between == (Recovery(2, starts),)
     lives = recording.lives
     assert lives[Who("a", 1)].begins() == [Version(1, 0)] * 2
     assert lives[Who("a", 2)].begins() == [Version(1, 1)] * 2
@@ -55,17 +57,17 @@ def test_all_that_replay_needs_is_read(workdir):
 def test_the_digest_of_the_parameters_follows_its_merge(workdir):
     write(workdir, [*TAPE[:10], DIGESTED, *TAPE[10:]])
     first, *others = read_recording(workdir).merges
-    assert first.digests == Digests(publish="0.1", parameters="theta")
-    assert {merge.digests.parameters for merge in others} == {""}
+    assert (first.made.digest, first.parameters) == ("0.1", "theta")
+    assert {merge.parameters for merge in others} == {""}
 
 
 def test_until_needs_no_more_than_its_merges(workdir):
     write(workdir, TAPE[:-1])
     recording = read_recording(workdir, until=1)
     assert (len(recording.merges), recording.merges_on_tape) == (1, 3)
-    assert (recording.recoveries, list(recording.lives)) == ((), [Who("a", 1)])
+    assert (recording.between, list(recording.lives)) == ((), [Who("a", 1)])
     assert len(recording.lives[Who("a", 1)].records) == 4
-    assert len(read_recording(workdir, until=3).recoveries) == 1
+    assert len(read_recording(workdir, until=3).between) == 1
 
 
 def test_each_incarnation_has_the_tokens_of_its_time(workdir):

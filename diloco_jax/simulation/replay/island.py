@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -31,21 +31,20 @@ from diloco_jax.protocol.values import (
     FIRST_VERSION,
     NON_FINITE,
     STALE,
-    Record,
     RecordKind,
     Span,
     Verdict,
     Version,
 )
-from diloco_jax.simulation.replay.recording import Life, Recording
+from diloco_jax.simulation.replay.recording import BegunTerm, Life, Recording
 from diloco_jax.simulation.replay.worker import RemoteReplica, Worker
 
-Key = tuple[int, Version]
-"""Fragment and version."""
+Use = tuple[Literal["anchor", "publish"], int, Version]
+"""A use of what a version of a fragment has."""
 
 
 class PublishedVersions:
-    """Anchors and encoded publishes by version.
+    """Anchors and encoded publishes by version, each kept for its uses on the tape.
 
     Incarnations begin with anchors and adopt publishes; a coordinator that comes back
     needs publishes, too.
@@ -55,75 +54,61 @@ class PublishedVersions:
     """
 
     def __init__(self, recording: Recording, first: Sequence[Arrays]) -> None:
-        self._anchor_uses: Counter[Key] = Counter()
-        self._publish_uses: Counter[Key] = Counter()
-        for life in recording.lives.values():
-            self._anchor_uses.update(enumerate(life.begins()))
-            for fragment, have, want in _adopted(life):
-                if have.term == want.term:
-                    chain = [(fragment, version) for version in _between(have, want)]
-                    self._publish_uses.update(chain)
-                else:
-                    self._anchor_uses[fragment, want] += 1
-        for begun in recording.begun:
-            self._anchor_uses[begun.fragment, begun.replaced] += 1
-        for recovery in recording.recoveries:
-            starts = recovery.starts
-            self._publish_uses.update(
-                (m.fragment, m.version)
-                for m in recording.merges[: recovery.merges]
-                if m.fragment in starts and m.version > starts[m.fragment]
-            )
-        self._anchors: dict[Key, Arrays] = {}
-        self._publishes: dict[Key, Buffer] = {}
+        self._uses = Counter(_uses(recording))
+        self._held: dict[Use, Any] = {}
         for fragment, anchor in enumerate(first):
-            self._keep_anchor((fragment, FIRST_VERSION), anchor)
+            self.begin(fragment, FIRST_VERSION, anchor)
 
     def keep(self, fragment: int, version: Version, merged: MergeResult) -> None:
         """Keep a committed merge as far as the tape needs it."""
-        key = (fragment, version)
-        self._keep_anchor(key, merged.state.anchor)
-        if self._publish_uses[key]:
-            self._publishes[key] = merged.payload
+        self.begin(fragment, version, merged.state.anchor)
+        if self._uses["publish", fragment, version]:
+            self._held["publish", fragment, version] = merged.payload
 
     def begin(self, fragment: int, version: Version, anchor: Arrays) -> None:
         """Keep the anchor with which a term of a fragment begins, if it is needed."""
-        self._keep_anchor((fragment, version), anchor)
+        if self._uses["anchor", fragment, version]:
+            self._held["anchor", fragment, version] = anchor
 
     def anchor(self, fragment: int, version: Version) -> bytes:
         """Return A_v in full, in f32 tiles; once for every use on the tape."""
-        key = (fragment, version)
-        arrays = self._anchors[key]
-        self._anchor_uses[key] -= 1
-        if not self._anchor_uses[key]:
-            del self._anchors[key]
+        arrays = self._use(("anchor", fragment, version))
         return b"".join(array.tobytes() for array in arrays)
 
     def publish(self, fragment: int, version: Version) -> Buffer:
         """Return the encoded publish of a version; once for every use on the tape."""
-        key = (fragment, version)
-        payload = self._publishes[key]
-        self._publish_uses[key] -= 1
-        if not self._publish_uses[key]:
-            del self._publishes[key]
+        payload: Buffer = self._use(("publish", fragment, version))
         return payload
 
     def chain(self, fragment: int, have: Version, want: Version) -> list[Buffer]:
         """Return the publishes that lead from one version to another, oldest first."""
         return [self.publish(fragment, version) for version in _between(have, want)]
 
-    def _keep_anchor(self, key: Key, anchor: Arrays) -> None:
-        if self._anchor_uses[key]:
-            self._anchors[key] = anchor
+    def _use(self, use: Use) -> Any:
+        self._uses[use] -= 1
+        return self._held[use] if self._uses[use] else self._held.pop(use)
 
 
-def _adopted(life: Life) -> Iterator[tuple[int, Version, Version]]:
-    """Yield the fragment of each adoption, the version before it and its own."""
-    have = life.begins()
-    for _, record in life.records[len(have) :]:
-        if record.kind == "adopted":
-            yield record.fragment, have[record.fragment], record.version
-            have[record.fragment] = record.version
+def _uses(recording: Recording) -> Iterator[Use]:
+    for life in recording.lives.values():
+        have = life.begins()
+        for fragment, version in enumerate(have):
+            yield "anchor", fragment, version
+        for _, record in life.records[len(have) :]:
+            if record.kind == "adopted":
+                fragment, want = record.fragment, record.version
+                if have[fragment].term == want.term:
+                    for version in _between(have[fragment], want):
+                        yield "publish", fragment, version
+                else:
+                    yield "anchor", fragment, want
+                have[fragment] = want
+    for event in recording.between:
+        if isinstance(event, BegunTerm):
+            yield "anchor", event.begun.fragment, event.begun.replaced
+        else:
+            for merge in event.logged(recording.merges):
+                yield "publish", merge.made.fragment, merge.made.version
 
 
 def _between(have: Version, want: Version) -> Iterator[Version]:
@@ -160,21 +145,21 @@ class ReplayedIsland:
         restored = life.restored()
         if restored is not None:
             assert source is not None
-            self._books.restored(
-                restored.who.incarnation, restored.steps, restored.fragments
-            )
-            moments = source.moments(restored.steps)
-            residuals = {f: source.residual(f) for f in restored.fragments}
+            who, steps, fragments = restored
+            self._books.restored(who.incarnation, steps, fragments)
+            moments = source.moments(steps)
+            residuals = {f: source.replica.residual(f) for f in fragments}
         self._next = len(self._books.drain())
-        self._replica = RemoteReplica(
+        self.replica = RemoteReplica(
             worker, life.who, life.config, anchors, moments, residuals
         )
+        """Its model copy."""
         self._positions = LeasedPositions()
         goal = goal_of(run, life.config.batch_size)
         self._boundary = Boundary(
             self._books,
             goal,
-            arrays=self._replica,
+            arrays=self.replica,
             incoming=self,
             outgoing=self,
             data=self._positions,
@@ -188,9 +173,7 @@ class ReplayedIsland:
     def delta(self, fragment: int, tick: int) -> npt.NDArray[np.uint8]:
         """Return the encoded delta of a take that is merged."""
         while (fragment, tick) not in self._deltas:
-            line, record = self._life.records[self._next]
-            self._next += 1
-            self._repeat(line, record)
+            self._repeat()
         return np.frombuffer(self._deltas[fragment, tick], np.uint8)
 
     def moments(self, steps: int) -> list[npt.NDArray[Any]]:
@@ -198,28 +181,16 @@ class ReplayedIsland:
         while steps not in self._moments:
             if self._next == len(self._life.records):
                 self._train_until(steps, self._life.records[-1].line)
-                self._keep_moments()
+                self._moments[steps] = self.replica.moments()
                 break
-            line, record = self._life.records[self._next]
-            self._next += 1
-            self._repeat(line, record)
+            self._repeat()
         return self._moments[steps]
-
-    def residual(self, fragment: int) -> bytes:
-        """Return the fragment's residual: the part that its merged takes did not
-        encode.
-        """
-        return self._replica.residual(fragment)
 
     def merged(self, fragment: int, tick: int) -> None:
         """Note that a take is in a merge."""
         here = self._books.version(fragment)
         verdict = _verdict(fragment, tick, "merged", here)
         self._act(Decision(verdicts=(verdict,)), self.steps)
-
-    def end(self) -> None:
-        """End the incarnation: no more deltas are needed."""
-        self._replica.end()
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:
         self._deltas[fragment, tick] = encoded
@@ -244,7 +215,9 @@ class ReplayedIsland:
 
     # ---- one record -------------------------------------------------------------
 
-    def _repeat(self, line: int, record: Record) -> None:
+    def _repeat(self) -> None:
+        line, record = self._life.records[self._next]
+        self._next += 1
         self._train_until(record.step, line)
         fragment, tick = record.fragment, record.tick
         decision = Decision()
@@ -287,13 +260,9 @@ class ReplayedIsland:
 
     def _train_until(self, steps: int, line: int) -> None:
         while self.steps < steps:
-            self._keep_moments()
+            if self.steps in self._life.saves:  # A later incarnation begins with them.
+                self._moments.setdefault(self.steps, self.replica.moments())
             self._train(line)
-
-    def _keep_moments(self) -> None:
-        """Keep the moments, if a later incarnation begins with them."""
-        if self.steps in self._life.saves:
-            self._moments.setdefault(self.steps, self._replica.moments())
 
     def _train(self, line: int) -> None:
         if not self._boundary.may_step(self.steps):
@@ -311,7 +280,7 @@ class ReplayedIsland:
             )
         rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
         self._books.stepped(rate)
-        self._replica.step(self._reader.batch(positions), rate)
+        self.replica.step(self._reader.batch(positions), rate)
         self.steps += 1
 
     def _act(self, decision: Decision, step: int) -> None:

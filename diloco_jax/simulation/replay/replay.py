@@ -15,11 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from diloco_jax import before_jax, checkpoint, compilation, run_files, storage
+from diloco_jax import (
+    before_jax,
+    checkpoint,
+    compilation,
+    merge_route,
+    run_files,
+    storage,
+)
 from diloco_jax.config import ConfigError
 from diloco_jax.config.loading import write_config_json
 from diloco_jax.coordinator.holding.anchors import layouts_of, values_of
@@ -38,18 +45,27 @@ from diloco_jax.protocol.values import FIRST_VERSION, Version
 from diloco_jax.simulation.replay.island import PublishedVersions, ReplayedIsland
 from diloco_jax.simulation.replay.recording import (
     BegunTerm,
-    Digests,
     RecordedMerge,
     Recording,
     Recovery,
     Who,
     environment_like,
-    passes_like,
     refuse_other_bits,
 )
 from diloco_jax.simulation.replay.worker import Worker
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
+
+if TYPE_CHECKING:
+    from diloco_jax.core.kernels import Passes
+
+
+class Digests(NamedTuple):
+    """Digests of a merge's publish and of the fragment's Theta; "" where the tape has
+    none."""
+
+    publish: str
+    parameters: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,9 +117,10 @@ def run(recording: Recording, console: Console, save: Path | None = None) -> Out
     total = len(recording.merges)
     with Replay(recording) as replay, bar(console, f"{total:,} merges") as report:
         try:
-            for merge, digests in replay.merges():
-                if digests != merge.digests:
-                    mismatch = _mismatch(merge, digests)
+            for merge, found in replay.merges():
+                on_tape = Digests(merge.made.digest, merge.parameters)
+                if found != on_tape:
+                    mismatch = _mismatch(merge, on_tape, found)
                     break
                 merges = merge.number
                 report(merges / total)
@@ -155,7 +172,7 @@ class Replay(contextlib.ExitStack):
         self._needs = Counter(
             Who(part.island, part.incarnation)
             for merge in recording.merges
-            for part in merge.contributions
+            for part in merge.made.contributions
         )
         for life in recording.lives.values():
             # A source is needed until the incarnation begins with its moments.
@@ -163,8 +180,9 @@ class Replay(contextlib.ExitStack):
                 self._needs[restored.who] += 1
         self._starts_left = Counter(
             start
-            for recovery in recording.recoveries
-            for start in recovery.starts.items()
+            for event in recording.between
+            if isinstance(event, Recovery)
+            for start in event.starts.items()
         )
         self._snapshots: dict[tuple[int, Version], dict[str, list[Any]]] = {}
         for fragment, version in enumerate(self._versions):
@@ -176,40 +194,29 @@ class Replay(contextlib.ExitStack):
 
         The merge is committed when the next one is asked for. Raises TapeError.
         """
-        between: list[Recovery | BegunTerm] = [*self._recording.recoveries]
-        between += self._recording.begun
-        between.sort(key=lambda event: (event.merges, event.line))
+        between = list(self._recording.between)
         for merge in self._recording.merges:
             while between and between[0].merges < merge.number:
-                match between.pop(0):
-                    case Recovery() as recovery:
-                        self._recover(recovery)
-                    case BegunTerm() as begun:
-                        self._begin_term(begun)
-            payloads = []
-            for part in merge.contributions:
+                event = between.pop(0)
+                if isinstance(event, Recovery):
+                    self._recover(event)
+                else:
+                    self._begin_term(event)
+            made, payloads = merge.made, []
+            for part in made.contributions:
                 island = self._island(Who(part.island, part.incarnation))
                 steps = island.steps
-                payloads.append(island.delta(merge.fragment, part.tick))
+                payloads.append(island.delta(made.fragment, part.tick))
                 self.steps += island.steps - steps
             merged = self._store.merge(
-                merge.fragment,
-                merge.contributions,
+                made.fragment,
+                made.contributions,
                 payloads,
-                share=merge.share,
-                final=merge.final,
+                share=made.share,
+                final=made.final,
             )
-            yield (
-                merge,
-                Digests(
-                    publish=digest_of(merged.payload),
-                    parameters=(
-                        digest_arrays(merged.state.theta)
-                        if merge.digests.parameters
-                        else ""
-                    ),
-                ),
-            )
+            theta = digest_arrays(merged.state.theta) if merge.parameters else ""
+            yield merge, Digests(digest_of(merged.payload), theta)
             self._commit(merge, merged)
 
     def save(self, folder: Path, number: int) -> None:
@@ -228,7 +235,7 @@ class Replay(contextlib.ExitStack):
 
     def _write(self, folder: Path, number: int) -> None:
         folder.mkdir(parents=True)
-        config = self._recording.config
+        config, plan = self._recording.config, self._store.plan
         placement = dataclasses.replace(config.placement, checkpoints="")
         config = dataclasses.replace(config, placement=placement)
         write_config_json(config, folder / run_files.CONFIG)
@@ -238,97 +245,103 @@ class Replay(contextlib.ExitStack):
             path = fragment_path(snapshots, fragment, version)
             path.parent.mkdir()
             storage.write_sealed(path, {}, flat(self._store.arrays(fragment)))
+        tokens = sum(  # Weighted by fragment size.
+            plan.sizes[merge.made.fragment] * part.tokens
+            for merge in self._recording.merges[:number]
+            for part in merge.made.contributions
+        )
         facts = {
-            **checkpoint.of_model(self._store.plan),
-            **checkpoint.trained(number, self._tokens(number)),
+            **checkpoint.of_model(plan),
+            **checkpoint.trained(number, tokens // sum(plan.sizes)),
         }
         storage.write_sealed(state_path(snapshots, 0), facts, [])
 
-    def _tokens(self, merges: int) -> int:
-        """Return the tokens of the first merges, weighted by fragment size."""
-        sizes, tokens = self._store.plan.sizes, 0
-        for merge in self._recording.merges[:merges]:
-            tokens += sizes[merge.fragment] * sum(c.tokens for c in merge.contributions)
-        return tokens // sum(sizes)
-
     def _island(self, who: Who) -> ReplayedIsland:
         """Return the incarnation; begin it if this is its first merge."""
-        if who not in self._islands:
-            life = self._recording.lives[who]
-            _refuse_absent_hosts(who, life.environment)
-            worker = self._worker(life.environment)
-            refuse_other_bits(str(who), life.environment, worker.environment)
-            devices = worker.environment["devices"]
-            if devices < life.config.devices:
-                raise ConfigError(
-                    f"{who} computed on {life.config.devices} devices, here are "
-                    f"{devices}; replay on a machine with as many"
-                )
-            restored = life.restored()
-            source = self._island(restored.who) if restored else None
-            run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
-            self._islands[who] = ReplayedIsland(
-                life, run, self._reader, self._published, worker, source
+        if who in self._islands:
+            return self._islands[who]
+        life = self._recording.lives[who]
+        worker = self._worker(who, life.environment)
+        refuse_other_bits(str(who), life.environment, worker.environment)
+        devices = worker.environment["devices"]
+        if devices < life.config.devices:
+            raise ConfigError(
+                f"{who} computed on {life.config.devices} devices, here are "
+                f"{devices}; replay on a machine with as many"
             )
-            if restored is not None:
-                self._release(restored.who)
+        restored = life.restored()
+        source = self._island(restored.who) if restored else None
+        run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
+        self._islands[who] = ReplayedIsland(
+            life, run, self._reader, self._published, worker, source
+        )
+        if restored is not None:
+            self._release(restored.who)
         return self._islands[who]
 
     def _release(self, who: Who) -> None:
         """Count one need of the incarnation less; end it if none is left."""
         self._needs[who] -= 1
         if not self._needs[who]:
-            self._islands.pop(who).end()
+            self._islands.pop(who).replica.end()
 
-    def _worker(self, recorded: Environment) -> Worker:
-        alike = str((environment_like(recorded), recorded["processes"]))
+    def _worker(self, who: Who, recorded: Environment) -> Worker:
+        """Return the processes that are like the recorded ones."""
+        hosts, platform = recorded["processes"], recorded["platform"]
+        if hosts != 1 and platform != "cpu":
+            raise ConfigError(
+                f"{who} computed on {hosts} hosts with {platform} devices each, and "
+                f"replay is one host here; it repeats islands of one host, and of "
+                f"several where these have CPU devices"
+            )
+        alike = str((environment_like(recorded), hosts))
         if alike not in self._workers:
             worker = Worker(self._run, recorded)
             self._workers[alike] = self.enter_context(worker)
         return self._workers[alike]
 
     def _commit(self, merge: RecordedMerge, merged: MergeResult) -> None:
-        self._store.commit(merge.fragment, merge.version, merged)
-        self._versions[merge.fragment] = merge.version
-        self._published.keep(merge.fragment, merge.version, merged)
-        for part in merge.contributions:
+        fragment, version = merge.made.fragment, merge.made.version
+        self._store.commit(fragment, version, merged)
+        self._versions[fragment] = version
+        self._published.keep(fragment, version, merged)
+        for part in merge.made.contributions:
             who = Who(part.island, part.incarnation)
-            self._islands[who].merged(merge.fragment, part.tick)
+            self._islands[who].merged(fragment, part.tick)
             self._release(who)
-        self._keep_snapshot(merge.fragment, merge.version)
+        self._keep_snapshot(fragment, version)
 
     def _keep_snapshot(self, fragment: int, version: Version) -> None:
         """Keep a fragment as it is now, if a coordinator comes back with that."""
         if self._starts_left[fragment, version]:
             self._snapshots[fragment, version] = self._store.arrays(fragment)
 
-    def _begin_term(self, begun: BegunTerm) -> None:
+    def _begin_term(self, event: BegunTerm) -> None:
         """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
-        fragment, layouts = begun.fragment, layouts_of(self._store.plan.fragments)
-        anchor = self._published.anchor(fragment, begun.replaced)
-        arrays = self._store.first(fragment, values_of(layouts[fragment], anchor))
-        self._store.load(fragment, arrays, begun.version)
-        self._versions[fragment] = begun.version
-        self._published.begin(fragment, begun.version, tuple(arrays["anchor"]))
-        self._keep_snapshot(fragment, begun.version)
+        fragment, version = event.begun.fragment, event.begun.version
+        anchor = self._published.anchor(fragment, event.begun.replaced)
+        layout = layouts_of(self._store.plan.fragments)[fragment]
+        arrays = self._store.first(fragment, values_of(layout, anchor))
+        self._store.load(fragment, arrays, version)
+        self._versions[fragment] = version
+        self._published.begin(fragment, version, tuple(arrays["anchor"]))
+        self._keep_snapshot(fragment, version)
 
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
         `coordinator.origin`."""
-        if recovery.fragments is None:
+        if not recovery.of_worker:
             self._store.use_passes(self._passes.pop(0))
-        starts = recovery.starts
-        logged: dict[int, list[RecordedMerge]] = {}
-        for merge in self._recording.merges[: recovery.merges]:
-            began = starts.get(merge.fragment)
-            if began is not None and merge.version > began:
-                logged.setdefault(merge.fragment, []).append(merge)
-        for start in starts.items():
+        logged = recovery.logged(self._recording.merges)
+        for start in recovery.starts.items():
             fragment, version = start
             self._store.load(fragment, self._snapshots[start], version)
-            for merge in logged.get(fragment, []):
-                payload = self._published.publish(fragment, merge.version)
-                self._store.replay(fragment, merge.version, payload, final=merge.final)
+            for made in (merge.made for merge in logged):
+                if made.fragment == fragment:
+                    payload = self._published.publish(fragment, made.version)
+                    self._store.replay(
+                        fragment, made.version, payload, final=made.final
+                    )
             self._starts_left[start] -= 1
             if not self._starts_left[start]:
                 del self._snapshots[start]
@@ -350,23 +363,30 @@ def _new_store(recording: Recording) -> Store:
     return Store(run, plan, first_pieces(run, model), placement.deadlines.pin_s)
 
 
-def _refuse_absent_hosts(who: Who, recorded: Environment) -> None:
-    hosts, platform = recorded["processes"], recorded["platform"]
-    if hosts != 1 and platform != "cpu":
-        raise ConfigError(
-            f"{who} computed on {hosts} hosts with {platform} devices each, and replay "
-            f"is one host here; it repeats islands of one host, and of several where "
-            f"these have CPU devices"
-        )
+def passes_like(recorded: Environment) -> Passes | None:
+    """Return the passes of the route by which the recorded coordinator merged.
+
+    Raises ConfigError if that route is not available here.
+    """
+    route, why = recorded.get("merge_route"), "it is not known here"
+    try:
+        if route in ("xla", "native"):
+            return merge_route.passes_of(route)
+    except ConfigError as error:
+        why = str(error)
+    raise ConfigError(
+        f'the coordinator merged by the route {route!r}, here it would be "xla" '
+        f"({why}): a comparison of bits would say nothing; replay where it is the same"
+    )
 
 
-def _mismatch(merge: RecordedMerge, digests: Digests) -> dict[str, Any]:
-    what = "publish" if digests.publish != merge.digests.publish else "parameters"
+def _mismatch(merge: RecordedMerge, on_tape: Digests, found: Digests) -> dict[str, Any]:
+    which = 0 if found.publish != on_tape.publish else 1
     return {
         "merge": merge.number,
         "line": merge.line,
-        "fragment": merge.fragment,
-        "version": list(merge.version),
-        "digest_on_tape": getattr(merge.digests, what),
-        "digest": getattr(digests, what),
+        "fragment": merge.made.fragment,
+        "version": list(merge.made.version),
+        "digest_on_tape": on_tape[which],
+        "digest": found[which],
     }
