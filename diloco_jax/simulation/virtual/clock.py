@@ -81,6 +81,36 @@ class Clock:
             self.now = max(self.now, until)
 
 
+class Alarm:
+    """A call at the earliest time that was asked for since it was last made.
+
+    Deadlines move with every report. An alarm that rings too early is harmless, and
+    cheaper than one that is set anew each time.
+    """
+
+    def __init__(self, clock: Clock, ring: Callable[[], object]) -> None:
+        self._clock, self._call = clock, ring
+        self._due: Due | None = None
+
+    def by(self, time: float) -> None:
+        """Ring at `time`, or earlier."""
+        if self._due is not None:
+            if self._due.at <= time:
+                return
+            self._due.cancel()
+        self._due = self._clock.at(time, self._ring)
+
+    def cancel(self) -> None:
+        """Do not ring."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _ring(self) -> None:
+        self._due = None
+        self._call()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineSpeed:
     """Latency and bandwidth of a line.
