@@ -70,7 +70,7 @@ def record(workdir: Path) -> dict[str, Any]:
         def train(self, positions: np.ndarray, learning_rate: float) -> None:
             self.diary.step_began.append(world.clock.now)
             self.diary.learning_rates.append(learning_rate)
-            self.diary.losses.append(math.nan)
+            self.diary.metrics["loss"].append(math.nan)
 
     world = World(
         config.run,
