@@ -6,9 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -293,15 +290,3 @@ def test_what_ended_early_leaves_no_folder(text, tmp_path, monkeypatch, number, 
         signal.signal(signal.SIGHUP, before)
     assert not workdir.exists()
     assert f"nothing is kept: {workdir} is as it was" in capsys.readouterr().err
-
-
-def test_the_package_is_light_until_it_is_used() -> None:
-    code = "import sys, diloco_jax; print({'jax', 'numpy'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.strip() == "set()"

@@ -150,7 +150,7 @@ class ReplayedIsland:
             moments = source.moments(steps)
             residuals = {f: source.replica.residual(f) for f in fragments}
         self._next = len(self._books.drain())
-        self.replica = RemoteReplica(
+        self.replica: RemoteReplica = RemoteReplica(
             worker, life.who, life.config, anchors, moments, residuals
         )
         """Its model copy."""

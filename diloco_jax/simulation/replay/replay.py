@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -35,6 +35,7 @@ from diloco_jax.coordinator.journal import Environment
 from diloco_jax.coordinator.snapshots import flat, fragment_path, state_path
 from diloco_jax.core.fragment_merge import MergeResult
 from diloco_jax.core.fragments import digest_arrays
+from diloco_jax.core.kernels import Passes
 from diloco_jax.data.batches import BatchReader
 from diloco_jax.data.loading import load_data
 from diloco_jax.files import require_writable
@@ -55,9 +56,6 @@ from diloco_jax.simulation.replay.recording import (
 from diloco_jax.simulation.replay.worker import Worker
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
-
-if TYPE_CHECKING:
-    from diloco_jax.core.kernels import Passes
 
 
 class Digests(NamedTuple):
