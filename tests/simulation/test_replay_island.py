@@ -28,7 +28,6 @@ from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.records import Merged
 from diloco_jax.protocol.values import Record, Span, Version
-from diloco_jax.simulation.replay.island import PublishedVersions, ReplayedIsland
 from diloco_jax.simulation.replay.recording import (
     Life,
     RecordedMerge,
@@ -37,6 +36,7 @@ from diloco_jax.simulation.replay.recording import (
     TapedRecord,
     Who,
 )
+from diloco_jax.simulation.replay.replay import PublishedVersions, ReplayedIsland
 from diloco_jax.simulation.replay.worker import Copies
 
 ISLAND = IslandConfig(batch_size=2)
