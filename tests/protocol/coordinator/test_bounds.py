@@ -58,8 +58,7 @@ def test_a_liar_among_three_is_no_measure_for_the_others():
 
 def test_a_delta_of_many_steps_may_be_as_much_longer():
     d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     d.take("a", 0, 1, norm=1.0)
     d.take("b", 0, 1, norm=1.0)
     d.report("c", 100)
@@ -102,8 +101,7 @@ def test_a_refused_delta_does_not_count_to_the_quorum():
 
 def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
     d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     for name in "ab":
         d.take(name, 0, 4, norm=1.0)
     d.report("c", 4)
@@ -114,8 +112,7 @@ def test_an_absent_island_s_delta_that_is_ready_is_a_measure():
 
 def test_a_delta_left_behind_is_judged_too():
     d = patient("a", "b", "c", quorum=2)
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     d.take("c", 0, 4, norm=10.0)
     d.goodbye("c")
     d.take("a", 0, 4, norm=1.0)
@@ -188,8 +185,7 @@ def test_rates_may_rise_from_nothing_as_a_run_begins():
     together(d, a=0.01, b=0.01, c=0.01, rate_sum=0.04)
     assert d.fragment(0).merges == 1
     steps = d.state.islands["a"].steps + 4
-    for name in "abc":
-        d.report(name, steps)
+    d.reports(a=steps, b=steps, c=steps)
     effects = d.take("a", 0, steps, norm=1.0, rate_sum=4.0)
     assert merged_islands(only(effects, Merge))[0] == "a"
 
@@ -228,8 +224,7 @@ def test_the_highest_rate_is_that_of_the_points_of_the_schedule_around(
 @pytest.mark.parametrize("rate_sum", [0.4, 8.0, 1e9])
 def test_no_higher_rates_are_believed_than_the_schedule_had(rate_sum: float):
     d = patient("a", "b", "c", rates=(0.1, 0.1), total_tokens=600)
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     for name in "ab":
         d.take(name, 0, 4, norm=0.2, rate_sum=0.4)
     effects = d.take("c", 0, 4, norm=3.0, rate_sum=rate_sum)
@@ -238,8 +233,7 @@ def test_no_higher_rates_are_believed_than_the_schedule_had(rate_sum: float):
 
 def test_without_a_schedule_any_rates_are_believed():
     d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     for name in "ab":
         d.take(name, 0, 4, norm=1.0)
     effects = d.take("c", 0, 4, norm=99.0, rate_sum=80.0)
@@ -252,8 +246,7 @@ def test_a_delta_that_reaches_back_may_have_the_rates_of_then(
 ):
     """The others' deltas are of the last cycle, whose rates are a tenth as high."""
     d = patient("a", "b", "c", rates=(1.0, 1.0, 0.1, 0.1), total_tokens=600)
-    for name in "abc":
-        d.report(name, 18)
+    d.reports(a=18, b=18, c=18)
     for name in "ab":
         d.take(name, 0, 18, start=16, norm=0.2, rate_sum=0.2)
     effects = d.take("c", 0, 18, norm=norm, rate_sum=8.0)
@@ -279,8 +272,7 @@ def test_rates_before_the_base_of_the_last_merge_are_not_believed(
 
 def test_a_minority_that_says_its_rates_are_low_lets_nobody_in():
     d = patient("a", "b", "c", "d", "e")
-    for name in "abcde":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4, d=4, e=4)
     for name, rate_sum in {"a": 4.0, "b": 4.0, "c": 4.0, "d": 1e-9}.items():
         d.take(name, 0, 4, norm=4.0, rate_sum=rate_sum)
     effects = d.take("e", 0, 4, norm=30.0)
@@ -289,8 +281,7 @@ def test_a_minority_that_says_its_rates_are_low_lets_nobody_in():
 
 def test_a_delta_without_known_rates_is_no_measure_and_may_be_as_long_as_others():
     d = patient("a", "b", "c")
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     d.take("a", 0, 4, norm=1e6, rate_sum=0.0)
     d.take("b", 0, 4, norm=1.0)
     effects = d.take("c", 0, 4, norm=1e6)
@@ -329,8 +320,7 @@ def test_unknown_lengths_of_before_are_no_measure():
 
 def test_a_length_is_a_measure_once_the_steps_are_known():
     d = patient("a", "b", grace=0.0)
-    for name in "ab":
-        d.report(name, 4)
+    d.reports(a=4, b=4)
     d.arrive("a", 0, norm=1.0)
     assert merged_islands(only(d.take("b", 0, 4, norm=1.0), Merge)) == ["b"]
 
@@ -357,14 +347,12 @@ def test_lengths_of_live_islands_count_that_are_not_in_quarantine(
 
 def test_the_tokens_of_a_base_are_those_before_the_merges_since():
     d = patient("a", "b", "c", quorum=2, grace=0.0)
-    for name in "abc":
-        d.report(name, 4)
+    d.reports(a=4, b=4, c=4)
     for name in "abc":
         d.take(name, 0, 4, norm=1.0)
     d.computed(0)
     assert d.account("a", 0).base_tokens == 0
-    for name in "ab":
-        d.report(name, 8)
+    d.reports(a=8, b=8)
     for name in "ab":
         d.take(name, 0, 8, norm=1.0)
     d.computed(0)
@@ -392,8 +380,7 @@ def test_a_refused_delta_is_no_measure():
 
 def test_the_rates_of_a_take_of_before_a_crash_come_with_the_hello():
     d = patient("a", "b")
-    for name in "ab":
-        d.report(name, 4)
+    d.reports(a=4, b=4)
     d.take("a", 0, 4, arrive=False, rate_sum=0.7)
     held = replace(d.held("a", 0, 0, 4), rate_sum=0.7)
     d.crash()
