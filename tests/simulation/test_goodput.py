@@ -13,8 +13,9 @@ from diloco_jax.simulation.fleets.failures import FailureModel
 from diloco_jax.simulation.fleets.fleet import ExchangeTerms
 from diloco_jax.simulation.fleets.goodput import (
     GoodputConfig,
+    points,
     simulate_goodput,
-    sweep_goodput,
+    simulated,
     write_csv,
     write_plot,
 )
@@ -155,10 +156,13 @@ def test_bad_numbers_are_refused_with_both_values_and_the_remedy(fields, message
         simulate_goodput(GoodputConfig(**fields))
 
 
+def sweep(config, chips, islands):
+    return list(simulated(points(config, chips, islands)))
+
+
 @pytest.fixture(scope="module")
 def results():
-    config = GoodputConfig(hours=0.1, seeds=1)
-    return sweep_goodput(config, chips=(100_000, 200_000), islands=(1, 2))
+    return sweep(GoodputConfig(hours=0.1, seeds=1), (100_000, 200_000), (1, 2))
 
 
 def test_a_sweep_has_every_method_at_every_number_of_chips(results):
@@ -174,7 +178,7 @@ def test_a_sweep_has_every_method_at_every_number_of_chips(results):
 
 def test_too_few_islands_for_quorum_are_left_out():
     config = GoodputConfig(hours=0.1, seeds=1, quorum=2)
-    results = sweep_goodput(config, chips=(100_000,), islands=(1, 2, 4))
+    results = sweep(config, (100_000,), (1, 2, 4))
     assert [(r.config.method, r.config.islands) for r in results] == [
         ("rigid", 1),
         ("elastic", 1),
@@ -183,12 +187,12 @@ def test_too_few_islands_for_quorum_are_left_out():
     ]
     assert [r.config.quorum for r in results[2:]] == [2, 2]
     with pytest.raises(ConfigError, match="quorum = 5, but a sweep has at most 4"):
-        sweep_goodput(dataclasses.replace(config, quorum=5), (100_000,), (1, 2, 4))
+        sweep(dataclasses.replace(config, quorum=5), (100_000,), (1, 2, 4))
 
 
 def test_spread_costs_one_program_as_much_as_it_does_alone():
     config = GoodputConfig(hours=0.5, seeds=1, step_spread=0.5, chips=100_000)
-    results = sweep_goodput(config, chips=(100_000,), islands=(1, 2))
+    results = sweep(config, (100_000,), (1, 2))
     for result in results[:2]:
         method = result.config.method
         alone = dataclasses.replace(config, method=method, islands=2)

@@ -313,28 +313,17 @@ SWEPT = {"method": get_args(Method), "chips": CHIPS, "islands": ISLANDS}
 MEASURES = tuple(field.name for field in dataclasses.fields(GoodputSample))
 
 
-def sweep_goodput(
-    config: GoodputConfig,
-    chips: Sequence[int],
-    islands: Sequence[int],
-    progress: Progress = nobody,
-) -> list[GoodputResult]:
-    """Simulate each number of chips with every method; all else is as in `config`.
-
-    The methods are both data-parallel ones, and decoupled with each number of islands
-    that has a quorum. Raises ConfigError.
-
-    With a spread of the step time, a data-parallel step waits for the slowest of
-    several groups, as many as the largest number of islands. Without a spread there is
-    one group.
-    """
-    return list(simulated(points(config, chips, islands), progress))
-
-
 def points(
     config: GoodputConfig, chips: Sequence[int], islands: Sequence[int]
 ) -> list[GoodputConfig]:
-    """Return the valid configs that a sweep simulates. Raises ConfigError."""
+    """Return the valid configs of a sweep: each number of chips with every method, all
+    else as in `config`. Raises ConfigError.
+
+    The methods are both data-parallel ones, and decoupled with each number of islands
+    that has a quorum. With a spread of the step time, a data-parallel step waits for
+    the slowest of several groups, as many as the largest number of islands. Without a
+    spread there is one group.
+    """
     if max(islands) < config.quorum:
         raise ConfigError(
             f"quorum = {config.quorum}, but a sweep has at most {max(islands)} "
