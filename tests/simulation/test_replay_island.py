@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from diloco_jax.config import Config, IslandConfig, ModelConfig, RunConfig, SyncConfig
 from diloco_jax.core.codecs import get_codec
 from diloco_jax.core.families import ADOPT_RULES
-from diloco_jax.core.fragment_merge import FragmentState, MergeMeasures, MergeResult
 from diloco_jax.core.fragments import get_piece
 from diloco_jax.data.batches import BatchReader, LeasedPositions
 from diloco_jax.data.corpus import Windows
@@ -36,7 +35,7 @@ from diloco_jax.simulation.replay.recording import (
     TapedRecord,
     Who,
 )
-from diloco_jax.simulation.replay.replay import PublishedVersions, ReplayedIsland
+from diloco_jax.simulation.replay.replay import ReplayedIsland, UsedVersions
 from diloco_jax.simulation.replay.worker import Copies
 
 ISLAND = IslandConfig(batch_size=2)
@@ -298,8 +297,7 @@ def made(number):
     )
 
 
-@pytest.fixture
-def published():
+def test_each_use_on_the_tape_is_served_once():
     """One fragment, four versions; one island begins with the first and adopts the
     others, one begins with the third; a coordinator came back with the second."""
     lives = [life("a", V[0], V[1], V[3]), life("b", V[2])]
@@ -313,31 +311,21 @@ def published():
         between=(Recovery(1, {0: V[0]}),),
         lives={life.who: life for life in lives},
     )
-    published = PublishedVersions(recording, [anchor(0)])
-    for n in (1, 2, 3):
-        merged = MergeResult(
-            state=FragmentState((), anchor(n), None, ()),
-            payload=b"%d" % n,
-            norm=0.0,
-            measures=MergeMeasures(),
-            sample=(),
-            directions=(),
-        )
-        published.keep(0, V[n], merged)
-    return published
-
-
-def test_each_use_on_the_tape_is_served_once(published):
+    used = UsedVersions(recording)
+    for n in range(4):
+        used.keep(("anchor", 0, V[n]), anchor(n))
+        used.keep(("publish", 0, V[n]), b"%d" % n)
+        used.keep(("snapshot", 0, V[n]), n)
     for version in (V[1], V[3]):
         with pytest.raises(KeyError):
-            published.anchor(0, version)
-    assert published.anchor(0, V[0]) == np.zeros(3, np.float32).tobytes()
-    assert published.anchor(0, V[2]) == np.full(3, 2, np.float32).tobytes()
-    assert published.publish(0, V[1]) == b"1"
-    assert published.chain(0, V[0], V[1]) == [b"1"]
-    assert published.chain(0, V[1], V[3]) == [b"2", b"3"]
+            used.anchor(0, version)
+    assert used.anchor(0, V[0]) == np.zeros(3, np.float32).tobytes()
+    assert used.anchor(0, V[2]) == np.full(3, 2, np.float32).tobytes()
+    assert used.take(("snapshot", 0, V[0])) == 0
+    assert used.take(("publish", 0, V[1])) == b"1"
+    assert used.chain(0, V[0], V[1]) == [b"1"]
+    assert used.chain(0, V[1], V[3]) == [b"2", b"3"]
     for version in V[:4]:
-        with pytest.raises(KeyError):
-            published.anchor(0, version)
-        with pytest.raises(KeyError):
-            published.publish(0, version)
+        for kind in ("anchor", "publish", "snapshot"):
+            with pytest.raises(KeyError):
+                used.take((kind, 0, version))

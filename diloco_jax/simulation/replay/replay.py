@@ -7,18 +7,19 @@ state after a crash. Each merge must have the digest of the tape.
 In an incarnation of an island the tape decides in place of the network. Books,
 boundary, pace and model copy are the runtime's. Each record of the tape is carried out
 alone, at its step, and the books must write down that same record again. What the
-island fetched is kept as long as the tape needs it (`PublishedVersions`).
+island fetched is kept as long as the tape needs it (`UsedVersions`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,7 +56,7 @@ from diloco_jax.models.build import build, build_plan
 from diloco_jax.observability.logs import log_refused
 from diloco_jax.observability.tape import TapeError
 from diloco_jax.observability.terminal import bar
-from diloco_jax.protocol.island.books import Books
+from diloco_jax.protocol.island import books
 from diloco_jax.protocol.island.boundary import Adoption, Boundary, Decision
 from diloco_jax.protocol.messages import TakeRequest, TakeVerdict
 from diloco_jax.protocol.values import (
@@ -77,7 +78,7 @@ from diloco_jax.simulation.replay.recording import (
     environment_like,
     refuse_other_bits,
 )
-from diloco_jax.simulation.replay.worker import RemoteReplica, Worker
+from diloco_jax.simulation.replay.worker import Worker
 from diloco_jax.storage import digest_of
 from diloco_jax.weights.first import first_pieces, require_repeatable
 
@@ -184,11 +185,9 @@ class Replay(contextlib.ExitStack):
         self._passes = [passes_like(c) for c in recording.coordinators]
         self._store.use_passes(self._passes.pop(0))
         self._versions = [FIRST_VERSION] * len(self._store.plan.fragments)
-        first = [
-            tuple(self._store.arrays(fragment)["anchor"])
-            for fragment in range(len(self._versions))
-        ]
-        self._published = PublishedVersions(recording, first)
+        self._used = UsedVersions(recording)
+        for fragment in range(len(self._versions)):
+            self._keep(fragment)
         self._workers: dict[str, Worker] = {}
         self._islands: dict[Who, ReplayedIsland] = {}
         self._needs = Counter(
@@ -200,15 +199,6 @@ class Replay(contextlib.ExitStack):
             # A source is needed until the incarnation begins with its moments.
             if (restored := life.restored()) is not None:
                 self._needs[restored.who] += 1
-        self._starts_left = Counter(
-            start
-            for event in recording.between
-            if isinstance(event, Recovery)
-            for start in event.starts.items()
-        )
-        self._snapshots: dict[tuple[int, Version], dict[str, list[Any]]] = {}
-        for fragment, version in enumerate(self._versions):
-            self._keep_snapshot(fragment, version)
 
     def merges(self) -> Iterator[tuple[RecordedMerge, Digests]]:
         """Yield every merge with its digests in this repetition; that of Theta where
@@ -295,7 +285,7 @@ class Replay(contextlib.ExitStack):
         source = self._island(restored.who) if restored else None
         run = dataclasses.replace(self._run, total_tokens=life.total_tokens)
         self._islands[who] = ReplayedIsland(
-            life, run, self._reader, self._published, worker, source
+            life, run, self._reader, self._used, worker, source
         )
         if restored is not None:
             self._release(restored.who)
@@ -305,7 +295,7 @@ class Replay(contextlib.ExitStack):
         """Count one need of the incarnation less; end it if none is left."""
         self._needs[who] -= 1
         if not self._needs[who]:
-            self._islands.pop(who).replica.end()
+            self._islands.pop(who).send("end")
 
     def _worker(self, who: Who, recorded: Environment) -> Worker:
         """Return the processes that are like the recorded ones."""
@@ -326,28 +316,32 @@ class Replay(contextlib.ExitStack):
         fragment, version = merge.made.fragment, merge.made.version
         self._store.commit(fragment, version, merged)
         self._versions[fragment] = version
-        self._published.keep(fragment, version, merged)
+        self._used.keep(("publish", fragment, version), merged.payload)
         for part in merge.made.contributions:
             who = Who(part.island, part.incarnation)
             self._islands[who].merged(fragment, part.tick)
             self._release(who)
-        self._keep_snapshot(fragment, version)
+        self._keep(fragment)
 
-    def _keep_snapshot(self, fragment: int, version: Version) -> None:
-        """Keep a fragment as it is now, if a coordinator comes back with that."""
-        if self._starts_left[fragment, version]:
-            self._snapshots[fragment, version] = self._store.arrays(fragment)
+    def _keep(self, fragment: int) -> None:
+        """Keep the fragment as it is now, as far as the tape needs it."""
+        version = self._versions[fragment]
+        anchor: Use = ("anchor", fragment, version)
+        snapshot: Use = ("snapshot", fragment, version)
+        if self._used.needs(anchor) or self._used.needs(snapshot):
+            arrays = self._store.arrays(fragment)
+            self._used.keep(anchor, tuple(arrays["anchor"]))
+            self._used.keep(snapshot, arrays)
 
     def _begin_term(self, event: BegunTerm) -> None:
         """Begin a term of a fragment with an earlier anchor, like `LostFragments`."""
         fragment, version = event.begun.fragment, event.begun.version
-        anchor = self._published.anchor(fragment, event.begun.replaced)
+        anchor = self._used.anchor(fragment, event.begun.replaced)
         layout = layouts_of(self._store.plan.fragments)[fragment]
         arrays = self._store.first(fragment, values_of(layout, anchor))
         self._store.load(fragment, arrays, version)
         self._versions[fragment] = version
-        self._published.begin(fragment, version, tuple(arrays["anchor"]))
-        self._keep_snapshot(fragment, version)
+        self._keep(fragment)
 
     def _recover(self, recovery: Recovery) -> None:
         """Load every fragment from a snapshot and apply its later publishes, like
@@ -355,20 +349,16 @@ class Replay(contextlib.ExitStack):
         if not recovery.of_worker:
             self._store.use_passes(self._passes.pop(0))
         logged = recovery.logged(self._recording.merges)
-        for start in recovery.starts.items():
-            fragment, version = start
-            self._store.load(fragment, self._snapshots[start], version)
+        for fragment, version in recovery.starts.items():
+            snapshot = self._used.take(("snapshot", fragment, version))
+            self._store.load(fragment, snapshot, version)
             for made in (merge.made for merge in logged):
                 if made.fragment == fragment:
-                    payload = self._published.publish(fragment, made.version)
+                    payload = self._used.take(("publish", fragment, made.version))
                     self._store.replay(
                         fragment, made.version, payload, final=made.final
                     )
-            self._starts_left[start] -= 1
-            if not self._starts_left[start]:
-                del self._snapshots[start]
-            # A later snapshot may be of this very state.
-            self._keep_snapshot(fragment, self._versions[fragment])
+            self._keep(fragment)  # A later snapshot may be of this very state.
 
 
 def _new_store(recording: Recording) -> Store:
@@ -416,54 +406,47 @@ def _mismatch(merge: RecordedMerge, on_tape: Digests, found: Digests) -> dict[st
 
 # ---- islands -----------------------------------------------------------------------
 
-Use = tuple[Literal["anchor", "publish"], int, Version]
-"""A use of what a version of a fragment has."""
+Use = tuple[Literal["anchor", "publish", "snapshot"], int, Version]
+"""A use of what there is of a version of a fragment."""
 
 
-class PublishedVersions:
-    """Anchors and encoded publishes by version, each kept for its uses on the tape.
+class UsedVersions:
+    """Anchors, encoded publishes and snapshots by version, each kept for its uses on
+    the tape.
 
     Incarnations begin with anchors and adopt publishes; a coordinator that comes back
-    needs publishes, too.
-
-    first: A of the first version, by fragment. All methods raise KeyError for versions
-    that have not been merged yet.
+    needs snapshots and publishes.
     """
 
-    def __init__(self, recording: Recording, first: Sequence[Arrays]) -> None:
+    def __init__(self, recording: Recording) -> None:
         self._uses = Counter(_uses(recording))
         self._held: dict[Use, Any] = {}
-        for fragment, anchor in enumerate(first):
-            self.begin(fragment, FIRST_VERSION, anchor)
 
-    def keep(self, fragment: int, version: Version, merged: MergeResult) -> None:
-        """Keep a committed merge as far as the tape needs it."""
-        self.begin(fragment, version, merged.state.anchor)
-        if self._uses["publish", fragment, version]:
-            self._held["publish", fragment, version] = merged.payload
+    def needs(self, use: Use) -> bool:
+        """Tell whether the tape has this use, and it is still to come."""
+        return bool(self._uses[use])
 
-    def begin(self, fragment: int, version: Version, anchor: Arrays) -> None:
-        """Keep the anchor with which a term of a fragment begins, if it is needed."""
-        if self._uses["anchor", fragment, version]:
-            self._held["anchor", fragment, version] = anchor
+    def keep(self, use: Use, value: Any) -> None:
+        """Keep the value as long as the tape needs it."""
+        if self.needs(use):
+            self._held[use] = value
 
-    def anchor(self, fragment: int, version: Version) -> bytes:
-        """Return A_v in full, in f32 tiles; once for every use on the tape."""
-        arrays = self._use(("anchor", fragment, version))
-        return b"".join(array.tobytes() for array in arrays)
-
-    def publish(self, fragment: int, version: Version) -> Buffer:
-        """Return the encoded publish of a version; once for every use on the tape."""
-        payload: Buffer = self._use(("publish", fragment, version))
-        return payload
-
-    def chain(self, fragment: int, have: Version, want: Version) -> list[Buffer]:
-        """Return the publishes that lead from one version to another, oldest first."""
-        return [self.publish(fragment, version) for version in _between(have, want)]
-
-    def _use(self, use: Use) -> Any:
+    def take(self, use: Use) -> Any:
+        """Return the value; once for every use on the tape. Raises KeyError for a
+        version that has not been merged yet."""
         self._uses[use] -= 1
         return self._held[use] if self._uses[use] else self._held.pop(use)
+
+    def anchor(self, fragment: int, version: Version) -> bytes:
+        """Return A_v in full, in f32 tiles; as `take`."""
+        arrays: Arrays = self.take(("anchor", fragment, version))
+        return b"".join(array.tobytes() for array in arrays)
+
+    def chain(self, fragment: int, have: Version, want: Version) -> list[Buffer]:
+        """Return the publishes that lead from one version to another, oldest first; as
+        `take`."""
+        versions = _between(have, want)
+        return [self.take(("publish", fragment, version)) for version in versions]
 
 
 def _uses(recording: Recording) -> Iterator[Use]:
@@ -484,6 +467,8 @@ def _uses(recording: Recording) -> Iterator[Use]:
         if isinstance(event, BegunTerm):
             yield "anchor", event.begun.fragment, event.begun.replaced
         else:
+            for fragment, version in event.starts.items():
+                yield "snapshot", fragment, version
             for merge in event.logged(recording.merges):
                 yield "publish", merge.made.fragment, merge.made.version
 
@@ -505,17 +490,20 @@ class ReplayedIsland:
         life: Life,
         run: RunConfig,
         reader: BatchReader,
-        published: PublishedVersions,
+        used: UsedVersions,
         worker: Worker,
         source: ReplayedIsland | None = None,
     ) -> None:
         """source: the incarnation whose moments this one began with."""
         self.steps = 0
         """Inner steps done."""
+        self.send = functools.partial(worker.send, life.who)
+        """Sends a call to its model copy; `ask` waits for the answer, too."""
+        self.ask = functools.partial(worker.ask, life.who)
         versions = life.begins()
-        self._life, self._reader, self._published = life, reader, published
+        self._life, self._reader, self._used = life, reader, used
         self._moments: dict[int, list[npt.NDArray[Any]]] = {}
-        self._books = Books(versions, ADOPT_RULES.find(run.sync.adopt))
+        self._books = books.Books(versions, ADOPT_RULES.find(run.sync.adopt))
         self._books.begin()
         anchors = [self._anchor(f, version) for f, version in enumerate(versions)]
         moments, residuals = None, None
@@ -525,18 +513,15 @@ class ReplayedIsland:
             who, steps, fragments = restored
             self._books.restored(who.incarnation, steps, fragments)
             moments = source.moments(steps)
-            residuals = {f: source.replica.residual(f) for f in fragments}
+            residuals = {f: source.ask("residual", f) for f in fragments}
         self._next = len(self._books.drain())
-        self.replica: RemoteReplica = RemoteReplica(
-            worker, life.who, life.config, anchors, moments, residuals
-        )
-        """Its model copy."""
+        self.send("begin", life.config, anchors, moments, residuals)
         self._positions = LeasedPositions()
         goal = goal_of(run, life.config.batch_size)
         self._boundary = Boundary(
             self._books,
             goal,
-            arrays=self.replica,
+            arrays=self,
             incoming=self,
             outgoing=self,
             data=self._positions,
@@ -558,16 +543,30 @@ class ReplayedIsland:
         while steps not in self._moments:
             if self._next == len(self._life.records):
                 self._train_until(steps, self._life.records[-1].line)
-                self._moments[steps] = self.replica.moments()
+                self._moments[steps] = self.ask("moments")
                 break
             self._repeat()
         return self._moments[steps]
 
     def merged(self, fragment: int, tick: int) -> None:
         """Note that a take is in a merge."""
-        here = self._books.version(fragment)
-        verdict = _verdict(fragment, tick, "merged", here)
+        verdict = _verdict(fragment, tick, "merged", self._books.version(fragment))
         self._act(Decision(verdicts=(verdict,)), self.steps)
+
+    # ---- of its boundary: arrays, outgoing and incoming ------------------------------
+
+    def take(self, fragment: int) -> bytes:
+        delta: bytes = self.ask("take", fragment)
+        return delta
+
+    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
+        payloads = [bytes(payload) for (payload,) in arrival.publishes]
+        whole = arrival.anchor and arrival.anchor[0]
+        fragment, version = arrival.fragment, arrival.version
+        self.send("adopt", fragment, version, payloads, whole, keep)
+
+    def judge(self, fragment: int, outcome: books.Outcome) -> None:
+        self.send("judge", fragment, outcome)
 
     def put(self, fragment: int, tick: int, encoded: bytes) -> None:
         self._deltas[fragment, tick] = encoded
@@ -579,9 +578,9 @@ class ReplayedIsland:
         have = self._books.version(fragment)
         try:
             if have.term != version.term:  # It was fetched in full.
-                anchor = self._published.anchor(fragment, version)
+                anchor = self._used.anchor(fragment, version)
                 return Arrival(fragment=fragment, version=version, anchor=(anchor,))
-            payloads = self._published.chain(fragment, have, version)
+            payloads = self._used.chain(fragment, have, version)
         except KeyError as error:
             raise self._unmerged(self._line, fragment, version) from error
         return Arrival(
@@ -605,8 +604,7 @@ class ReplayedIsland:
             case "progress":
                 self._others_tokens = record.value
             case "took":
-                request = TakeRequest(fragment=fragment, tick=tick)
-                decision = Decision(takes=(request,))
+                decision = Decision(takes=(TakeRequest(fragment=fragment, tick=tick),))
             case "adopted":
                 pending = _verdict(fragment, tick, "pending", record.version)
                 decision = Decision(
@@ -614,8 +612,8 @@ class ReplayedIsland:
                     verdicts=(pending,) if tick >= 0 else (),
                 )
             case "reopened" | "dropped" | "reset":
-                verdict = self._refused(fragment, tick, record.kind)
-                decision = Decision(verdicts=(verdict,))
+                refused = self._refused(fragment, tick, record.kind)
+                decision = Decision(verdicts=(refused,))
         self._act(decision, record.step)
         found = self._books.drain()
         if found != (record,):
@@ -638,7 +636,7 @@ class ReplayedIsland:
     def _train_until(self, steps: int, line: int) -> None:
         while self.steps < steps:
             if self.steps in self._life.saves:  # A later incarnation begins with them.
-                self._moments.setdefault(self.steps, self.replica.moments())
+                self._moments.setdefault(self.steps, self.ask("moments"))
             self._train(line)
 
     def _train(self, line: int) -> None:
@@ -657,7 +655,7 @@ class ReplayedIsland:
             )
         rate = self._pace.learning_rate(self.steps, self._boundary.others_tokens)
         self._books.stepped(rate)
-        self.replica.step(self._reader.batch(positions), rate)
+        self.send("step", self._reader.batch(positions), rate)
         self.steps += 1
 
     def _act(self, decision: Decision, step: int) -> None:
@@ -667,7 +665,7 @@ class ReplayedIsland:
 
     def _anchor(self, fragment: int, version: Version) -> bytes:
         try:
-            return self._published.anchor(fragment, version)
+            return self._used.anchor(fragment, version)
         except KeyError as error:
             line = self._life.records[fragment].line
             raise self._unmerged(line, fragment, version) from error

@@ -46,7 +46,6 @@ from diloco_jax.island.hosts.world import Hosts, WorldAddress, join_world, leave
 from diloco_jax.island.mailbox import Arrival
 from diloco_jax.models.build import build_plan
 from diloco_jax.models.model import Metrics, Model
-from diloco_jax.protocol.island.books import Outcome
 from diloco_jax.protocol.values import Version
 from diloco_jax.simulation.replay.recording import Who, environment_like
 
@@ -156,63 +155,6 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
         )
 
 
-class RemoteReplica:
-    """Model copy of one incarnation, in a worker; also `boundary.Arrays`.
-
-    anchors: in full, by fragment. moments, residuals: of a checkpoint, as the methods
-    return them; without them the moments are fresh and the residuals zeros.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        who: Who,
-        island: IslandConfig,
-        anchors: list[bytes],
-        moments: list[npt.NDArray[Any]] | None = None,
-        residuals: dict[int, bytes] | None = None,
-    ) -> None:
-        self._send = functools.partial(worker.send, who)
-        self._ask = functools.partial(worker.ask, who)
-        self._send("begin", island, anchors, moments, residuals)
-
-    def step(self, batch: Arrays, learning_rate: float) -> None:
-        """Make one inner step on a batch's arrays by name."""
-        self._send("step", batch, learning_rate)
-
-    def take(self, fragment: int) -> bytes:
-        """Return the fragment's encoded delta, as it is uploaded."""
-        delta: bytes = self._ask("take", fragment)
-        return delta
-
-    def moments(self) -> list[npt.NDArray[Any]]:
-        """Return the inner optimizer's state, by leaf."""
-        moments: list[npt.NDArray[Any]] = self._ask("moments")
-        return moments
-
-    def residual(self, fragment: int) -> bytes:
-        """Return the fragment's residual, as if no take were outstanding.
-
-        It has the form of an anchor in full, and is empty without error feedback.
-        """
-        residual: bytes = self._ask("residual", fragment)
-        return residual
-
-    def adopt(self, arrival: Arrival, *, keep: bool) -> None:
-        """Adopt a version whose publishes are given as their payloads, or its anchor as
-        f32 tiles."""
-        payloads = [bytes(payload) for (payload,) in arrival.publishes]
-        whole = arrival.anchor and arrival.anchor[0]
-        self._send("adopt", arrival.fragment, arrival.version, payloads, whole, keep)
-
-    def judge(self, fragment: int, outcome: Outcome) -> None:
-        self._send("judge", fragment, outcome)
-
-    def end(self) -> None:
-        """Drop the model copy, which is not needed any more."""
-        self._send("end")
-
-
 # ---- in the worker's process -------------------------------------------------------
 
 
@@ -291,7 +233,11 @@ class Copies:
 
 
 class _Copy:
-    """Model copy of one incarnation, as `RemoteReplica` calls it."""
+    """Model copy of one incarnation, as `replay.ReplayedIsland` calls it.
+
+    anchors: in full, by fragment. moments, residuals: of a checkpoint, as the methods
+    return them; without them the moments are fresh and the residuals zeros.
+    """
 
     def __init__(
         self,
@@ -332,13 +278,19 @@ class _Copy:
         self._last_metrics = metrics
 
     def take(self, fragment: int) -> bytes:
+        """Return the fragment's encoded delta, as it is uploaded."""
         arrays = [_whole(array) for array in self._replica.take(fragment)]
         return bytes(self._exchange.layouts_up[fragment].pack(arrays))
 
     def moments(self) -> list[npt.NDArray[Any]]:
+        """Return the inner optimizer's state, by leaf."""
         return [_whole(leaf) for leaf in self._replica.trees()["moments"]]
 
     def residual(self, fragment: int) -> bytes:
+        """Return the fragment's residual, as if no take were outstanding.
+
+        It has the form of an anchor in full, and is empty without error feedback.
+        """
         residuals = self._replica.trees()["residuals"]
         return _joined(
             TileGrid.of(array.shape).to_tiles(_whole(array))
@@ -353,6 +305,7 @@ class _Copy:
         whole: bytes | None,
         keep: bool,
     ) -> None:
+        """Adopt a version, given as its publishes or as its anchor in f32 tiles."""
         exchange = self._exchange
         layout, part = exchange.layouts_down[fragment], exchange.part_down(fragment)
         parts = [_joined(layout.cut(publish, part)) for publish in publishes]
