@@ -87,20 +87,18 @@ def test_each_incarnation_has_the_tokens_of_its_time(workdir):
         read_recording(workdir)
 
 
-@pytest.mark.parametrize("until", [0, 4])
-def test_a_merge_that_is_not_there_cannot_be_the_last(workdir, until):
-    write(workdir)
-    with pytest.raises(ConfigError, match=f"until {until}.*1 to 3"):
+@pytest.mark.parametrize(
+    ("tape", "until", "message"),
+    [
+        (TAPE, 0, "--until 0.*merges 1 to 3; choose one"),
+        (TAPE, 4, "--until 4.*merges 1 to 3; choose one"),
+        *((TAPE[:1], until, "line 1 without a merge: .*; give") for until in (None, 1)),
+    ],
+)
+def test_a_merge_that_is_not_there_cannot_be_repeated(workdir, tape, until, message):
+    write(workdir, tape)
+    with pytest.raises(ConfigError, match=message):
         read_recording(workdir, until=until)
-
-
-@pytest.mark.parametrize("until", [None, 0, 1])
-def test_a_tape_without_a_merge_has_nothing_to_repeat(workdir, until):
-    write(workdir, TAPE[:1])
-    with pytest.raises(ConfigError) as caught:
-        read_recording(workdir, until=until)
-    assert "ends after line 1 without a merge" in str(caught.value)
-    assert "--until" not in str(caught.value)
 
 
 # ---- lines changed, with the chain as it was ---------------------------------------
@@ -131,18 +129,29 @@ def test_a_changed_line_is_named(workdir, change, bad):
 # ---- the wrong workdir --------------------------------------------------------------
 
 
-def test_a_workdir_of_another_version_is_refused(workdir):
-    write(workdir, altered(0, lambda r: r["environment"].update(diloco_jax="0.0.9")))
-    with pytest.raises(ConfigError, match=r"diloco_jax 0\.0\.9, this is"):
-        read_recording(workdir)
+OTHER = dataclasses.replace(CONFIG, run=RunConfig(seed=1))
+TERM = {"kind": "term", "term": 2, "run_id": "r"}
 
 
-def test_a_config_of_another_run_is_refused(workdir):
-    write(workdir)
-    other = dataclasses.replace(CONFIG, run=RunConfig(seed=1))
-    write_config_json(other, workdir / "config.json")
-    prints = f"{CONFIG.run.fingerprint()}.*{other.run.fingerprint()}"
-    with pytest.raises(ConfigError, match=prints):
+@pytest.mark.parametrize(
+    ("tape", "config", "message"),
+    [
+        (
+            altered(0, lambda r: r["environment"].update(diloco_jax="0.0.9")),
+            CONFIG,
+            r"diloco_jax 0\.0\.9, this is",
+        ),
+        (TAPE, OTHER, f"{CONFIG.run.fingerprint()}.*{OTHER.run.fingerprint()}"),
+        ([TERM, *TAPE[1:]], CONFIG, r"is of term 2 of run r, .* lost its state"),
+        (None, CONFIG, r"no tape\.jsonl"),
+    ],
+    ids=["another version", "another run", "a later term", "no run"],
+)
+def test_the_wrong_workdir_is_refused(workdir, tape, config, message):
+    write_config_json(config, workdir / "config.json")
+    if tape is not None:
+        write(workdir, tape)
+    with pytest.raises(ConfigError, match=message):
         read_recording(workdir)
 
 
@@ -152,18 +161,6 @@ def test_a_config_with_unknown_fields_is_refused(workdir):
     fields["run"]["sync"]["quorums"] = 1
     (workdir / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ConfigError, match=r"quorums.*quorum"):
-        read_recording(workdir)
-
-
-def test_a_tape_of_a_later_term_is_refused(workdir):
-    term = {"kind": "term", "term": 2, "run_id": "r"}
-    write(workdir, [term, *TAPE[1:]])
-    with pytest.raises(ConfigError, match=r"is of term 2 of run r, .* lost its state"):
-        read_recording(workdir)
-
-
-def test_a_folder_without_a_run_is_refused(workdir):
-    with pytest.raises(ConfigError, match=r"no tape\.jsonl"):
         read_recording(workdir)
 
 

@@ -40,7 +40,7 @@ from diloco_jax.data.batches import BatchReader, ValidationBatches
 from diloco_jax.data.loading import Data, GlobalIndex, load_data
 from diloco_jax.data.source import Rows
 from diloco_jax.evaluation import BATCH_SIZE, as_json, of_data
-from diloco_jax.faults import COORDINATOR, Fault, parse_faults
+from diloco_jax.faults import COORDINATOR, parse_faults
 from diloco_jax.files import write_json
 from diloco_jax.island.evaluate import Evaluator
 from diloco_jax.models.build import build_plan
@@ -319,7 +319,9 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"--islands.{name}.step-seconds 0.5"
             )
     for fault in parse_faults(config.placement.faults, config.islands).faults:
-        if fault.who == COORDINATOR and not _can_be_away(fault):
+        waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
+        away = waits and not fault.prepared and fault.incarnation == 1
+        if fault.who == COORDINATOR and not away:
             raise ConfigError(
                 f"placement.faults has a fault of {COORDINATOR} at merge {fault.step} "
                 f"that is not emulated; give {COORDINATOR}@{fault.step}:kill or "
@@ -330,12 +332,6 @@ def check(config: Config, options: EmulationOptions) -> None:
                 f"placement.faults has {fault.who}@{fault.step} with other parameters, "
                 f"which no emulated island has; leave it out, or use diloco run"
             )
-
-
-def _can_be_away(fault: Fault) -> bool:
-    """Whether it makes the coordinator be away for a time, after a merge."""
-    waits = fault.kills or (fault.pause_s is not None and fault.pause_s < math.inf)
-    return waits and not fault.prepared and fault.incarnation == 1
 
 
 def run(
@@ -426,7 +422,13 @@ class _Emulator:
             make_body=self._make_body,
             alert=self._alerts.append,
             merge_seconds=lambda merge: next(merging),
-            outages=_outages(config, options.down_seconds),
+            outages={
+                fault.step: options.down_seconds
+                if fault.pause_s is None
+                else fault.pause_s
+                for fault in parse_faults(placement.faults, config.islands).faults
+                if fault.who == COORDINATOR
+            },
         )
         self._clock = self._world.clock
         bytes_up = tuple(layout.total_bytes for layout in self._store.layouts_up)
@@ -537,16 +539,6 @@ class _Emulator:
             alerts=list(self._alerts),
             now=self._clock.now,
         )
-
-
-def _outages(config: Config, down_seconds: float) -> dict[int, float]:
-    """Return the seconds for which the coordinator is away, by its number of merges."""
-    faults = parse_faults(config.placement.faults, config.islands).faults
-    return {
-        fault.step: down_seconds if fault.pause_s is None else fault.pause_s
-        for fault in faults
-        if fault.who == COORDINATOR
-    }
 
 
 def _rows(config: Config, data: Data, unlike: bool) -> dict[str, Rows]:
