@@ -227,9 +227,9 @@ def replay_command(arguments: Sequence[str]) -> int:
 
     # Before anything imports jax.
     skip_absent_tpu()
-    from diloco_jax.simulation.replay import command as replay_command
+    from diloco_jax.simulation import commands
 
-    return replay_command.replay_command(arguments)
+    return commands.replay_command(arguments)
 
 
 def _of(module: str, function: str) -> Callable[[Sequence[str]], int]:
